@@ -1,0 +1,227 @@
+"""What a run is: typed sections whose field docstrings are the `--help` text. Imports no torch."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass
+class RunConfig:
+    dir: str = "runs"
+    """Directory under which the run's own directory (`run.dir/run.name`) is made."""
+    name: str = "run"
+    """Name of the run: configuration, metrics, checkpoints and traces lie in `run.dir/run.name`."""
+    seed: int = 1234
+    """Seed of everything random. Randomness is keyed by name and step, so every topology draws the same numbers."""
+    deterministic: bool = False
+    """Only deterministic algorithms; tied embedding gradients are kept apart so that they add in one order."""
+
+
+@dataclass
+class ModelConfig:
+    """The model as a row of axis values; fields carry their Hugging Face Llama names where one exists."""
+
+    preset: str | None = None
+    """A named shape (tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3-70b); other fields of this section override it."""
+    from_hf: str | None = None
+    """Directory of a Hugging Face model whose config.json gives the shape (no weights are read)."""
+    init_from: str | None = None
+    """Checkpoint directory whose weights start the run at step 0 (weights only: no optimizer state, no data position)."""
+    vocab_size: int | None = None
+    """Vocabulary size; defaults to that of the training data."""
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    intermediate_size: int = 688
+    """Inner width of the feed-forward block."""
+    num_hidden_layers: int = 4
+    """Number of transformer layers."""
+    num_attention_heads: int = 4
+    """Number of query heads."""
+    num_key_value_heads: int | None = None
+    """Number of key-value heads (grouped-query attention); defaults to num_attention_heads."""
+    head_dim: int | None = None
+    """Width of one head; defaults to hidden_size / num_attention_heads."""
+    max_position_embeddings: int = 2048
+    """Longest sequence that the model is made for; the rows of a learned position table."""
+    tie_word_embeddings: bool = False
+    """Whether the output head shares the embedding's weight."""
+    position: Literal["rope", "learned", "none"] = "rope"
+    """How positions enter: rotary embeddings, a learned table added to the embedding, or not at all."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: dict[str, Any] | None = None
+    """Rotary scaling in Hugging Face form: {rope_type: linear, factor: F} or {rope_type: llama3, factor: …, low_freq_factor: …, high_freq_factor: …, original_max_position_embeddings: …}."""
+    no_rope_layers: list[int] | None = None
+    """Layers (0-based) without rotary embeddings."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Normalisation: RMSNorm, or LayerNorm with bias."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Norm before each block (pre), after it and before the residual sum (post), or both."""
+    norm_offset: float = 0.0
+    """Added to the norm's weight (1.0 gives Gemma's (1 + w) form)."""
+    rms_norm_eps: float = 1e-5
+    """Epsilon of every norm, of either kind."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm of queries and keys: per head (Qwen3), over the full width (OLMo-2), or none."""
+    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"] = "silu"
+    """Activation of the feed-forward block (gelu_new and gelu_pytorch_tanh are the tanh form)."""
+    gated_mlp: bool = True
+    """Gated feed-forward, act(gate) * up (SwiGLU with silu); otherwise act(up)."""
+    attention_bias: bool = False
+    """Bias on the query, key and value projections."""
+    attention_out_bias: bool = False
+    """Bias on the attention output projection."""
+    mlp_bias: bool = False
+    """Bias on the feed-forward projections."""
+    sliding_window: int | None = None
+    """Attention sees at most this many positions, itself included; none is unlimited."""
+    sliding_window_layers: list[int] | None = None
+    """Layers (0-based) that use sliding_window; none means every layer."""
+    attention_scale: float | None = None
+    """Factor on the attention scores; defaults to head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    """Scores become cap * tanh(scores / cap) (Gemma-2)."""
+    logit_softcap: float | None = None
+    """Logits become cap * tanh(logits / cap) (Gemma-2)."""
+    embedding_scale: float | None = None
+    """Factor on the embedding's output (Gemma: hidden_size ** 0.5)."""
+    initializer_range: float = 0.02
+    """Standard deviation of initial weights; output projections take it / sqrt(2 * num_hidden_layers)."""
+    embedding_dropout: float = 0.0
+    """Dropout on the embedding's output."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities."""
+    residual_dropout: float = 0.0
+    """Dropout on each block's output before the residual sum."""
+
+
+@dataclass
+class ParallelConfig:
+    """The mesh pp × dp × cp × tp, and how each axis is used."""
+
+    tp: int = 1
+    """Tensor-parallel size: ranks that share each layer's matrices."""
+    pp: int = 1
+    """Pipeline-parallel size: stages that share the layers."""
+    dp: int | None = None
+    """Data-parallel size: replicas that share the global batch; defaults to world / (tp · pp · cp)."""
+    cp: int = 1
+    """Context-parallel size: ranks that share each sequence. Only 1 until ring attention lands."""
+    sequence_parallel: bool = False
+    """Split activations between tensor-parallel regions along the sequence."""
+    zero: int = 1
+    """ZeRO stage: 0 replicates optimizer state over dp, 1 shards master weights and moments (2 and 3 are planned)."""
+    bucket_mb: float = 25.0
+    """Gradients are reduced in buckets of at least this many MB (fp32); whole layers are never cut apart."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Pipeline schedule."""
+    partition: list[int] | None = None
+    """Layers of each stage, first to last, for example [3, 5, 5, 3]; by default balanced by cost, embedding and head counted."""
+
+
+@dataclass
+class DataConfig:
+    train: str | list[str] | dict[str, float] | None = None
+    """Token file PREFIX (PREFIX.bin, PREFIX.idx), a list of them, or {PREFIX: weight}."""
+    validation: str | list[str] | dict[str, float] | float | None = None
+    """The same for validation, or the fraction of the training data that is held out at its end."""
+    shuffle: bool = True
+    """Shuffle samples, as a pure function of (seed, epoch, dataset)."""
+    sequence_length: int = 256
+    """Tokens of one sample."""
+    reset_positions: bool = False
+    """Treat EOS as a document's end: positions restart and attention does not cross."""
+    eod_mask_loss: bool = False
+    """Do not count the loss of the prediction made from an EOS token (the first token of the next document)."""
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 100
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 32
+    """Sequences of one optimizer step, over all ranks."""
+    micro_batch_size: int = 4
+    """Sequences of one forward pass on one rank."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Compute precision; bf16 keeps fp32 master weights and accumulates in fp32; fp64 is for proof on CPU."""
+    recompute: str = "none"
+    """Activations recomputed in backward: none, selective (attention and activation), full (every layer), or every-K (every K-th layer)."""
+    compile: bool = False
+    """Compile the pure functions between linears with torch.compile."""
+    grad_clip: float = 1.0
+    """Clip the global gradient norm at this value; 0 turns clipping off."""
+    label_smoothing: float = 0.0
+    """Label smoothing over the global vocabulary."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log-partition added to the loss."""
+    stop_after: str | None = None
+    """Save and exit after this much time, for example 3h50m, 90m or 30s."""
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of decay."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0 to lr."""
+    decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Learning-rate schedule after warm-up; wsd stays constant and falls linearly over the last wsd_decay_fraction of the steps."""
+    wsd_decay_fraction: float = 0.1
+    """Share of train.steps over which wsd decays."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's averaging coefficients of the gradient and of its square."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices (norms and biases never decay)."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply lr and min_lr by global_batch_size / base_batch_size, or by its square root."""
+    base_batch_size: int | None = None
+    """Batch size at which lr was chosen, for lr_scaling."""
+
+
+@dataclass
+class CheckpointConfig:
+    interval: int | None = None
+    """Save every so many steps; none saves only at the end and on a signal."""
+    keep: int | None = None
+    """Keep only the newest so many checkpoints; none keeps all."""
+    load: str = "auto"
+    """auto resumes from the run's newest checkpoint where there is one; none starts afresh; or a checkpoint directory."""
+    allow: list[Literal["data", "horizon"]] = field(default_factory=list)
+    """Changes accepted on resume: other data, another number of steps."""
+
+
+@dataclass
+class ValidationConfig:
+    interval: int | None = None
+    """Validate every so many steps, and at the end; none never does."""
+    batches: int | None = None
+    """Global batches of one validation; none takes the whole validation data."""
+
+
+@dataclass
+class LoggingConfig:
+    interval: int = 1
+    """Print one console line every so many steps (metrics.jsonl has every step)."""
+    tensorboard: bool = False
+    """Write TensorBoard scalars to the run's tensorboard/ directory."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (needs the wandb package)."""
+
+
+@dataclass
+class Config:
+    """One run, complete: what `--print_config` prints and the run directory stores."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
