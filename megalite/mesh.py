@@ -1,0 +1,168 @@
+"""Who talks to whom: the pp × dp × cp × tp mesh of ranks and its process groups.
+
+tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that talk most are neighbours on one node.
+`Layout` is the arithmetic (pure, for any world); `Mesh` adds this process's groups, created once, eagerly, in one order on every rank;
+groups over equal rank lists are one group. `python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints who is where.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+AXES = ("pp", "dp", "cp", "tp")
+PRODUCTS = {"data": ("dp", "cp"), "model": ("pp", "tp"), "world": AXES}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of the mesh, and which rank sits where."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def size(self, axes: Iterable[str]) -> int:
+        size = 1
+        for axis in axes:
+            size *= getattr(self, axis)
+        return size
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's position on each axis."""
+        position = {}
+        for axis in reversed(AXES):
+            rank, position[axis] = divmod(rank, getattr(self, axis))
+        return position
+
+    def rank(self, position: dict[str, int]) -> int:
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + position[axis]
+        return rank
+
+    def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, in ascending order."""
+        position = self.coordinates(rank)
+        ranges = [range(getattr(self, axis)) if axis in axes else (position[axis],) for axis in AXES]
+        return tuple(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*ranges))
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """This rank's view of one axis (or product of axes): its place among `ranks`, and the group they talk through.
+
+    `traffic` counts the collectives issued, by (operation, axis): what a step really communicates can be read and tested.
+    """
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group: ProcessGroup | None = None  # None where the size is 1: there is nobody to talk to
+    traffic: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
+
+
+class Mesh:
+    """This process's axes and channels.
+
+    Args:
+        layout: sizes of the axes; their product is the world size.
+        kv_replicas: tp ranks that hold the same key-value head (1 where there are at least tp heads).
+        tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
+        channels: names of the point-to-point communicators over the pp axis, in the order of creation.
+    """
+
+    def __init__(self, layout: Layout, *, kv_replicas: int = 1, tied: tuple[int, int] | None = None, channels: Sequence[str] = ()):
+        import torch.distributed as dist
+
+        self.layout = layout
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        available = dist.get_world_size() if dist.is_initialized() else 1
+        if layout.world != available:
+            raise ValueError(f"the mesh {layout} needs {layout.world} ranks, but {available} were started")
+        self.traffic: Counter[tuple[str, str]] = Counter()
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self.world = self._axis("world", layout.peers(self.rank, AXES))
+        self.tp, self.cp, self.dp, self.pp = (self._axis(name, layout.peers(self.rank, (name,))) for name in reversed(AXES))
+        self.data, self.model = (self._axis(name, layout.peers(self.rank, PRODUCTS[name])) for name in ("data", "model"))
+        first = self.tp.rank - self.tp.rank % kv_replicas
+        self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
+        self.tied_pair = None
+        if tied and tied[0] != tied[1] and self.pp.rank in tied:
+            self.tied_pair = self._axis("tied_pair", tuple(sorted(self.pp.ranks[stage] for stage in tied)))
+        self.channels = {name: self._new_group(self.pp.ranks) for name in channels} if self.pp.size > 1 else {}
+        self._warm_up()
+
+    def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
+        group = self._group(ranks) if len(ranks) > 1 else None
+        return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic)
+
+    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        import torch.distributed as dist
+
+        if ranks not in self._groups:
+            world = len(ranks) == dist.get_world_size()
+            self._groups[ranks] = dist.group.WORLD if world else self._new_group(ranks)  # type: ignore[assignment]
+        return self._groups[ranks]
+
+    @staticmethod
+    def _new_group(ranks: tuple[int, ...]) -> ProcessGroup:
+        """Only the members take part: at a thousand ranks nobody waits for groups that are not its own.
+
+        Every rank meets its groups axis by axis in the same order, so members never wait for each other in a circle.
+        """
+        import torch.distributed as dist
+
+        return dist.new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-any-return]
+
+    def _warm_up(self) -> None:
+        """Connect every communicator now, in one order: a lazy first use inside the pipeline could hang."""
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or dist.get_backend() == "fake":
+            return
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        for group in (*self._groups.values(), *self.channels.values()):
+            dist.all_reduce(torch.ones(1, device=device), group=group)
+
+
+def describe(layout: Layout) -> str:
+    """A picture of the mesh: a row per (pp, dp, cp), the tp ranks side by side."""
+    lines = [f"{layout.world} ranks: pp {layout.pp} × dp {layout.dp} × cp {layout.cp} × tp {layout.tp}"]
+    for pp, dp, cp in product(range(layout.pp), range(layout.dp), range(layout.cp)):
+        ranks = [layout.rank({"pp": pp, "dp": dp, "cp": cp, "tp": tp}) for tp in range(layout.tp)]
+        lines.append(f"  stage {pp}  replica {dp}" + (f"  context {cp}" if layout.cp > 1 else "") + f"  tp ranks {ranks}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m megalite.mesh", description="Print who is where in a mesh.")
+    for axis in reversed(AXES):
+        parser.add_argument(f"--{axis}", type=int, default=1, help=f"size of the {axis} axis")
+    sizes = vars(parser.parse_args(argv))
+    for axis, size in sizes.items():
+        if size < 1:
+            parser.error(f"--{axis} = {size}: an axis has at least one rank")
+    layout = Layout(**sizes)
+    print(describe(layout))
+    for name, axes in (*((axis, (axis,)) for axis in reversed(AXES)), *PRODUCTS.items()):
+        groups = sorted({layout.peers(rank, axes) for rank in range(layout.world)})
+        print(f"{name:>6}: " + " ".join(str(list(group)) for group in groups))
+
+
+if __name__ == "__main__":
+    main()

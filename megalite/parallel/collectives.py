@@ -1,0 +1,182 @@
+"""Collectives over a mesh axis, started and awaited apart, so that communication runs beside computation.
+
+Every operation returns a `Pending`; its `wait()` gives the result. On an axis of size 1 nothing is communicated.
+NCCL uses torch.distributed's collectives. gloo's own collectives hand each call to a worker thread and add in an order that depends on
+where a byte lies in the buffer; here, on gloo, each rank exchanges directly with each other rank and adds in rank order. That is 2–3 times
+faster on one host, and the sum of an element depends on nothing but the values: all-reduce, reduce-scatter and any bucket layout agree bit for bit.
+
+The differentiable forms pair each forward with its backward communication:
+
+    reduce_from_axis          forward all-reduce         backward identity         (leaves a row-parallel region)
+    gather_sequence           forward all-gather dim 0   backward reduce-scatter   (enters a column-parallel region)
+    scatter_sequence          forward reduce-scatter     backward all-gather       (leaves a row-parallel region)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+
+WHOLE_EXCHANGE_BYTES = 1 << 18  # below this, sending everything to everyone once beats two rounds of parts
+
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pending:
+    """A collective under way. `wait()` returns its result and may be called once."""
+
+    def __init__(self, works: list[Any], result: Callable[[], Tensor], held: Any = None):
+        self._works, self._result, self._held = works, result, held  # held: buffers that must outlive the transfer
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._result()
+
+
+def _is_gloo(axis: MeshAxis) -> bool:
+    return dist.get_backend(axis.group) == "gloo"
+
+
+def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis) -> list[Any]:
+    """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, ourselves left out."""
+    works = []
+    for step in range(1, axis.size):  # each rank starts with its own neighbour: no rank is everybody's first target
+        source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
+        works.append(dist.irecv(incoming[source], src=axis.ranks[source], group=axis.group))
+        works.append(dist.isend(outgoing[target], dst=axis.ranks[target], group=axis.group))
+    return works
+
+
+def _ordered_sum(parts: list[Tensor]) -> Tensor:
+    """Sum in list order, in at least fp32."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    if parts[0].dtype != wide:
+        return torch.stack(parts).sum(0, dtype=wide).to(parts[0].dtype)
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
+    """The sum over the axis, in a new tensor, or in `into` (which may be x itself)."""
+    if axis.size == 1:
+        return Pending([], lambda: x)
+    axis.traffic["all_reduce", axis.name] += 1
+    x = x.contiguous()
+    if not _is_gloo(axis):
+        out = x.clone() if into is None else into if into is x else into.copy_(x)
+        return Pending([dist.all_reduce(out, group=axis.group, async_op=True)], lambda: out)
+    if axis.size == 2 or x.nbytes <= WHOLE_EXCHANGE_BYTES or x.numel() % axis.size:
+        parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
+        return Pending(_exchange([x] * axis.size, parts, axis), lambda: _deliver(_ordered_sum(parts), into), x)
+    scattered = _scatter_sum(x.view(-1), axis)
+
+    def gather() -> Tensor:
+        return _deliver(_gather(scattered.wait(), axis).wait().view(x.shape), into)
+
+    return Pending([], gather)
+
+
+def _deliver(value: Tensor, into: Tensor | None) -> Tensor:
+    return value if into is None else into.copy_(value)
+
+
+def _scatter_sum(x: Tensor, axis: MeshAxis) -> Pending:
+    """gloo: this rank's part (along dim 0) of the sum."""
+    outgoing = list(x.chunk(axis.size))
+    parts = [outgoing[rank] if rank == axis.rank else torch.empty_like(outgoing[0]) for rank in range(axis.size)]
+    return Pending(_exchange(outgoing, parts, axis), lambda: _ordered_sum(parts), x)
+
+
+def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
+    """gloo: the ranks' tensors, concatenated along dim 0."""
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
+    parts = list(out.chunk(axis.size))
+    works = _exchange([x] * axis.size, parts, axis)
+    if parts[axis.rank].data_ptr() != x.data_ptr():
+        parts[axis.rank].copy_(x)
+    return Pending(works, lambda: out, x)
+
+
+def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
+    """This rank's part (along dim 0, which the axis divides) of the sum over the axis."""
+    if axis.size == 1:
+        return Pending([], lambda: x)
+    axis.traffic["reduce_scatter", axis.name] += 1
+    x = x.contiguous()
+    if _is_gloo(axis):
+        pending = _scatter_sum(x, axis)
+        return Pending([], lambda: _deliver(pending.wait(), into))
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
+    return Pending([reduce_scatter_into(out, x, group=axis.group, async_op=True)], lambda: out, x)
+
+
+def all_gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
+    """The ranks' tensors concatenated along dim 0; `into` may be a buffer whose own part is x itself."""
+    if axis.size == 1:
+        return Pending([], lambda: x)
+    axis.traffic["all_gather", axis.name] += 1
+    x = x.contiguous()
+    if _is_gloo(axis):
+        return _gather(x, axis, into)
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
+    return Pending([all_gather_into(out, x, group=axis.group, async_op=True)], lambda: out, x)
+
+
+class _ReduceFromAxis(torch.autograd.Function):
+    """Forward: all-reduce.  Backward: identity, since every rank goes on with the same sum and so has its whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
+        return all_reduce(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherSequence(torch.autograd.Function):
+    """Forward: all-gather along the sequence.  Backward: reduce-scatter, since each rank's input gradient is a partial sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:  # [seq/tp, batch, …] -> [seq, batch, …]
+        ctx.axis = axis
+        return all_gather(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grads[0], ctx.axis).wait(), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    """Forward: reduce-scatter along the sequence.  Backward: all-gather, since each rank's part came from every rank's partial sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:  # [seq, batch, …] -> [seq/tp, batch, …]
+        ctx.axis = axis
+        return reduce_scatter(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0], ctx.axis).wait(), None
+
+
+def reduce_from_axis(x: Tensor, axis: MeshAxis) -> Tensor:
+    return x if axis.size == 1 else _ReduceFromAxis.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def gather_sequence(x: Tensor, axis: MeshAxis) -> Tensor:
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def scatter_sequence(x: Tensor, axis: MeshAxis) -> Tensor:
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)  # type: ignore[no-any-return]

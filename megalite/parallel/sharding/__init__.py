@@ -1,0 +1,1 @@
+"""The data-parallel outer group: flat buckets, their reduction, and who keeps which shard (ZeRO)."""

@@ -1,0 +1,99 @@
+"""Bucket layout: where each stored tensor lies in a few flat buffers. A pure function of the specs, the same for every ZeRO stage.
+
+Whole units (embedding, a layer, the head) fill a bucket until it reaches the wanted size, so that a bucket's gradients complete together
+and a layer's weights gather together. Inside a bucket the tensors that decay come first: the optimizer then works on two ranges.
+Tied tensors have a bucket of their own, so that both copies are sharded alike; so have frozen ones, which need no gradient.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+from megalite.parallel.spec import ParamSpec
+
+ALIGN = 32  # elements: 128 bytes of fp32, and of every wider vector load
+SHARD_ALIGN = 64  # elements: shard boundaries that change no rounding in vectorised optimizers
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A stored tensor's place in its bucket."""
+
+    spec: ParamSpec
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat buffer: its slots in order, and its length, a multiple of dp × 64 elements."""
+
+    slots: tuple[Slot, ...]
+    size: int
+    shards: int
+
+    @property
+    def units(self) -> frozenset[int]:
+        """The units of the model whose weights lie here."""
+        return frozenset(slot.spec.unit for slot in self.slots)
+
+    @property
+    def trainable(self) -> bool:
+        return self.slots[0].spec.trainable
+
+    def shard(self, index: int) -> tuple[int, int]:
+        """Start and end of a shard."""
+        length = self.size // self.shards
+        return index * length, (index + 1) * length
+
+    def decay_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """[start, stop) cut into (start, end, decays) ranges; padding belongs to the range in front of it."""
+        boundary = next((slot.start for slot in self.slots if not slot.spec.decay), self.size)
+        for low, high, decays in ((0, boundary, True), (boundary, self.size, False)):
+            low, high = max(low, start), min(high, stop)
+            if low < high:
+                yield low, high, decays
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _bucket(specs: Sequence[ParamSpec], tp_rank: int, tp_size: int, shards: int) -> Bucket:
+    slots, start = [], 0
+    for spec in sorted(specs, key=lambda spec: not spec.decay):  # stable: decaying ones first, else in model order
+        slot = Slot(spec, spec.local_shape(tp_rank, tp_size), start)
+        slots.append(slot)
+        start = _round_up(slot.stop, ALIGN)
+    return Bucket(tuple(slots), _round_up(start, shards * SHARD_ALIGN), shards)
+
+
+def bucket_layout(specs: Sequence[ParamSpec], tp_rank: int, tp_size: int, shards: int, bucket_bytes: float) -> list[Bucket]:
+    """The buckets of one pipeline rank, in the model's order.
+
+    Args:
+        specs: the stored tensors of this rank, in the model's order.
+        shards: dp ranks that share a bucket.
+        bucket_bytes: fp32 gradient bytes after which a bucket is full.
+    """
+    alone = [[spec] for spec in specs if spec.tied]
+    groups: list[list[ParamSpec]] = []
+    for trainable in (True, False):
+        rest = [spec for spec in specs if not spec.tied and spec.trainable is trainable]
+        filled = bucket_bytes
+        for _, unit in groupby(rest, key=lambda spec: spec.unit):
+            members = list(unit)
+            if filled >= bucket_bytes:
+                groups.append([])
+                filled = 0.0
+            groups[-1].extend(members)
+            filled += 4.0 * sum(prod(spec.local_shape(tp_rank, tp_size)) for spec in members)
+    return [_bucket(group, tp_rank, tp_size, shards) for group in sorted((*alone, *groups), key=lambda group: group[0].unit)]

@@ -1,0 +1,227 @@
+"""The memory of one rank's parameters: flat weight and gradient buckets, their reduction over data parallelism, and ZeRO's shards.
+
+    forward    wait_for(unit): weights gathered after the last step have arrived (bucket by bucket, beside the forward)
+    backward   a bucket whose last gradient arrived starts its reduction at once: all-reduce (ZeRO-0) or reduce-scatter (ZeRO-1)
+    then       finish_gradients(): reductions awaited; tensor-partial, replicated key-value and tied gradients summed
+    optimizer  works on `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it (ZeRO-1)
+    after      gather(): updated shards travel back
+
+Gradients arrive already divided by the global token count, so every reduction is a plain sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite import rng
+from megalite.mesh import Mesh, MeshAxis
+from megalite.parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from megalite.parallel.sharding.buckets import Bucket, bucket_layout
+from megalite.parallel.spec import FlatRectangle, ParamSpec, Segment, rectangles
+from megalite.parallel.weight import Weight, WeightGradients
+
+
+@dataclass
+class BucketMemory:
+    """A bucket's buffers. `master` covers [start, stop), the range whose optimizer state this rank keeps.
+
+    In fp32 and fp64 the master weights are the weights themselves; in bf16 they are a separate fp32 copy.
+    """
+
+    layout: Bucket
+    weights: Tensor  # [size], compute precision
+    grads: Tensor | None  # [size], at least fp32; None for frozen buckets
+    start: int
+    stop: int
+    master: Tensor  # [stop - start], at least fp32
+    incomplete: int = 0
+    reduction: Pending | None = None
+    gathering: Pending | None = None
+
+    @property
+    def owned_grads(self) -> Tensor:
+        assert self.grads is not None
+        return self.grads[self.start : self.stop]
+
+
+class ParameterStore:
+    """Every stored tensor of one pipeline rank.
+
+    Args:
+        specs: its stored tensors, in the model's order.
+        zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone.
+        dtype: compute precision.
+        keep_tied_apart: see `Weight.keep_apart`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        mesh: Mesh,
+        *,
+        zero: int = 0,
+        dtype: torch.dtype = torch.float32,
+        bucket_bytes: float = 25e6,
+        device: torch.device | str = "cpu",
+        keep_tied_apart: bool = False,
+    ):
+        self.mesh = mesh
+        self.zero = zero
+        self.gradients = WeightGradients()
+        self.weights: dict[str, Weight] = {}
+        self._by_unit: dict[int, list[BucketMemory]] = {}
+        layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
+        self.buckets = [self._allocate(layout, dtype, device) for layout in layouts]
+        for weight in self.weights.values():
+            if keep_tied_apart and weight.spec.contributions > 1:
+                weight.keep_apart()
+        self._partial = list(self._owned_parts(lambda segment: segment.partial))
+        self._replicated = list(self._owned_parts(lambda segment: segment.replicas > 1))
+
+    def _allocate(self, layout: Bucket, dtype: torch.dtype, device: torch.device | str) -> BucketMemory:
+        wide = torch.promote_types(dtype, torch.float32)
+        weights = torch.zeros(layout.size, dtype=dtype, device=device)
+        grads = torch.zeros(layout.size, dtype=wide, device=device) if layout.trainable else None
+        start, stop = layout.shard(self.mesh.data.rank) if self.zero else (0, layout.size)
+        master = weights[start:stop] if wide == dtype else torch.zeros(stop - start, dtype=wide, device=device)
+        memory = BucketMemory(layout, weights, grads, start, stop, master)
+        for slot in layout.slots:
+            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(layout.trainable)
+            grad = None if grads is None else grads[slot.start : slot.stop].view(slot.shape)
+            self.weights[slot.spec.name] = Weight(slot.spec, tensor, grad, self.gradients, self._completion(memory))
+        for unit in layout.units:
+            self._by_unit.setdefault(unit, []).append(memory)
+        return memory
+
+    def __getitem__(self, name: str) -> Weight:
+        return self.weights[name]
+
+    # ---- the values of weights
+
+    def initialise(self, seed: int) -> None:
+        """Draw every weight, keyed by its global name: the same model under every mesh."""
+        for memory, rectangle, flat in self._segment_ranges():
+            values = rng.initial_values(rectangle, self.mesh.tp.rank, self.mesh.tp.size, seed).view(-1)
+            self.write(memory, flat, values)
+
+    def _segment_ranges(self) -> Iterator[tuple[BucketMemory, Segment, int]]:
+        for memory in self.buckets:
+            for slot in memory.layout.slots:
+                start = slot.start
+                for segment in slot.spec.segments:
+                    yield memory, segment, start
+                    start += segment.local(self.mesh.tp.rank, self.mesh.tp.size).numel
+
+    @staticmethod
+    def write(memory: BucketMemory, start: int, values: Tensor) -> None:
+        """Set a flat range of a bucket's weights, and of its master weights where this rank keeps them."""
+        with torch.no_grad():
+            stop = start + values.numel()
+            memory.weights[start:stop] = values
+            low, high = max(start, memory.start), min(stop, memory.stop)
+            if low < high:
+                memory.master[low - memory.start : high - memory.start] = values[low - start : high - start]
+
+    def publish(self) -> None:
+        """Copy master weights into the compute-precision buckets (after a step or a load) and gather them over dp."""
+        with torch.no_grad():
+            for memory in self.buckets:
+                own = memory.weights[memory.start : memory.stop]
+                if own.data_ptr() != memory.master.data_ptr():
+                    own.copy_(memory.master)
+                if self.zero and self.mesh.data.size > 1 and memory.layout.trainable:
+                    memory.gathering = all_gather(own, self.mesh.data, memory.weights)
+
+    def wait_for(self, unit: int) -> None:
+        """Return once the weights of a unit are up to date: called before each use, cheap when nothing is under way."""
+        for memory in self._by_unit.get(unit, ()):
+            if memory.gathering is not None:
+                memory.gathering.wait()
+                memory.gathering = None
+
+    # ---- gradients
+
+    def begin_step(self, microbatches: int) -> None:
+        for memory in self.buckets:
+            memory.incomplete = len(memory.layout.slots)
+        for weight in self.weights.values():
+            if weight.grad is not None:
+                weight.begin_step(microbatches)
+
+    def _completion(self, memory: BucketMemory) -> Callable[[], None]:
+        def completed() -> None:
+            memory.incomplete -= 1
+            if memory.incomplete == 0:
+                self._start_reduction(memory)
+
+        return completed
+
+    def _start_reduction(self, memory: BucketMemory) -> None:
+        axis = self.mesh.data
+        if axis.size == 1:
+            return
+        assert memory.grads is not None
+        if self.zero:
+            memory.reduction = reduce_scatter(memory.grads, axis, memory.owned_grads)
+        else:
+            memory.reduction = all_reduce(memory.grads, axis, memory.grads)
+
+    def finish_gradients(self) -> None:
+        """Wait for the reductions, then sum what tp ranks, key-value replicas and tied copies hold parts of."""
+        for weight in self.weights.values():
+            if weight.grad is not None and not weight.is_complete:
+                weight.complete()
+        for memory in self.buckets:
+            if memory.reduction is not None:
+                memory.reduction.wait()
+                memory.reduction = None
+        _sum_coalesced(self._partial, self.mesh.tp)
+        _sum_coalesced(self._replicated, self.mesh.kv_replica)
+        if self.mesh.tied_pair is not None:
+            for memory in self.buckets:
+                if memory.layout.slots[0].spec.tied:
+                    all_reduce(memory.owned_grads, self.mesh.tied_pair, memory.owned_grads).wait()
+
+    def _owned_parts(self, wanted: Callable[[Segment], bool]) -> Iterator[Tensor]:
+        """Views of this rank's owned gradients of the wanted segments."""
+        for memory, segment, start in self._segment_ranges():
+            stop = start + segment.local(self.mesh.tp.rank, self.mesh.tp.size).numel
+            low, high = max(start, memory.start), min(stop, memory.stop)
+            if memory.grads is not None and wanted(segment) and low < high:
+                yield memory.grads[low:high]
+
+    # ---- each global element once
+
+    def counted_once(self) -> Iterator[tuple[BucketMemory, FlatRectangle, int]]:
+        """Rectangles that cover every global element once over the whole mesh, padding and copies left out.
+
+        Yields (bucket, rectangle, offset): the rectangle's elements lie at [offset + start, offset + stop) of the bucket. Its dp share is
+        this rank's shard, under every ZeRO stage; its tp share is that of the owning tp rank.
+        """
+        for memory in self.buckets:
+            yield from self.held(memory, *memory.layout.shard(self.mesh.data.rank), owned_only=True)
+
+    def held(
+        self, memory: BucketMemory, start: int, stop: int, owned_only: bool = False
+    ) -> Iterator[tuple[BucketMemory, FlatRectangle, int]]:
+        """The rectangles of global tensors that lie in [start, stop) of a bucket."""
+        tp = self.mesh.tp
+        for slot in memory.layout.slots:
+            low, high = max(start, slot.start) - slot.start, min(stop, slot.stop) - slot.start
+            if low < high:
+                for rectangle in rectangles(slot.spec, tp.rank, tp.size, low, high):
+                    if not owned_only or rectangle.segment.is_owner(tp.rank):
+                        yield memory, rectangle, slot.start
+
+
+def _sum_coalesced(parts: list[Tensor], axis: MeshAxis) -> None:
+    """Sum many small tensors over an axis in one collective, in place."""
+    if not parts or axis.size == 1:
+        return
+    total = all_reduce(torch.cat(parts), axis).wait()
+    for part, value in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+        part.copy_(value)

@@ -1,0 +1,166 @@
+"""What a stored parameter is globally, segment by segment, and what a tensor-parallel rank holds of it. Imports no torch.
+
+A stored tensor is an ordered list of *segments* along dim 0: the fused query-key-value projection is one tensor for the matrix product,
+but three segments for initialisation, gradient norm, checkpoints, conversion and counting, which never see the fused form.
+Everything here is plain data computed from sizes, so a planner asks the same questions for 16,384 ranks without starting one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """What one rank holds of a segment: where it starts globally, how much of it is real, and its shape in memory (with padding)."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in memory, padding included."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One tensor of the model as the world knows it.
+
+    Attributes:
+        name: global name, with the global layer index.
+        shape: global shape, without padding.
+        split: the dimension that tp splits, or None where every tp rank holds all of it.
+        replicas: how many neighbouring tp ranks hold the same part (key-value heads where tp exceeds their number).
+        padded: length of the split dimension in memory over all ranks, where it is padded (vocabulary), else 0.
+        partial: whether each tp rank computes only a part of the gradient, which must then be summed over tp.
+        decay: whether weight decay applies.
+        trainable: whether it has a gradient and optimizer state.
+        copy: whether this is the second copy of a tied tensor: neither counted nor stored.
+        init_std, init_value: normal(0, init_std), or the constant init_value where init_std is 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    replicas: int = 1
+    padded: int = 0
+    partial: bool = False
+    decay: bool = True
+    trainable: bool = True
+    copy: bool = False
+    init_std: float = 0.0
+    init_value: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor, padding not counted."""
+        return prod(self.shape)
+
+    def local(self, tp_rank: int, tp_size: int) -> LocalPart:
+        """What tp rank `tp_rank` of `tp_size` holds."""
+        if self.split is None or tp_size == 1 and not self.padded:
+            return LocalPart((0,) * len(self.shape), self.shape, self.shape)
+        length = self.padded or self.shape[self.split]
+        parts = tp_size // self.replicas
+        if length % parts:
+            raise ValueError(f"{self.name}: dimension {self.split} of {length} does not split into {parts} equal parts")
+        per_rank = length // parts
+        start = min(tp_rank // self.replicas * per_rank, self.shape[self.split])
+        count = min(per_rank, self.shape[self.split] - start)
+
+        def replaced(values: Sequence[int], value: int) -> tuple[int, ...]:
+            return tuple(value if dim == self.split else old for dim, old in enumerate(values))
+
+        zeros = (0,) * len(self.shape)
+        return LocalPart(replaced(zeros, start), replaced(self.shape, count), replaced(self.shape, per_rank))
+
+    def is_owner(self, tp_rank: int) -> bool:
+        """Whether this tp rank's part counts in norms and is stored in checkpoints: each global element exactly once."""
+        if self.copy:
+            return False
+        return tp_rank == 0 if self.split is None else tp_rank % self.replicas == 0
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One stored tensor: its segments along dim 0, and the unit of the model (0 embedding, 1 … L layers, L+1 head) it belongs to.
+
+    `contributions` is how many gradient contributions one microbatch makes: 2 where embedding and head share the tensor on one rank.
+    """
+
+    name: str
+    unit: int
+    segments: tuple[Segment, ...]
+    tied: bool = False
+    contributions: int = 1
+
+    def local_shape(self, tp_rank: int, tp_size: int) -> tuple[int, ...]:
+        shapes = [segment.local(tp_rank, tp_size).shape for segment in self.segments]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    @property
+    def decay(self) -> bool:
+        return self.segments[0].decay
+
+    @property
+    def trainable(self) -> bool:
+        return self.segments[0].trainable
+
+
+def parameter_count(specs: Sequence[ParamSpec]) -> int:
+    """Parameters of the model that the specs describe: each global element once, padding and tied copies not counted."""
+    return sum(segment.numel for spec in specs for segment in spec.segments if not segment.copy)
+
+
+@dataclass(frozen=True)
+class FlatRectangle:
+    """A rectangle of a segment inside a flat range: elements [start, stop) of the stored tensor, at these global offsets and sizes."""
+
+    segment: Segment
+    start: int
+    stop: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass
+class Rectangle:
+    """A rectangle of a global tensor and the local memory that holds it: the unit of checkpoints and of resharding."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor  # contiguous, its shape is the rectangle's size
+
+
+def rectangles(spec: ParamSpec, tp_rank: int, tp_size: int, start: int, stop: int) -> Iterator[FlatRectangle]:
+    """The rectangles of the global tensors that cover elements [start, stop) of the flattened stored tensor, padding left out.
+
+    A range of a row-major matrix is at most three rectangles of each segment: the end of a row, whole rows, the start of a row.
+    """
+    base = 0
+    for segment in spec.segments:
+        part = segment.local(tp_rank, tp_size)
+        width = prod(part.shape[1:])
+        low, high = max(start - base, 0), min(stop - base, part.sizes[0] * width)
+        while low < high:
+            row, column = divmod(low, width)
+            if column == 0 and high - low >= width:
+                rows = (high - low) // width
+                end = low + rows * width
+                sizes: tuple[int, ...] = (rows, *part.sizes[1:])
+            else:
+                end = min(high, (row + 1) * width)
+                sizes = (1, end - low)
+            offsets = (part.offsets[0] + row, *(offset + (column if dim == 0 else 0) for dim, offset in enumerate(part.offsets[1:])))
+            yield FlatRectangle(segment, base + low, base + end, offsets, sizes[: len(part.shape)])
+            low = end
+        base += prod(part.shape)
