@@ -4,6 +4,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
+class ConfigError(Exception):
+    """A configuration that can not run; the message names option, value, reason and way out."""
+
+
+ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""rope_type → the further keys of model.rope_scaling, each of them required."""
+
+
 @dataclass
 class RunConfig:
     dir: str = "runs"
@@ -49,7 +61,8 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
-    """Rotary scaling in Hugging Face form: {rope_type: linear, factor: F} or {rope_type: llama3, factor: …, low_freq_factor: …, high_freq_factor: …, original_max_position_embeddings: …}."""
+    """Rotary scaling in Hugging Face form: {rope_type: linear, factor: F} or {rope_type: llama3, factor: F, low_freq_factor: L,
+    high_freq_factor: H, original_max_position_embeddings: N}."""
     no_rope_layers: list[int] | None = None
     """Layers (0-based) without rotary embeddings."""
     norm: Literal["rms", "layer"] = "rms"
@@ -93,6 +106,29 @@ class ModelConfig:
     residual_dropout: float = 0.0
     """Dropout on each block's output before the residual sum."""
 
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def vocabulary(self) -> int:
+        """The vocabulary size, once it is known."""
+        if self.vocab_size is None:
+            raise ValueError("model.vocab_size is not set: it comes from the training data, or must be given")
+        return self.vocab_size
+
+    def window(self, layer: int) -> int | None:
+        """Positions that a layer's attention sees, itself included; None is unlimited."""
+        local = self.sliding_window_layers is None or layer in self.sliding_window_layers
+        return self.sliding_window if local else None
+
+    def uses_rope(self, layer: int) -> bool:
+        return self.position == "rope" and layer not in (self.no_rope_layers or ())
+
 
 @dataclass
 class ParallelConfig:
@@ -122,7 +158,7 @@ class ParallelConfig:
 class DataConfig:
     train: str | list[str] | dict[str, float] | None = None
     """Token file PREFIX (PREFIX.bin, PREFIX.idx), a list of them, or {PREFIX: weight}."""
-    validation: str | list[str] | dict[str, float] | float | None = None
+    validation: float | str | list[str] | dict[str, float] | None = None
     """The same for validation, or the fraction of the training data that is held out at its end."""
     shuffle: bool = True
     """Shuffle samples, as a pure function of (seed, epoch, dataset)."""

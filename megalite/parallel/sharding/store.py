@@ -11,7 +11,7 @@ Gradients arrive already divided by the global token count, so every reduction i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,11 +102,26 @@ class ParameterStore:
 
     # ---- the values of weights
 
+    def fill(self, values: Callable[[Segment], Tensor]) -> None:
+        """Set every weight; `values` gives this rank's part of a segment in its local shape."""
+        for memory, segment, flat in self._segment_ranges():
+            self._write(memory, flat, values(segment).reshape(-1))
+
     def initialise(self, seed: int) -> None:
         """Draw every weight, keyed by its global name: the same model under every mesh."""
-        for memory, rectangle, flat in self._segment_ranges():
-            values = rng.initial_values(rectangle, self.mesh.tp.rank, self.mesh.tp.size, seed).view(-1)
-            self.write(memory, flat, values)
+        self.fill(lambda segment: rng.initial_values(segment, self.mesh.tp.rank, self.mesh.tp.size, seed))
+
+    def assign(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set every weight from whole global tensors by name."""
+
+        def part_of(segment: Segment) -> Tensor:
+            part = segment.local(self.mesh.tp.rank, self.mesh.tp.size)
+            values = torch.zeros(part.shape, dtype=tensors[segment.name].dtype)
+            whole = tensors[segment.name][tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))]
+            values[tuple(slice(0, size) for size in part.sizes)] = whole
+            return values
+
+        self.fill(part_of)
 
     def _segment_ranges(self) -> Iterator[tuple[BucketMemory, Segment, int]]:
         for memory in self.buckets:
@@ -117,7 +132,7 @@ class ParameterStore:
                     start += segment.local(self.mesh.tp.rank, self.mesh.tp.size).numel
 
     @staticmethod
-    def write(memory: BucketMemory, start: int, values: Tensor) -> None:
+    def _write(memory: BucketMemory, start: int, values: Tensor) -> None:
         """Set a flat range of a bucket's weights, and of its master weights where this rank keeps them."""
         with torch.no_grad():
             stop = start + values.numel()

@@ -1,0 +1,129 @@
+"""Causal self-attention with grouped key-value heads; each tp rank computes its own heads.
+
+Column-parallel query-key-value projection, attention over this rank's heads, row-parallel output projection: the only
+communication is that of the two linears.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megalite_kernels.attention import attention, attention_backward
+from megalite_kernels.dropout import AttentionDropout
+from megalite_kernels.rotary import rotate, split_rotary, split_rotary_backward
+from torch import Tensor, nn
+
+from megalite.config.schema import ModelConfig
+from megalite.mesh import Mesh
+from megalite.model.context import ForwardContext, Site
+from megalite.model.parameters import kv_replicas
+from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tensor.norm import FullWidthRMSNorm, RMSNorm
+
+
+class _Split(torch.autograd.Function):
+    """Cut the packed projection into queries, keys and values and rotate the first two; one packed gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, heads: int, kv_heads: int, size: int, rotary: tuple[Tensor, Tensor] | None) -> Any:
+        cos, sin = rotary if rotary is not None else (None, None)
+        ctx.save_for_backward(cos, sin)
+        return split_rotary(packed, heads, kv_heads, size, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return split_rotary_backward(*grads, cos, sin), None, None, None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary embedding; its gradient is the opposite rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(grads[0], cos, sin, inverse=True), None, None
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(q kᵀ · scale + mask) v. No communication."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        out, saved = attention(q, k, v, **options)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, *saved = ctx.saved_tensors
+        return (*attention_backward(grads[0], q, k, v, out, tuple(saved), **ctx.options), None)
+
+
+class Attention(nn.Module):
+    """[seq, batch, hidden] -> the same ([seq/tp, …] under sequence parallelism)."""
+
+    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, sequence_parallel: bool, recompute: bool):
+        super().__init__()
+        name = f"layers.{layer}.attention"
+        optional = weights.weights.get
+        tp = mesh.tp
+        self.layer, self.model_config, self.recompute = layer, model, recompute
+        self.heads = model.num_attention_heads // tp.size
+        self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size
+        self.first_head = self.heads * tp.rank
+        self.uses_rope = model.uses_rope(layer)
+        self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], optional(f"{name}.qkv.bias"), tp, sequence_parallel)
+        self.out = RowParallelLinear(weights[f"{name}.out.weight"], optional(f"{name}.out.bias"), tp, sequence_parallel)
+        self.q_norm, self.k_norm = (self._qk_norm(weights, f"{name}.{part}.weight", mesh) for part in ("q_norm", "k_norm"))
+
+    def _qk_norm(self, weights: ParameterStore, name: str, mesh: Mesh) -> nn.Module | None:
+        model = self.model_config
+        if model.qk_norm == "none":
+            return None
+        if model.qk_norm == "head":
+            return RMSNorm(weights[name], model.rms_norm_eps, model.norm_offset)
+        return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        q, k, v = self.project(x, context)  # [seq, batch, heads/tp, head_dim] each
+        out = _Attention.apply(q, k, v, self.options(context))
+        return self.out(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads, normed and rotated."""
+        size = self.model_config.head_size
+        rotary = context.rotary if self.uses_rope else None
+        packed = self.qkv(x)
+        if self.q_norm is None or self.k_norm is None:
+            return _Split.apply(packed, self.heads, self.kv_heads, size, rotary)  # type: ignore[no-any-return]
+        q, k, v = _Split.apply(packed, self.heads, self.kv_heads, size, None)
+        if self.model_config.qk_norm == "full":
+            q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
+        else:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return (q, k, v) if rotary is None else (_Rotate.apply(q, *rotary), _Rotate.apply(k, *rotary), v)
+
+    def options(self, context: ForwardContext) -> dict[str, Any]:
+        """Keyword arguments of the attention operation."""
+        model = self.model_config
+        dropout = None
+        if model.attention_dropout and context.training:
+            key = context.dropout_key(Site.ATTENTION, self.layer)
+            dropout = AttentionDropout(key, context.samples, model.attention_dropout, self.first_head)
+        return {
+            "scale": model.attention_scale or model.head_size**-0.5,
+            "window": model.window(self.layer),
+            "document_start": context.document_start,
+            "softcap": model.attention_softcap,
+            "dropout": dropout,
+            "recompute": self.recompute,
+        }

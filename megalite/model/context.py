@@ -1,0 +1,86 @@
+"""What a forward pass needs to know besides its input: positions, documents, and the key of dropout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from megalite_kernels.dropout import dropout, dropout_key
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+
+
+class Site(IntEnum):
+    """Where in the model a dropout mask is applied; a part of its key."""
+
+    EMBEDDING = 0
+    ATTENTION = 1
+    ATTENTION_OUTPUT = 2
+    MLP_OUTPUT = 3
+
+
+@dataclass
+class ForwardContext:
+    """One microbatch's surroundings, the same on every stage and tp rank.
+
+    Attributes:
+        document_start: [seq, batch], index of the first token of each token's document; None where a row is one document.
+        rotary: (cos, sin) tables for the sequence, or None.
+        samples: [batch] global sample indices, and `step`: the key of dropout. `training` is False in evaluation.
+    """
+
+    samples: Tensor
+    step: int
+    seed: int
+    training: bool
+    sequence_length: int
+    document_start: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+
+    def dropout_key(self, site: Site, layer: int) -> int:
+        """The key of one mask; with the sample, position and channel it decides each bit."""
+        return dropout_key(self.seed, self.step, int(site), layer)
+
+    def positions(self) -> Tensor:
+        """Position of each token in its document, [seq, batch] or [seq, 1]."""
+        index = torch.arange(self.sequence_length, device=self.samples.device).unsqueeze(1)
+        return index if self.document_start is None else index - self.document_start
+
+
+class _Dropout(torch.autograd.Function):
+    """The mask is computed again in backward: it depends on its key alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: int, samples: Tensor, positions: Tensor, probability: float) -> Tensor:
+        ctx.key, ctx.probability = key, probability
+        ctx.save_for_backward(samples, positions)
+        return dropout(x, key, samples, positions, probability)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return dropout(grads[0], ctx.key, *ctx.saved_tensors, ctx.probability), None, None, None, None
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of [seq, batch, hidden] activations by a keyed mask, the same on every mesh.
+
+    Under sequence parallelism `tp` says which part of the sequence the activations are.
+    """
+
+    probability: float
+    site: Site
+    layer: int
+    tp: MeshAxis
+    sequence_parallel: bool
+
+    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        if self.probability == 0.0 or not context.training:
+            return x
+        first = x.shape[0] * self.tp.rank if self.sequence_parallel else 0
+        positions = torch.arange(first, first + x.shape[0], device=x.device)
+        key = context.dropout_key(self.site, self.layer)
+        return _Dropout.apply(x, key, context.samples, positions, self.probability)  # type: ignore[no-any-return]

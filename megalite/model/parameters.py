@@ -1,0 +1,148 @@
+"""The model's stored parameters as specs, unit by unit: computed from the configuration alone. Imports no torch.
+
+Units: 0 is the embedding, 1 … L the layers, L + 1 the final norm and the head.
+Global names are plain: `embedding.weight`, `layers.3.attention.q.weight`, `layers.3.mlp.up.weight`, `norm.weight`, `head.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import sqrt
+
+from megalite.config.schema import ModelConfig
+from megalite.parallel.spec import ParamSpec, Segment
+
+VOCAB_ALIGN = 8  # rows of the vocabulary per tp rank are padded to a multiple of this
+
+
+def padded_vocabulary(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding over all tp ranks: equal parts, each a multiple of VOCAB_ALIGN."""
+    per_rank = -(-vocab_size // tp)
+    return tp * -(-per_rank // VOCAB_ALIGN) * VOCAB_ALIGN
+
+
+def kv_replicas(model: ModelConfig, tp: int) -> int:
+    """How many tp ranks hold the same key-value head."""
+    return max(1, tp // model.kv_heads)
+
+
+def head_unit(model: ModelConfig) -> int:
+    return model.num_hidden_layers + 1
+
+
+def stage_units(partition: Sequence[int], stage: int) -> range:
+    """Units of a pipeline stage, given the number of layers of each stage."""
+    first = sum(partition[:stage])
+    last = stage == len(partition) - 1
+    return range(0 if stage == 0 else first + 1, first + partition[stage] + 1 + int(last))
+
+
+class _Specs:
+    """Builds the specs of one model for a tp size; `sequence_parallel` decides whose gradients are partial."""
+
+    def __init__(self, model: ModelConfig, tp: int, sequence_parallel: bool):
+        self.model, self.tp, self.sequence_parallel = model, tp, sequence_parallel
+        self.std = model.initializer_range
+        self.out_std = self.std / sqrt(2 * model.num_hidden_layers)
+
+    def norm(self, name: str, unit: int, width: int | None = None, partial: bool | None = None, rms: bool | None = None) -> list[ParamSpec]:
+        partial = self.sequence_parallel if partial is None else partial
+        rms = self.model.norm == "rms" if rms is None else rms
+        shape = (width or self.model.hidden_size,)
+        weight = Segment(f"{name}.weight", shape, partial=partial, decay=False, init_value=1.0 - (self.model.norm_offset if rms else 0.0))
+        specs = [ParamSpec(weight.name, unit, (weight,))]
+        if not rms:
+            bias = Segment(f"{name}.bias", shape, partial=partial, decay=False)
+            specs.append(ParamSpec(bias.name, unit, (bias,)))
+        return specs
+
+    def column(self, name: str, unit: int, parts: Sequence[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
+        """A column-parallel linear of (part name, output width, replicas) segments."""
+        hidden = self.model.hidden_size
+        prefix = name.rsplit(".", 1)[0]
+        weights = tuple(Segment(f"{prefix}.{part}.weight", (width, hidden), 0, copies, init_std=self.std) for part, width, copies in parts)
+        biases = tuple(Segment(f"{prefix}.{part}.bias", (width,), 0, copies, decay=False) for part, width, copies in parts)
+        return [ParamSpec(f"{name}.weight", unit, weights), *([ParamSpec(f"{name}.bias", unit, biases)] if bias else [])]
+
+    def qk_norm(self, name: str, unit: int, q: int, kv: int) -> list[ParamSpec]:
+        """Per head: one weight for all heads, each tp rank seeing its own heads. Full width: split like the heads themselves."""
+        if self.model.qk_norm == "head":
+            parts = ("q_norm", "k_norm")
+            return [spec for part in parts for spec in self.norm(f"{name}.{part}", unit, self.model.head_size, self.tp > 1, rms=True)]
+        if self.model.qk_norm == "none":
+            return []
+        one, copies = 1.0 - self.model.norm_offset, kv_replicas(self.model, self.tp)
+        segments = [
+            Segment(f"{name}.{part}.weight", (width,), 0, replicas, decay=False, init_value=one)
+            for part, width, replicas in (("q_norm", q, 1), ("k_norm", kv, copies))
+        ]
+        return [ParamSpec(segment.name, unit, (segment,)) for segment in segments]
+
+    def row(self, name: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
+        hidden = self.model.hidden_size
+        weight = Segment(f"{name}.weight", (hidden, width), 1, init_std=self.out_std)
+        addend = Segment(f"{name}.bias", (hidden,), partial=self.sequence_parallel, decay=False)
+        return [ParamSpec(weight.name, unit, (weight,)), *([ParamSpec(addend.name, unit, (addend,))] if bias else [])]
+
+    def embedding(self, both_ends: bool) -> list[ParamSpec]:
+        model = self.model
+        table = self._vocabulary("embedding.weight")
+        tied = model.tie_word_embeddings
+        specs = [ParamSpec(table.name, 0, (table,), tied=tied, contributions=2 if tied and both_ends else 1)]
+        if model.position == "learned":
+            shape = (model.max_position_embeddings, model.hidden_size)
+            positions = Segment("positions.weight", shape, partial=self.sequence_parallel, init_std=self.std)
+            specs.append(ParamSpec(positions.name, 0, (positions,)))
+        return specs
+
+    def _vocabulary(self, name: str, copy: bool = False) -> Segment:
+        rows = padded_vocabulary(self.model.vocabulary, self.tp)
+        return Segment(name, (self.model.vocabulary, self.model.hidden_size), 0, padded=rows, copy=copy, init_std=self.std)
+
+    def layer(self, index: int) -> list[ParamSpec]:
+        model, unit, name = self.model, index + 1, f"layers.{index}"
+        head, copies = model.head_size, kv_replicas(model, self.tp)
+        specs = []
+        for block, before, after in (("attention", "input_norm", "attention.output_norm"), ("mlp", "mlp_norm", "mlp.output_norm")):
+            if model.norm_placement != "post":
+                specs += self.norm(f"{name}.{before}", unit)
+            if block == "attention":
+                q, kv = model.num_attention_heads * head, model.kv_heads * head
+                specs += self.column(f"{name}.attention.qkv", unit, (("q", q, 1), ("k", kv, copies), ("v", kv, copies)), model.attention_bias)
+                specs += self.qk_norm(f"{name}.attention", unit, q, kv)
+                specs += self.row(f"{name}.attention.out", unit, q, model.attention_out_bias)
+            else:
+                width = model.intermediate_size
+                parts = (("gate", width, 1), ("up", width, 1)) if model.gated_mlp else (("up", width, 1),)
+                specs += self.column(f"{name}.mlp.in", unit, parts, model.mlp_bias)
+                specs += self.row(f"{name}.mlp.down", unit, width, model.mlp_bias)
+            if model.norm_placement != "pre":
+                specs += self.norm(f"{name}.{after}", unit)
+        return specs
+
+    def head(self, holds_embedding: bool) -> list[ParamSpec]:
+        unit = head_unit(self.model)
+        specs = self.norm("norm", unit)
+        if not self.model.tie_word_embeddings:
+            weight = self._vocabulary("head.weight")
+            specs.append(ParamSpec(weight.name, unit, (weight,)))
+        elif not holds_embedding:
+            weight = self._vocabulary("embedding.weight", copy=True)
+            specs.append(ParamSpec(weight.name, unit, (weight,), tied=True))
+        return specs
+
+
+def model_specs(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = False, units: Iterable[int] | None = None) -> list[ParamSpec]:
+    """The stored parameters of some units (default: all) under a tp size, in the model's order."""
+    build = _Specs(model, tp, sequence_parallel)
+    last = head_unit(model)
+    wanted = list(range(last + 1)) if units is None else list(units)
+    specs: list[ParamSpec] = []
+    for unit in wanted:
+        if unit == 0:
+            specs += build.embedding(both_ends=last in wanted)
+        elif unit == last:
+            specs += build.head(holds_embedding=0 in wanted)
+        else:
+            specs += build.layer(unit - 1)
+    return specs

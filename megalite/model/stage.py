@@ -1,0 +1,117 @@
+"""A pipeline stage: a contiguous run of the model's units, embedding first and head last where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from megalite_kernels.rotary import rotary_tables
+from torch import Tensor, nn
+
+from megalite.config.schema import Config, ModelConfig
+from megalite.batch import Microbatch
+from megalite.mesh import Mesh
+from megalite.model.context import Dropout, ForwardContext, Site
+from megalite.model.parameters import head_unit
+from megalite.model.transformer import Layer, make_norm, recompute_mode
+from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.tensor.cross_entropy import CrossEntropy
+from megalite.parallel.tensor.embedding import ParallelEmbedding
+from megalite.parallel.tensor.linear import ColumnParallelLinear
+
+
+class Head(nn.Module):
+    """Final norm, vocabulary projection and loss."""
+
+    def __init__(self, model: ModelConfig, weights: ParameterStore, mesh: Mesh, sequence_parallel: bool, loss: CrossEntropy):
+        super().__init__()
+        self.norm = make_norm(model, weights, "norm")
+        name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
+        self.project = ColumnParallelLinear(weights[name], None, mesh.tp, sequence_parallel)
+        self.softcap, self.loss = model.logit_softcap, loss
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[seq, batch, vocabulary/tp], padded columns included."""
+        logits = self.project(self.norm(x))
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
+        return self.loss(self.logits(x).flatten(0, 1), targets.reshape(-1), scale)
+
+
+class Stage(nn.Module):
+    """The units [units.start, units.stop) of the model on this rank.
+
+    forward takes tokens (first stage) or the previous stage's activations, and returns activations, or the summed loss (last stage).
+    """
+
+    def __init__(self, config: Config, units: Sequence[int], weights: ParameterStore, mesh: Mesh, dtype: torch.dtype):
+        super().__init__()
+        model, parallel, train = config.model, config.parallel, config.train
+        sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
+        self.units, self.weights, self.dtype, self.seed = units, weights, dtype, config.run.seed
+        self.model_config = model
+        last = head_unit(model)
+        self.embedding = None
+        if 0 in units:
+            positions = weights.weights.get("positions.weight")
+            self.embedding = ParallelEmbedding(weights["embedding.weight"], positions, mesh.tp, sequence_parallel, model.embedding_scale)
+        self.embedding_dropout = Dropout(model.embedding_dropout, Site.EMBEDDING, 0, mesh.tp, sequence_parallel)
+        self.layers = nn.ModuleDict(
+            {
+                str(unit): Layer(model, unit - 1, weights, mesh, sequence_parallel, recompute_mode(train.recompute, unit - 1))
+                for unit in units
+                if 0 < unit < last
+            }
+        )
+        loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
+        self.head = Head(model, weights, mesh, sequence_parallel, loss) if last in units else None
+        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def context(self, microbatch: Microbatch, step: int, training: bool) -> ForwardContext:
+        """What every unit needs to know about a microbatch; `step` keys the dropout masks."""
+        length = microbatch.tokens.shape[0]
+        context = ForwardContext(microbatch.samples, step, self.seed, training, length, microbatch.document_start)
+        if self.model_config.position == "rope":
+            context.rotary = self._rotary_tables(context)
+        return context
+
+    def _rotary_tables(self, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        model, length = self.model_config, context.sequence_length
+        if context.document_start is None and length in self._rotary:
+            return self._rotary[length]
+        positions = context.positions()
+        positions = positions.squeeze(1) if context.document_start is None else positions
+        tables = rotary_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.dtype, positions.device)
+        if context.document_start is None:
+            self._rotary[length] = tables
+        return tables
+
+    def trunk(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Everything but the head: tokens or activations in, activations out."""
+        if self.embedding is not None:
+            self.weights.wait_for(0)
+            x = self.embedding(x, context.positions() if self.embedding.positions is not None else None)
+            x = self.embedding_dropout(x, context)
+        for unit, layer in self.layers.items():
+            self.weights.wait_for(int(unit))
+            x = layer(x, context)
+        return x
+
+    def forward(self, x: Tensor, microbatch: Microbatch, context: ForwardContext, loss_scale: float) -> Tensor:
+        x = self.trunk(x, context)
+        if self.head is None:
+            return x
+        self.weights.wait_for(head_unit(self.model_config))
+        return self.head(x, microbatch.targets, loss_scale)  # type: ignore[no-any-return]
+
+    def take_weight_work(self) -> list[Callable[[], None]]:
+        """The weight-gradient products that the last backward put off."""
+        return self.weights.gradients.take()
+
+    def logits(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Logits of the last stage, [seq, batch, vocabulary/tp]."""
+        assert self.head is not None, "only the last stage has logits"
+        x = self.trunk(x, context)
+        self.weights.wait_for(head_unit(self.model_config))
+        return self.head.logits(x)

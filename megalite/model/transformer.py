@@ -1,0 +1,104 @@
+"""One transformer layer, and full recomputation of it.
+
+The model is written once. What varies between families (norm kind and placement, biases, gating, positions) is decided in `__init__`
+from the axis values of `ModelConfig`; forward has no conditions on parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.schema import ModelConfig
+from megalite.mesh import Mesh
+from megalite.model.attention import Attention
+from megalite.model.context import Dropout, ForwardContext, Site
+from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tensor.norm import LayerNorm, RMSNorm
+
+
+def make_norm(model: ModelConfig, weights: ParameterStore, name: str) -> nn.Module:
+    if model.norm == "rms":
+        return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset)
+    return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], model.rms_norm_eps)
+
+
+class FeedForward(nn.Module):
+    """down(act(gate) · up), or down(act(up)): column-parallel in, row-parallel out; the activation belongs to the second."""
+
+    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, sequence_parallel: bool, recompute: bool):
+        super().__init__()
+        name = f"layers.{layer}.mlp"
+        optional = weights.weights.get
+        activation = Activation(model.hidden_act, model.gated_mlp)
+        self.up = ColumnParallelLinear(weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel)
+        self.down = RowParallelLinear(
+            weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation, recompute
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with norms where the family has them."""
+
+    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, sequence_parallel: bool, recompute: str):
+        super().__init__()
+        name = f"layers.{layer}"
+        before, after = model.norm_placement != "post", model.norm_placement != "pre"
+        selective = recompute == "selective"
+        self.attention = Attention(model, layer, weights, mesh, sequence_parallel, selective)
+        self.mlp = FeedForward(model, layer, weights, mesh, sequence_parallel, selective)
+        self.attention_input_norm = make_norm(model, weights, f"{name}.input_norm") if before else nn.Identity()
+        self.mlp_input_norm = make_norm(model, weights, f"{name}.mlp_norm") if before else nn.Identity()
+        self.attention_output_norm = make_norm(model, weights, f"{name}.attention.output_norm") if after else nn.Identity()
+        self.mlp_output_norm = make_norm(model, weights, f"{name}.mlp.output_norm") if after else nn.Identity()
+        probability = model.residual_dropout
+        self.attention_dropout = Dropout(probability, Site.ATTENTION_OUTPUT, layer, mesh.tp, sequence_parallel)
+        self.mlp_dropout = Dropout(probability, Site.MLP_OUTPUT, layer, mesh.tp, sequence_parallel)
+        self.recompute = recompute == "full"
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return _Recompute.apply(x, self, context)  # type: ignore[no-any-return]
+        return self.compute(x, context)
+
+    def compute(self, x: Tensor, context: ForwardContext) -> Tensor:
+        attended = self.attention(self.attention_input_norm(x), context)
+        x = x + self.attention_dropout(self.attention_output_norm(attended), context)
+        transformed = self.mlp(self.mlp_input_norm(x))
+        return x + self.mlp_dropout(self.mlp_output_norm(transformed), context)  # type: ignore[no-any-return]
+
+
+class _Recompute(torch.autograd.Function):
+    """Keep a layer's input alone; run its forward again in backward.
+
+    The second forward makes the same communication as the first, in the same order on every tp rank, and draws the same dropout
+    masks, which depend on keys alone. Weight gradients reach their buckets from the inner backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Layer, context: ForwardContext) -> Tensor:
+        ctx.layer, ctx.context = layer, context
+        ctx.save_for_backward(x)
+        return layer.compute(x, context)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        inputs = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.layer.compute(inputs, ctx.context)
+        torch.autograd.backward(out, grads[0])
+        return inputs.grad, None, None
+
+
+def recompute_mode(option: str, layer: int) -> str:
+    """What `train.recompute` (none, selective, full, every-K) means for one layer: none, selective or full."""
+    if not option.startswith("every-"):
+        return option
+    return "full" if layer % int(option.removeprefix("every-")) == 0 else "none"

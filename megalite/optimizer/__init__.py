@@ -1,0 +1,1 @@
+"""AdamW over shards, learning-rate schedules, gradient norm and clipping."""

@@ -1,0 +1,94 @@
+"""AdamW (Loshchilov and Hutter 2019) over the owned ranges of flat buckets.
+
+Each bucket is at most two ranges, one that decays and one that does not, so a step is a handful of fused calls whatever the number of
+tensors. Ranges start and end on multiples of 32 elements: where a shard is cut changes no rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megalite_kernels.adamw import adamw_
+from torch import Tensor
+
+from megalite.config.schema import OptimizerConfig
+from megalite.parallel.sharding.store import BucketMemory, ParameterStore
+from megalite.parallel.spec import FlatRectangle, Rectangle
+
+STATE = ("weight", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class _Moments:
+    """First and second moments of a bucket's owned range, in the precision of its master weights."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class AdamW:
+    """The optimizer state of one rank: moments beside the store's master weights."""
+
+    def __init__(self, store: ParameterStore, options: OptimizerConfig):
+        self.store, self.options = store, options
+        self._moments = {
+            index: _Moments(torch.zeros_like(memory.master), torch.zeros_like(memory.master))
+            for index, memory in enumerate(store.buckets)
+            if memory.layout.trainable
+        }
+        self._groups: dict[bool, list[tuple[Tensor, ...]]] = {True: [], False: []}
+        for index, moments in self._moments.items():
+            memory = store.buckets[index]
+            for start, stop, decays in memory.layout.decay_ranges(memory.start, memory.stop):
+                own = slice(start - memory.start, stop - memory.start)
+                tensors = (memory.master, memory.owned_grads, moments.exp_avg, moments.exp_avg_sq)
+                self._groups[decays].append(tuple(tensor[own] for tensor in tensors))
+
+    def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
+        """Update the master weights. `step` is 1-based; gradients are divided by `divisor` first."""
+        options = self.options
+        for decays, ranges in self._groups.items():
+            if ranges:
+                masters, grads, exp_avgs, exp_avg_sqs = (list(tensors) for tensors in zip(*ranges, strict=True))
+                adamw_(
+                    masters,
+                    grads,
+                    exp_avgs,
+                    exp_avg_sqs,
+                    step=step,
+                    lr=lr,
+                    beta1=options.betas[0],
+                    beta2=options.betas[1],
+                    eps=options.eps,
+                    weight_decay=options.weight_decay if decays else 0.0,
+                    grad_scale=divisor,
+                )
+
+    def _states(self, memory: BucketMemory) -> Iterator[tuple[str, Tensor]]:
+        """The owned range of every stored quantity of a bucket."""
+        yield "weight", memory.master
+        index = next(index for index, other in enumerate(self.store.buckets) if other is memory)
+        if index in self._moments:
+            yield "exp_avg", self._moments[index].exp_avg
+            yield "exp_avg_sq", self._moments[index].exp_avg_sq
+
+    def _rectangles(self, found: Iterator[tuple[BucketMemory, FlatRectangle, int]], kinds: Sequence[str]) -> Iterator[Rectangle]:
+        for memory, flat, offset in found:
+            own = slice(offset + flat.start - memory.start, offset + flat.stop - memory.start)
+            for kind, values in self._states(memory):
+                if kind in kinds:
+                    yield Rectangle(f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, values[own].view(flat.sizes))
+
+    def to_save(self, kinds: Sequence[str] = STATE) -> list[Rectangle]:
+        """This rank's share of the checkpoint: over all ranks each element of weights and moments exactly once."""
+        return list(self._rectangles(self.store.counted_once(), kinds))
+
+    def to_load(self, kinds: Sequence[str] = STATE) -> list[Rectangle]:
+        """Everything that this rank keeps and that a checkpoint must fill, copies and replicas included."""
+        return [
+            rectangle
+            for memory in self.store.buckets
+            for rectangle in self._rectangles(self.store.held(memory, memory.start, memory.stop), kinds)
+        ]

@@ -1,0 +1,35 @@
+"""Learning rate as a pure function of the step. Imports no torch.
+
+Scaling rules: linear (Goyal et al. 2017) and square root (Krizhevsky 2014; the usual choice with Adam) in the global batch size.
+wsd: warm up, stay, decay (Hu et al. 2024).
+"""
+
+from __future__ import annotations
+
+from math import cos, pi, sqrt
+
+from megalite.config.schema import Config
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """The rate of a 1-based step; warm-up reaches its peak at step warmup_steps, decay its minimum at the last step."""
+    options, steps = config.optimizer, config.train.steps
+    scale = batch_scale(config)
+    peak, low = options.lr * scale, options.min_lr * scale
+    if step < options.warmup_steps:
+        return peak * step / options.warmup_steps
+    start = steps - options.wsd_decay_fraction * steps if options.decay == "wsd" else options.warmup_steps
+    done = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
+    if options.decay == "constant":
+        return peak
+    share = 0.5 * (1 + cos(pi * done)) if options.decay == "cosine" else 1 - done
+    return low + (peak - low) * share
+
+
+def batch_scale(config: Config) -> float:
+    """Factor on the learning rate for a batch size other than the one it was chosen at."""
+    base = config.optimizer.base_batch_size
+    if config.optimizer.lr_scaling == "none" or base is None:
+        return 1.0
+    ratio = config.train.global_batch_size / base
+    return ratio if config.optimizer.lr_scaling == "linear" else sqrt(ratio)

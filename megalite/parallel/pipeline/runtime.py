@@ -1,0 +1,174 @@
+"""The runtime: an interpreter of one rank's list of actions. It decides nothing; the schedule does.
+
+A receive is posted where the list says so and awaited only by the computation that needs it; a send is started right after the computation
+that makes its tensor and held until it is complete (gloo reads the tensor when the receiver is ready). Nothing waits on the device.
+
+A stage's output is cut out of its autograd graph by `_Handoff`: the graph keeps a scalar token instead of the activations, so their memory
+is free the moment they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.batch import Microbatch
+from megalite.mesh import Mesh
+from megalite.parallel.pipeline.communication import channel_of
+from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
+
+Key = tuple[int, int]  # stage, microbatch
+
+
+class _Gradient:
+    """Where the gradient of a handed-over output arrives."""
+
+    value: Tensor | None = None
+
+
+class _Handoff(torch.autograd.Function):
+    """Forward: drop the output, return a scalar token.  Backward: the gradient that the next stage sent."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return out.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        value, ctx.gradient.value = ctx.gradient.value, None
+        return value, None
+
+
+@dataclass
+class _Run:
+    """What is under way in one execution of a schedule."""
+
+    microbatches: Sequence[Microbatch]
+    step: int
+    loss_scale: float
+    training: bool
+    loss: Tensor
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    roots: dict[Key, Tensor] = field(default_factory=dict)
+    gradients: dict[Key, _Gradient] = field(default_factory=dict)
+    products: dict[Key, Tensor] = field(default_factory=dict)  # outputs and input gradients on their way to another stage
+    arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
+    weight_work: dict[Key, list[Callable[[], None]]] = field(default_factory=dict)
+    sends: list[tuple[Any, Tensor]] = field(default_factory=list)
+    waited: float = 0.0
+
+
+class Runtime:
+    """Executes schedules on this rank's stages.
+
+    Args:
+        stages: the stages on this rank by number (`megalite.model.stage.Stage`).
+        activation_shape: [seq (/tp), batch, hidden] of what travels between stages, in `dtype`.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Any], mesh: Mesh, activation_shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ):
+        self.stages, self.mesh = stages, mesh
+        self.activation_shape, self.dtype, self.device = tuple(activation_shape), dtype, device
+        self._handlers: dict[Kind, Callable[[_Run, Schedule, Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.WEIGHT: self._weight,
+            Kind.SEND_FORWARD: self._send,
+            Kind.SEND_BACKWARD: self._send,
+            Kind.RECEIVE_FORWARD: self._receive,
+            Kind.RECEIVE_BACKWARD: self._receive,
+        }
+
+    def run(
+        self, schedule: Schedule, microbatches: Sequence[Microbatch], *, step: int, loss_scale: float, training: bool = True
+    ) -> tuple[Tensor, float]:
+        """Execute this rank's actions.
+
+        Returns the summed loss times loss_scale of the microbatches whose last stage is here (0-d fp64, zero elsewhere), and the seconds
+        spent waiting for other stages.
+        """
+        run = _Run(microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
+        with torch.set_grad_enabled(training):
+            for action in schedule.actions[self.mesh.pp.rank]:
+                self._handlers[action.kind](run, schedule, action)
+        for work, _ in run.sends:
+            self._await(run, work)
+        return run.loss, run.waited
+
+    def _forward(self, run: _Run, schedule: Schedule, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        stage, microbatch = self.stages[action.stage], run.microbatches[action.microbatch]
+        if action.stage == 0:
+            x = microbatch.tokens
+        else:
+            x = self._arrived(run, Kind.RECEIVE_FORWARD, key, run.products.pop((action.stage - 1, action.microbatch), None))
+            if run.training:
+                run.inputs[key] = x.requires_grad_()
+        out = stage(x, microbatch, stage.context(microbatch, run.step, run.training), run.loss_scale)
+        if action.stage == schedule.stages - 1:
+            run.loss += out.detach()
+            run.roots[key] = out
+        else:
+            run.products[key] = out.detach()
+            if run.training:
+                run.gradients[key] = _Gradient()
+                run.roots[key] = _Handoff.apply(out, run.gradients[key])
+
+    def _backward(self, run: _Run, schedule: Schedule, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        if action.stage < schedule.stages - 1:
+            local = run.products.pop((action.stage + 1, action.microbatch), None)
+            run.gradients.pop(key).value = self._arrived(run, Kind.RECEIVE_BACKWARD, key, local)
+        torch.autograd.backward(run.roots.pop(key))
+        run.weight_work[key] = self.stages[action.stage].take_weight_work()
+        if action.stage > 0:
+            gradient = run.inputs.pop(key).grad
+            assert gradient is not None
+            run.products[key] = gradient
+
+    def _weight(self, run: _Run, schedule: Schedule, action: Action) -> None:
+        for work in run.weight_work.pop((action.stage, action.microbatch)):
+            work()
+
+    def _receive(self, run: _Run, schedule: Schedule, action: Action) -> None:
+        buffer = torch.empty(self.activation_shape, dtype=self.dtype, device=self.device)
+        work = self._transfer(dist.irecv, buffer, schedule, action)
+        run.arriving[action.kind, (action.stage, action.microbatch)] = (work, buffer)
+
+    def _send(self, run: _Run, schedule: Schedule, action: Action) -> None:
+        tensor = run.products.pop((action.stage, action.microbatch)).contiguous()
+        run.sends = [(work, held) for work, held in run.sends if not work.is_completed()]
+        run.sends.append((self._transfer(dist.isend, tensor, schedule, action), tensor))
+
+    def _transfer(self, operation: Callable[..., Any], tensor: Tensor, schedule: Schedule, action: Action) -> Any:
+        """Start a message on its channel: on NCCL as a batch of one, which uses the channel's own communicator instead of a lazy pair."""
+        group = self.mesh.channels[channel_of(action, self.mesh.pp.rank).name]
+        assert action.peer is not None
+        peer = self.mesh.pp.ranks[action.peer]
+        self.mesh.traffic[operation.__name__, "pp"] += 1
+        if dist.get_backend(group) == "gloo":
+            return operation(tensor, peer, group=group)
+        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])[0]
+
+    def _arrived(self, run: _Run, kind: Kind, key: Key, local: Tensor | None) -> Tensor:
+        """The tensor that an action needs: made by another stage on this rank, or received."""
+        if local is not None:
+            return local
+        work, buffer = run.arriving.pop((kind, key))
+        self._await(run, work)
+        return buffer
+
+    @staticmethod
+    def _await(run: _Run, work: Any) -> None:
+        started = perf_counter()
+        work.wait()
+        run.waited += perf_counter() - started

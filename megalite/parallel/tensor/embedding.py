@@ -1,0 +1,80 @@
+"""The embedding, its rows split over tp by vocabulary.
+
+Forward: each rank looks up the tokens in its part, zero for the others; all-reduce, or reduce-scatter along the sequence under
+sequence parallelism. Backward: each rank adds the rows of its own tokens; under sequence parallelism the gradient is gathered first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megalite.parallel.weight import Weight
+
+
+class _Embed(torch.autograd.Function):
+    """Communication: see the module."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, tokens: Tensor, positions: Tensor | None, layer: ParallelEmbedding) -> Tensor:
+        ctx.layer = layer
+        local = tokens - layer.first
+        outside = (local < 0) | (local >= table.shape[0])
+        rows = local.masked_fill(outside, 0) if layer.tp.size > 1 else tokens
+        out = table[rows]  # [seq, batch, hidden]
+        if layer.tp.size > 1:
+            out.masked_fill_(outside.unsqueeze(-1), 0)
+        out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()
+        if layer.scale is not None:
+            out = out * layer.scale
+        if layer.positions is not None:
+            assert positions is not None
+            positions = layer.own_sequence(positions)
+            out += layer.positions.tensor[positions]
+        ctx.save_for_backward(rows, outside, positions)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        layer, grad = ctx.layer, grads[0]
+        rows, outside, positions = ctx.saved_tensors
+        if layer.positions is not None:
+            places = positions.expand(grad.shape[:2]).reshape(-1)
+            layer.positions.accumulate_rows(places, grad.flatten(0, 1))
+        if layer.sequence_parallel:
+            grad = all_gather(grad, layer.tp).wait()
+        if layer.scale is not None:
+            grad = grad * layer.scale
+        if layer.tp.size > 1:
+            keep = ~outside.reshape(-1)
+            layer.weight.accumulate_rows(rows.reshape(-1)[keep], grad.flatten(0, 1)[keep])
+        else:
+            layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1))
+        return None, None, None, None
+
+
+class ParallelEmbedding(nn.Module):
+    """Token (and learned position) embedding: tokens [seq, batch] -> [seq, batch, hidden], or [seq/tp, …] under sequence parallelism.
+
+    Args:
+        positions: the learned position table, or None.
+        scale: factor on the token embedding, or None.
+    """
+
+    def __init__(self, weight: Weight, positions: Weight | None, tp: MeshAxis, sequence_parallel: bool, scale: float | None = None):
+        super().__init__()
+        self.weight, self.positions, self.tp, self.scale = weight, positions, tp, scale
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.first = tp.rank * weight.tensor.shape[0]
+
+    def own_sequence(self, x: Tensor) -> Tensor:
+        """This rank's part of a whole-sequence tensor, as the activations are split."""
+        return x.chunk(self.tp.size)[self.tp.rank] if self.sequence_parallel else x
+
+    def forward(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """positions: [seq, 1 or batch], needed where there is a position table."""
+        return _Embed.apply(self.weight.tensor, tokens, positions, self)  # type: ignore[no-any-return]

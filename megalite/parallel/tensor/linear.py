@@ -1,0 +1,149 @@
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019; sequence parallelism: Korthikanti et al. 2022).
+
+                 without sequence parallelism                      with it
+    column       forward  none                                     forward  all-gather of the input along the sequence
+                 backward all-reduce of the input gradient         backward all-gather again (only the part is kept), reduce-scatter
+    row          forward  all-reduce of the output                 forward  reduce-scatter along the sequence
+                 backward none                                     backward all-gather of the output gradient
+
+The column layer starts its input gradient's communication, computes its weight gradient, and only then waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megalite_kernels.activation import gated_backward, gated_forward, plain_backward, plain_forward
+from torch import Tensor, nn
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megalite.parallel.weight import Weight
+
+
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · weightᵀ (+ bias) on flattened rows: [seq, batch, in] -> [seq, batch, out]."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(grad.reshape(-1, grad.shape[-1]), weight).view(*grad.shape[:-1], weight.shape[1])
+
+
+def _accumulate_linear(weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor) -> None:
+    rows = grad.reshape(-1, grad.shape[-1])
+    if bias is not None and bias.grad is not None:
+        bias.accumulate(rows.sum(0, dtype=bias.grad.dtype))
+    weight.accumulate_product(rows, inputs.reshape(-1, inputs.shape[-1]))
+
+
+class _Column(torch.autograd.Function):
+    """y = x Wᵀ + b with W split along its outputs. Communication: see the module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ColumnParallelLinear) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        full = all_gather(x, layer.tp).wait() if layer.sequence_parallel else x
+        return _matmul(full, weight, None if layer.bias is None else layer.bias.tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        layer, grad = ctx.layer, grads[0]
+        (x,) = ctx.saved_tensors
+        gathering = all_gather(x, layer.tp) if layer.sequence_parallel else None
+        reduction = None
+        if ctx.needs_input_grad[0]:
+            dx = _input_gradient(grad, layer.weight.tensor)
+            reduction = (reduce_scatter if layer.sequence_parallel else all_reduce)(dx, layer.tp)
+        _accumulate_linear(layer.weight, layer.bias, grad, x if gathering is None else gathering.wait())
+        return (None if reduction is None else reduction.wait()), None, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """Linear layer whose outputs are split over tp: [seq, batch, in] -> [seq, batch, out/tp].
+
+    With sequence parallelism the input is [seq/tp, batch, in] and is gathered first.
+    """
+
+    def __init__(self, weight: Weight, bias: Weight | None, tp: MeshAxis, sequence_parallel: bool):
+        super().__init__()
+        self.weight, self.bias, self.tp = weight, bias, tp
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Column.apply(x, self.weight.tensor, self)  # type: ignore[no-any-return]
+
+
+class Activation:
+    """The feed-forward non-linearity: act(gate) · up on a packed [gate | up] input, or act(up)."""
+
+    def __init__(self, name: str, gated: bool):
+        self.name, self.gated = name, gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gated_forward(x, self.name) if self.gated else plain_forward(x, self.name)
+
+    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        return gated_backward(grad, x, self.name) if self.gated else plain_backward(grad, x, self.name)
+
+
+class _Row(torch.autograd.Function):
+    """y = Σ_tp act(x) Wᵀ + b with W split along its inputs. Communication: see the module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear) -> Tensor:
+        ctx.layer = layer
+        inputs = x if layer.activation is None else layer.activation.forward(x)
+        if layer.activation is None or layer.recompute:
+            ctx.save_for_backward(x)
+        else:
+            ctx.save_for_backward(x, inputs)
+        out = _matmul(inputs, weight)
+        out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()
+        return out if layer.bias is None else out.add_(layer.bias.tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        layer, grad = ctx.layer, grads[0]
+        if layer.bias is not None and layer.bias.grad is not None:
+            layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad.dtype))
+        if layer.sequence_parallel:
+            grad = all_gather(grad, layer.tp).wait()
+        x, *rest = ctx.saved_tensors
+        dx = _input_gradient(grad, layer.weight.tensor) if ctx.needs_input_grad[0] else None
+        if layer.activation is None:
+            inputs = x
+        else:
+            inputs = rest[0] if rest else layer.activation.forward(x)
+            dx = None if dx is None else layer.activation.backward(dx, x)
+        _accumulate_linear(layer.weight, None, grad, inputs)
+        return dx, None, None
+
+
+class RowParallelLinear(nn.Module):
+    """Linear layer whose inputs are split over tp: [seq, batch, in/tp] -> [seq, batch, out], summed over tp.
+
+    With sequence parallelism the output is [seq/tp, batch, out]. The bias is added once, after the sum. `activation` is applied to the
+    input first; with `recompute` its output is not kept but computed again in backward.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Weight | None,
+        tp: MeshAxis,
+        sequence_parallel: bool,
+        activation: Activation | None = None,
+        recompute: bool = False,
+    ):
+        super().__init__()
+        self.weight, self.bias, self.tp = weight, bias, tp
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.activation, self.recompute = activation, recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Row.apply(x, self.weight.tensor, self)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""The trainer, evaluation, metrics and the console."""

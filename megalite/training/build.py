@@ -1,0 +1,86 @@
+"""From a configuration and a mesh to the parts of a run: partition, schedule, parameters, stages, runtime, optimizer.
+
+The trainer, verification and generation build the same parts here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config.schema import Config
+from megalite.mesh import Layout, Mesh
+from megalite.model.parameters import kv_replicas, model_specs, stage_units
+from megalite.model.stage import Stage
+from megalite.parallel.pipeline.communication import channels, with_communication
+from megalite.parallel.pipeline.partition import balanced, explicit, layer_costs
+from megalite.parallel.pipeline.runtime import Runtime
+from megalite.parallel.pipeline.schedule import Schedule, build
+from megalite.parallel.pipeline.validator import validate
+from megalite.parallel.sharding.store import ParameterStore
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def layout(config: Config) -> Layout:
+    parallel = config.parallel
+    return Layout(pp=parallel.pp, dp=parallel.dp or 1, cp=parallel.cp, tp=parallel.tp)
+
+
+def microbatch_count(config: Config) -> int:
+    """Microbatches of one step on one dp rank."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * (config.parallel.dp or 1))
+
+
+def partition(config: Config) -> list[int]:
+    """Layers of each stage: as configured, else balanced by cost with embedding and head counted."""
+    model, parallel = config.model, config.parallel
+    if parallel.partition is not None:
+        return explicit(parallel.partition, model.num_hidden_layers, parallel.pp)
+    layers, embedding, head = layer_costs(model, config.data.sequence_length)
+    return balanced(layers, parallel.pp, embedding, head)
+
+
+def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
+    """The validated list of actions of every rank, messages included."""
+    plan = with_communication(build(config.parallel.schedule, config.parallel.pp, microbatches, forward_only=forward_only))
+    validate(plan)
+    return plan
+
+
+def make_mesh(config: Config) -> Mesh:
+    """Every group and channel that this configuration needs. Collective: called by every rank of the world."""
+    plan = schedule(config, microbatch_count(config))
+    tied = (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None
+    replicas = kv_replicas(config.model, config.parallel.tp)
+    return Mesh(layout(config), kv_replicas=replicas, tied=tied, channels=[channel.name for channel in channels(plan)])
+
+
+@dataclass
+class Parts:
+    """One rank's share of the model, ready to run."""
+
+    store: ParameterStore
+    stages: dict[int, Stage]
+    runtime: Runtime
+
+
+def build_parts(config: Config, mesh: Mesh, device: torch.device | str) -> Parts:
+    """Allocate this rank's parameters (zero until initialised or loaded) and the stages that use them."""
+    model, parallel, train = config.model, config.parallel, config.train
+    dtype = DTYPES[train.precision]
+    units = stage_units(partition(config), mesh.pp.rank)
+    store = ParameterStore(
+        model_specs(model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=units),
+        mesh,
+        zero=parallel.zero,
+        dtype=dtype,
+        bucket_bytes=parallel.bucket_mb * 1e6,
+        device=device,
+        keep_tied_apart=config.run.deterministic,
+    )
+    stages = {mesh.pp.rank: Stage(config, units, store, mesh, dtype)}
+    length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
+    shape = (length, train.micro_batch_size, model.hidden_size)
+    return Parts(store, stages, Runtime(stages, mesh, shape, dtype, device))

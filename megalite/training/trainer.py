@@ -1,0 +1,256 @@
+"""The trainer: one optimizer step reads from top to bottom in `Trainer.step`.
+
+It knows nothing about transformers: the stages compute, the schedule orders, the store holds and reduces, the optimizer updates.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite import checkpoint
+from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.config.load import from_dict, to_dict, to_yaml
+from megalite.config.schema import Config
+from megalite.data import dataset as datasets
+from megalite.data.loader import Loader
+from megalite.mesh import Mesh
+from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.norm import GradientNorm, clip_divisor
+from megalite.optimizer.schedule import learning_rate
+from megalite.parallel.collectives import all_reduce
+from megalite.training import build
+
+GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same numbers on every rank."""
+
+    step: int  # 1-based
+    loss: float  # mean over every valid token of the global batch
+    grad_norm: float
+    lr: float
+    tokens: int  # valid tokens
+    seconds: float
+    bubble_fraction: float  # share of the step spent waiting for other stages, mean over ranks
+    skipped: bool  # non-finite gradients: nothing was updated
+    stop: bool  # some rank wants to stop
+
+
+class Trainer:
+    """One rank of a run.
+
+    Args:
+        config: complete and checked (`megalite.config.load`).
+        mesh: from `build.make_mesh(config)`.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
+        self.config, self.mesh, self.device = config, mesh, torch.device(device)
+        self.run_dir = Path(config.run.dir) / config.run.name
+        self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
+        self.microbatches = build.microbatch_count(config)
+        self.schedule = build.schedule(config, self.microbatches)
+        self.parts = build.build_parts(config, mesh, self.device)
+        self.store = self.parts.store
+        self.optimizer = AdamW(self.store, config.optimizer)
+        self.gradient_norm = GradientNorm(self.store, mesh)
+        self.step_done = 0
+        self.samples = 0  # global sample index of the next batch
+        self.skipped = 0
+        self.loader = self._loader(self.train_data)
+        self._start_weights()
+        self._check_plan()
+
+    def _loader(self, data: datasets.Dataset) -> Loader:
+        train, data_axis = self.config.train, self.mesh.data
+        options = self.config.data
+        return Loader(
+            data,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            dp_rank=data_axis.rank,
+            dp_size=data_axis.size,
+            reset_positions=options.reset_positions,
+            eod_mask_loss=options.eod_mask_loss,
+        )
+
+    # ---- state
+
+    def _start_weights(self) -> None:
+        """Resume, warm-start or draw the weights."""
+        found = self._find_checkpoint()
+        if found is not None:
+            self.resume(found)
+        elif self.config.model.init_from is not None:
+            self.load_weights(Path(self.config.model.init_from))
+        else:
+            self.store.initialise(self.config.run.seed)
+
+    def _find_checkpoint(self) -> Path | None:
+        option = self.config.checkpoint.load
+        if option == "none":
+            return None
+        if option != "auto":
+            return Path(option)
+        return checkpoint.latest(self.run_dir / "checkpoints", self.mesh)
+
+    def load_weights(self, directory: Path) -> None:
+        checkpoint.load(directory, self.optimizer.to_load(kinds=("weight",)))
+        self.store.publish()
+
+    def resume(self, directory: Path) -> None:
+        """Continue where a checkpoint stopped, whatever topology saved it."""
+        state = checkpoint.read_state(directory)
+        check_resume(self.config, self.train_data.fingerprint, state, directory)
+        checkpoint.load(directory, self.optimizer.to_load())
+        self.store.publish()
+        self.step_done, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
+
+    def save(self) -> Path:
+        """Write a checkpoint of the last step. Collective."""
+        directory = self.run_dir / "checkpoints" / checkpoint.step_name(self.step_done)
+        state = {
+            "step": self.step_done,
+            "samples": self.samples,
+            "skipped": self.skipped,
+            "fingerprint": self.train_data.fingerprint,
+            "config": to_dict(self.config),
+        }
+        for memory in self.store.buckets:
+            for unit in memory.layout.units:
+                self.store.wait_for(unit)
+        checkpoint.save(directory, self.optimizer.to_save(), state, self.mesh)
+        if self.config.checkpoint.keep is not None:
+            checkpoint.prune(directory.parent, self.config.checkpoint.keep, self.mesh)
+        return directory
+
+    def _check_plan(self) -> None:
+        """Every rank must have built the same schedule: compare its hash before anything is sent."""
+        value = torch.tensor([int(self.schedule.hash[:12], 16)], dtype=torch.float64, device=self.device)
+        total = all_reduce(value, self.mesh.world).wait()
+        if total.item() != value.item() * self.mesh.world.size:
+            raise RuntimeError(f"rank {self.mesh.rank} built another pipeline schedule than the others: are all ranks given the same options?")
+
+    # ---- one step
+
+    def step(self, stop: bool = False) -> StepResult:
+        """One optimizer step. `stop` tells the other ranks that this one wants to stop; they learn it with the gradient norm."""
+        started = perf_counter()
+        step = self.step_done + 1
+        microbatches = self.loader.step(self.samples)
+        tokens = self._valid_tokens(microbatches)
+
+        self.store.begin_step(len(microbatches))
+        loss, waited = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=1.0 / max(tokens, 1))
+        self.store.finish_gradients()
+
+        counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)  # tp ranks hold the same loss
+        norm, (total_loss, total_waited, stops) = self.gradient_norm([counted, waited, float(stop)])
+        lr = learning_rate(self.config, step)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            self.optimizer.step(step - self.skipped, lr, clip_divisor(norm, self.config.train.grad_clip))
+            self.store.publish()
+        self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
+        self.skipped += not finite
+        if step % GARBAGE_INTERVAL == 0:
+            gc.collect()
+        seconds = perf_counter() - started
+        return StepResult(
+            step=step,
+            loss=total_loss.item(),
+            grad_norm=norm.item(),
+            lr=lr,
+            tokens=tokens,
+            seconds=seconds,
+            bubble_fraction=min(total_waited.item() / self.mesh.world.size / seconds, 1.0),
+            skipped=not finite,
+            stop=stops.item() > 0,
+        )
+
+    def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
+        """Tokens of the global batch whose loss counts. Where none can be ignored the number is known without asking."""
+        config = self.config
+        if not config.data.eod_mask_loss:
+            return config.train.global_batch_size * config.data.sequence_length
+        own = sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
+        return int(all_reduce(torch.tensor([own], device=self.device), self.mesh.data).wait().item())
+
+    # ---- evaluation
+
+    def evaluate(self) -> float:
+        """Mean loss over every valid token of the validation batches: summed over ranks, then divided."""
+        assert self.validation_data is not None, "data.validation is not set"
+        data, size = self.validation_data, self.config.train.global_batch_size
+        batches = -(-data.samples_per_epoch // size)
+        if self.config.validation.batches is not None:
+            batches = min(batches, self.config.validation.batches)
+        plan = build.schedule(self.config, self.microbatches, forward_only=True)
+        loader = self._loader(data)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # summed loss, tokens
+        try:
+            for batch in range(batches):
+                microbatches = loader.step(batch * size)
+                loss, _ = self.parts.runtime.run(plan, microbatches, step=0, loss_scale=1.0, training=False)
+                if self.mesh.tp.rank == 0:
+                    total[0] += loss
+                    if self.mesh.pp.rank == plan.placement[-1]:
+                        total[1] += sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
+        finally:
+            loader.close()
+        total = all_reduce(total, self.mesh.world).wait()
+        return (total[0] / total[1]).item()
+
+    def close(self) -> None:
+        self.loader.close()
+
+
+def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
+    """Refuse to resume with another model, other data or another horizon, unless `checkpoint.allow` lists the change."""
+    saved = from_dict(state["config"])
+    allow = config.checkpoint.allow
+    shape, saved_shape = (
+        {name: value for name, value in to_dict(each)["model"].items() if name not in ("preset", "from_hf", "init_from")}
+        for each in (config, saved)
+    )
+    changed = [f"model.{name} was {saved_shape.get(name)}, is {value}" for name, value in shape.items() if saved_shape.get(name) != value]
+    if changed:
+        raise ValueError(f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run another run.name.")
+    if state["fingerprint"] != fingerprint and "data" not in allow:
+        raise ValueError(f"checkpoint.load = {directory} was made with other data. Accept it with checkpoint.allow = [data].")
+    if saved.train.steps != config.train.steps and "horizon" not in allow and config.optimizer.decay != "constant":
+        raise ValueError(
+            f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning-rate schedule would change. "
+            "Accept it with checkpoint.allow = [horizon]."
+        )
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Store the resolved configuration in the run's directory."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+
+
+def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Tensor]:
+    """Whole global tensors by name, on every rank: for proofs and small models, since all of them come to each rank's memory."""
+    import torch.distributed as dist
+
+    own = [(part.name, part.global_shape, part.offsets, part.tensor.cpu().clone()) for part in trainer.optimizer.to_save(kinds)]
+    gathered = [own]
+    if trainer.mesh.world.size > 1:
+        gathered = [own] * trainer.mesh.world.size
+        dist.all_gather_object(gathered, own)
+    found: dict[str, Tensor] = {}
+    for name, shape, offsets, tensor in (part for parts in gathered for part in parts):
+        whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
+        whole[tuple(slice(low, low + size) for low, size in zip(offsets, tensor.shape, strict=True))] = tensor
+    return found
