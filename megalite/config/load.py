@@ -1,0 +1,317 @@
+"""YAML and command line → Config: default < preset or from_hf < YAML < command line.
+
+jsonargparse checks and converts the values; unknown keys, broken files and wrong types end with one message each.
+jsonargparse and yaml are imported where they are needed: code that only uses a Config does not pay for them.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, get_args, get_origin
+
+from megalite.config import schema
+from megalite.config.families import from_hf_config
+from megalite.config.presets import preset
+from megalite.config.rule import nearest_name, show
+from megalite.config.rules import check
+from megalite.config.schema import Config, ConfigError
+from megalite.config.token_files import data_vocab_size
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+USAGE = "torchrun --nproc-per-node N pretrain.py --config FILE.yaml [--tp N --pp N --dp N --cp N --zero N] [--section.key VALUE ...]"
+SHORT = {name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero")}
+OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
+"""Every option, section.key → its dataclass field."""
+WAIT_FOR_LOCAL_RANK_0 = 5.0
+"""Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one has ended."""
+
+
+def load_config(argv: list[str] | None = None, *, world_size: int, local_devices: int | None = None) -> Config:
+    """The checked configuration of a run, from the command line (default: this process's).
+
+    Ends the process, without traceback, where there is nothing to run: exit status 2 and one message on stderr for a wrong
+    configuration, 0 after --help or --print_config. world_size: number of processes; local_devices: see rules.check.
+    """
+    try:
+        arguments = read_arguments(sys.argv[1:] if argv is None else argv)
+        if arguments.help:
+            exit_with(help_text(), status=0)
+        config = resolve(arguments, world_size)
+        if arguments.print_config:
+            say(to_yaml(config), sys.stdout)
+        check(config, world_size, local_devices)
+    except ConfigError as error:
+        exit_with(str(error))
+    if arguments.print_config:
+        exit_with("", status=0)
+    return config
+
+
+def exit_with(message: str, status: int = 2) -> NoReturn:
+    """End a run that is configured wrongly: the message, printed by local rank 0 alone, and the exit status."""
+    say(message, sys.stderr if status else sys.stdout)
+    if status and _local_rank() > 0:
+        time.sleep(WAIT_FOR_LOCAL_RANK_0)
+    raise SystemExit(status)
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Print on local rank 0 alone."""
+    if _local_rank() == 0 and text:
+        print(text.rstrip("\n"), file=stream, flush=True)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+# --- Config ↔ dict ↔ YAML ----------------------------------------------------------------------------------------------------
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Section → key → value, plain data that JSON and YAML can hold."""
+    return asdict(config)
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """The inverse of to_dict; sections and keys may be left out. Raises ConfigError on an unknown key. Values are taken as they are."""
+    sections: dict[str, dict[str, Any]] = {}
+    for option, value in flatten(tree, "in the configuration").items():
+        section, key = option.split(".")
+        sections.setdefault(section, {})[key] = value
+    return Config(**{section.name: section.type(**sections.get(section.name, {})) for section in fields(Config)})  # type: ignore[operator]
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML that `--config` reads back to the same configuration."""
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=140)
+
+
+def flatten(tree: Any, source: str) -> dict[str, Any]:
+    """{section: {key: value}} → {section.key: value}. Raises ConfigError on anything that is no known option; source says where."""
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{show(tree)} {source} is not a set of sections. Write `section:`, and below it, indented, `key: value`.")
+    options: dict[str, Any] = {}
+    for section, content in tree.items():
+        if section not in {section.name for section in fields(Config)}:
+            raise unknown(str(section), source, [section.name for section in fields(Config)])
+        if not isinstance(content, (dict, NoneType)):
+            raise ConfigError(f"{section} = {show(content)} {source} is not a section. Write its keys below it, indented, as `key: value`.")
+        for key, value in (content or {}).items():
+            if f"{section}.{key}" not in OPTIONS:
+                raise unknown(f"{section}.{key}", source, list(OPTIONS))
+            options[f"{section}.{key}"] = value
+    return options
+
+
+def unknown(name: str, source: str, known: list[str], dashes: str = "") -> ConfigError:
+    """The message for an unknown key: names the options with the same last part, or else the most similar one."""
+    same = [option for option in OPTIONS if option.split(".")[-1] == name.split(".")[-1]]
+    nearest = " or ".join(f"{dashes}{option}" for option in same or [nearest_name(name, known)])
+    return ConfigError(f"{dashes}{name} {source} is not a known option. Nearest: {nearest}.")
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Arguments:
+    """The command line, taken apart."""
+
+    files: list[str] = field(default_factory=list)
+    overrides: dict[str, str] = field(default_factory=dict)
+    help: bool = False
+    print_config: bool = False
+
+
+def read_arguments(argv: list[str]) -> Arguments:
+    """Take `--name VALUE` and `--name=VALUE` apart. Raises ConfigError on a word that is no option, or an option without value."""
+    arguments, words = Arguments(), iter(argv)
+    for word in words:
+        if word in ("-h", "--help"):
+            arguments.help = True
+        elif word == "--print_config":
+            arguments.print_config = True
+        else:
+            name, equals, value = word.removeprefix("--").partition("=")
+            option = SHORT.get(name, name)
+            if not word.startswith("--"):
+                raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE; lists as '[a, b]'.")
+            if option != "config" and option not in OPTIONS:
+                raise unknown(name, "on the command line", [*SHORT, *OPTIONS, "config", "print_config", "help"], dashes="--")
+            following = value if equals else next(words, None)
+            if following is None or (not equals and following.startswith("--")):
+                raise ConfigError(f"--{name} on the command line has no value. Write --{name} VALUE.")
+            if option == "config":
+                arguments.files.append(following)
+            else:
+                arguments.overrides[option] = following
+    return arguments
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The options of a YAML file, {section.key: value}. Raises ConfigError where it can not be read."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1 reads 3e-4 as text and silently keeps the last of two equal keys; neither is wanted here."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key} appears twice", node.start_mark)
+            return super().construct_mapping(node, deep)
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789"))
+    try:
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--config = {path} can not be read: {reason}. {_nearest_file(path)}") from None
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"--config = {path} is not valid YAML: {problem}{where}. Correct the file there.") from None
+    return {} if tree is None else flatten(tree, f"in {path}")
+
+
+def _nearest_file(path: str) -> str:
+    others = [str(other) for end in ("*.yaml", "*.yml") for other in sorted(Path(path).parent.glob(end)) if other.is_file()]
+    return f"Nearest: {nearest_name(path, others)}." if others else "Give the path of a YAML file."
+
+
+def resolve(arguments: Arguments, world_size: int) -> Config:
+    """Everything that was given, on top of everything that follows from it; not checked yet."""
+    parser = build_parser()
+    given: dict[str, Any] = {}
+    for path in arguments.files:
+        given |= parse_values(lambda tree: parser.parse_object(nest(tree), defaults=False), read_yaml(path), f"in {path}")
+    given |= parse_values(
+        lambda words: parser.parse_args([f"--{option}={word}" for option, word in words.items()], defaults=False),
+        arguments.overrides,
+        "on the command line",
+    )
+    config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
+    ranks = config.parallel.tp * config.parallel.pp * config.parallel.cp
+    if config.parallel.dp is None and ranks > 0 and world_size % ranks == 0:
+        config.parallel.dp = world_size // ranks
+    if config.model.vocab_size is None:
+        config.model.vocab_size = data_vocab_size(config)
+    return config
+
+
+def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{section.key: value} → {section: {key: value}}."""
+    tree: dict[str, dict[str, Any]] = {}
+    for option, value in options.items():
+        section, key = option.split(".")
+        tree.setdefault(section, {})[key] = value
+    return tree
+
+
+def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
+    """The model options that a preset or a Hugging Face directory gives (both at once are refused by a rule)."""
+    if name is not None:
+        return {f"model.{key}": value for key, value in preset(name).items()}
+    if directory is None:
+        return {}
+    path = Path(directory) / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {f"model.{key}": value for key, value in from_hf_config(content).items()}
+    except OSError as error:
+        raise ConfigError(f"model.from_hf = {directory}: {path} can not be read: {error.strerror}. Give a model's directory.") from None
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"model.from_hf = {directory}: {path} is not a JSON object: {error}.") from None
+    except ConfigError as error:
+        raise ConfigError(f"model.from_hf = {directory}: {error}") from None
+
+
+# --- values and help: jsonargparse -------------------------------------------------------------------------------------------
+
+
+def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
+    """One argument an option, typed by its field; docs: option → help text."""
+    from jsonargparse import ArgumentParser
+
+    short = {option: [f"--{name}"] for name, option in SHORT.items()}
+    parser = ArgumentParser(prog="pretrain.py", usage=USAGE, exit_on_error=False, add_help=False)
+    if docs is not None:
+        parser.add_argument("--config", metavar="FILE", help="YAML file of sections and keys; the command line goes before it.")
+        parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration as YAML, and exit.")
+        parser.add_argument("--help", "-h", action="store_true", help="Show this text, and exit.")
+    groups = {section.name: parser.add_argument_group(section.name) for section in fields(Config)}
+    for option, key in OPTIONS.items():
+        default = key.default if key.default_factory is MISSING else key.default_factory()
+        names = [f"--{option}", *short.get(option, [])]
+        groups[option.split(".")[0]].add_argument(*names, type=key.type, default=default, help=docs and docs[option])
+    return parser
+
+
+def parse_values(parse: Callable[[dict[str, Any]], Any], values: dict[str, Any], source: str) -> dict[str, Any]:
+    """The values converted to their options' types by `parse`. Raises ConfigError naming the first that does not fit."""
+    from argparse import ArgumentError
+
+    try:
+        parsed = parse(values)
+    except (ArgumentError, TypeError, ValueError) as error:
+        option = next((option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None)
+        raise ConfigError(wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}") from None
+    return {option: parsed[option] for option in values}
+
+
+def wrong_type(option: str, value: Any, source: str) -> str:
+    """The message for a value that does not fit its option's type."""
+    hint = OPTIONS[option].type
+    message = f"{option} = {show(value)} {source} is not {describe_type(hint)}."
+    if isinstance(value, (int, float)) and str in (hint, *get_args(hint)):
+        return f"{message} Write it in quotes: '{show(value)}'."
+    choices = [str(choice) for choice in get_args(hint)] if get_origin(hint) is Literal else ["true", "false"] if hint is bool else []
+    return f"{message} Nearest: {nearest_name(show(value), choices)}." if choices else message
+
+
+def describe_type(hint: Any) -> str:
+    """A type in words."""
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+    if hint in words:
+        return words[hint]
+    inner, origin = get_args(hint), get_origin(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin is list:
+        return f"a list [a, b] with each entry {describe_type(inner[0])}"
+    if origin is dict:
+        return "a mapping {key: value}" if inner[1] is Any else f"a mapping {{key: value}} with each value {describe_type(inner[1])}"
+    return ", or ".join(describe_type(part) for part in inner)
+
+
+def help_text() -> str:
+    """Every option with its field's docstring."""
+    return build_parser(field_docs()).format_help()
+
+
+def field_docs() -> dict[str, str]:
+    """Option → docstring: the string that follows the field in schema.py, read from its source (Python itself keeps none)."""
+    import ast
+    import inspect
+    from itertools import pairwise
+
+    classes = {node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
+    docs: dict[str, str] = {}
+    for section in fields(Config):
+        body = classes[section.type.__name__].body  # type: ignore[union-attr]
+        for statement, following in pairwise(body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(following, ast.Expr):
+                docs[f"{section.name}.{statement.target.id}"] = inspect.cleandoc(ast.literal_eval(following.value)).replace("%", "%%")
+    return docs

@@ -1,0 +1,85 @@
+"""What a rule of the configuration is, and how its message is written; the rules themselves are in rules.py."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from operator import attrgetter
+from typing import Any
+
+from megalite.config.schema import Config
+
+
+@dataclass
+class Facts(Config):
+    """A configuration and where it is to run: what a rule looks at."""
+
+    world_size: int = 1
+    local_devices: int | None = None
+
+
+Legal = Sequence[Any] | str
+"""The legal values, or, where they can not be listed, a sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One check: `broken` is true where it is violated, `why` ends the sentence that "option = value" begins."""
+
+    name: str
+    option: str
+    broken: Callable[[Facts], Any]
+    why: str | Callable[[Facts], str]
+    legal: Legal | Callable[[Facts], Legal]
+    value: Callable[[Facts], Any] | None = None
+    """The value to show, where it is not simply the option's."""
+
+    def message(self, facts: Facts) -> str:
+        value = (self.value or attrgetter(self.option))(facts)
+        why = self.why(facts) if callable(self.why) else self.why
+        legal = self.legal(facts) if callable(self.legal) else self.legal
+        way_out = legal if isinstance(legal, str) else describe_legal(value, legal)
+        return f"{self.option} = {show(value)} {why}. {way_out}"
+
+
+def show(value: Any) -> str:
+    """A value as one would write it in YAML."""
+    if isinstance(value, str):
+        return value or '""'
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def describe_legal(value: Any, legal: Sequence[Any]) -> str:
+    """The legal values, if there are few, and the nearest: the neighbours of a number, the most similar of names."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        neighbours = max((v for v in legal if v < value), default=None), min((v for v in legal if v > value), default=None)
+        nearest = " or ".join(show(v) for v in neighbours if v is not None)
+    else:
+        nearest = nearest_name(show(value), [show(v) for v in legal])
+    listed = f"Legal values: {', '.join(map(show, legal))}. " if len(legal) <= 12 else ""
+    return f"{listed}Nearest: {nearest}."
+
+
+def nearest_name(name: str, names: Sequence[str]) -> str:
+    """The most similar of names, the earlier one where two are equally similar."""
+    return max(names, key=lambda other: SequenceMatcher(None, name, other).ratio())
+
+
+def bounded(options: dict[str, str], test: Callable[[float], bool], why: str, legal: str) -> list[Rule]:
+    """Rules for numbers (null and lists of numbers too) that must pass the test; infinities and NaN never do.
+
+    options: section → its fields, separated by blanks.
+    """
+
+    def rule(option: str) -> Rule:
+        get = attrgetter(option)
+
+        def broken(facts: Facts) -> bool:
+            value = get(facts)
+            numbers = value if isinstance(value, list) else [value]
+            return value is not None and not all(math.isfinite(number) and test(number) for number in numbers)
+
+        return Rule(f"{option} in range", option, broken, why, legal)
+
+    return [rule(f"{section}.{name}") for section, names in options.items() for name in names.split()]
