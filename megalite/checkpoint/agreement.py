@@ -1,0 +1,37 @@
+"""One rank acts, every rank knows how it went: nobody waits for a rank that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megalite.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megalite.mesh import Mesh
+
+Result = TypeVar("Result")
+
+
+def on_rank_0(mesh: Mesh | None, action: Callable[[], Result]) -> Result:
+    """Run `action` on rank 0 alone and return its result on every rank. Collective; without a mesh this process is alone.
+
+    Raises:
+        CheckpointError: on every rank, when it failed on rank 0.
+    """
+    outcome: list[Any] = [None, None]  # result, error
+    cause: Exception | None = None
+    if mesh is None or mesh.world.rank == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            cause = error
+            outcome[1] = str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
+    if mesh is not None and mesh.world.group is not None:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(outcome, src=mesh.world.ranks[0], group=mesh.world.group)
+    if outcome[1] is not None:
+        raise CheckpointError(outcome[1]) from cause
+    result: Result = outcome[0]
+    return result

@@ -1,0 +1,147 @@
+"""Rectangles of global tensors in and out of torch.distributed.checkpoint (DCP), which stores one file a rank and their table.
+
+DCP asks a value of the state dict for its chunks only where it is a tensor, so all rectangles of one global tensor are shown to it as one
+wrapper subclass without data of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.parallel.spec import Rectangle
+
+NAMED_PROBLEMS = 5  # how many misfits a message names
+
+
+class _GlobalTensor(torch.Tensor):
+    """A global tensor of which this process holds some rectangles. It answers DCP's three questions and nothing else."""
+
+    parts: list[Rectangle]
+
+    @staticmethod
+    def __new__(cls, parts: list[Rectangle]) -> _GlobalTensor:
+        first = parts[0]
+        made: _GlobalTensor = torch.Tensor._make_wrapper_subclass(cls, first.global_shape, dtype=first.tensor.dtype)
+        made.parts = parts
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} on a global tensor, which only describes what to store")
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.size()))
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(part.offsets), part.tensor.size()) for part in self.parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The rectangle at an offset. While loading the index counts this process's rectangles; while saving, those of all ranks."""
+        if index.index is not None and index.index < len(self.parts) and torch.Size(self.parts[index.index].offsets) == index.offset:
+            return self.parts[index.index].tensor
+        return next(part.tensor for part in self.parts if torch.Size(part.offsets) == index.offset)
+
+
+def _global_tensors(rectangles: Sequence[Rectangle]) -> dict[str, Tensor]:
+    """One entry per global name. Empty rectangles hold nothing, and two of them could share their offset with a real one: left out."""
+    by_name: dict[str, list[Rectangle]] = {}
+    for part in rectangles:
+        if part.tensor.numel():
+            by_name.setdefault(part.name, []).append(part)
+    return {name: _GlobalTensor(parts) for name, parts in by_name.items()}
+
+
+def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Refuses plans that do not store every element exactly once: DCP drops a repeated chunk, and checks one process's plan not at all."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        first: dict[str, TensorWriteData] = {}
+        holder: dict[tuple[str, torch.Size | None], int] = {}
+        stored: Counter[str] = Counter()
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                name, offset, data = item.index.fqn, item.index.offset, item.tensor_data
+                assert data is not None
+                kinds = [_describe(each.size, each.properties.dtype) for each in (first.setdefault(name, data), data)]
+                if kinds[0] != kinds[1]:
+                    raise CheckpointError(f"{name} is {kinds[0]} and, on rank {rank}, {kinds[1]}")
+                if (name, offset) in holder:
+                    ranks = f"rank {holder[name, offset]} and by rank {rank}"
+                    raise CheckpointError(f"{name} at {list(offset or ())} would be stored twice, by {ranks}")
+                holder[name, offset] = rank
+                stored[name] += prod(data.chunk.sizes)
+        for name, data in first.items():
+            if stored[name] != prod(data.size):
+                raise CheckpointError(f"{name} has {prod(data.size)} elements, but the ranks hold {stored[name]}")
+        return super().create_global_plan(all_plans)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Names everything that does not fit, with what was expected and what was found."""
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        found = self.metadata.state_dict_metadata
+        problems = []
+        for name, tensor in self.state_dict.items():
+            expected, entry = _describe(tensor.shape, tensor.dtype), found.get(name)
+            stored = _describe(entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else "nothing of that name"
+            if stored != expected:
+                problems.append(f"{name}: expected {expected}, found {stored}")
+        if problems:
+            more = f"\n  … and {len(problems) - NAMED_PROBLEMS} more" if len(problems) > NAMED_PROBLEMS else ""
+            raise CheckpointError("its tensors do not fit this model:\n  " + "\n  ".join(problems[:NAMED_PROBLEMS]) + more)
+        return super().create_local_plan()
+
+
+def write(directory: Path, rectangles: Sequence[Rectangle], group: ProcessGroup | None) -> None:
+    """Store every rank's rectangles in `directory`, on disk when this returns. Collective over the group; None: this process alone."""
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _clear_errors(f"could not save {directory}"):
+        dcp_save(_global_tensors(rectangles), checkpoint_id=directory, planner=planner, process_group=group, no_dist=group is None)
+
+
+def read(directory: Path, rectangles: Sequence[Rectangle]) -> None:
+    """Fill the rectangles. Every process reads for itself, so one that fails leaves nobody waiting."""
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _clear_errors(f"could not load {directory}"):
+        dcp_load(_global_tensors(rectangles), checkpoint_id=directory, planner=planner, no_dist=True)
+
+
+@contextmanager
+def _clear_errors(what: str) -> Iterator[None]:
+    """DCP's exception, which quotes every rank's traceback, becomes one line a rank; its remark on missing process groups is dropped."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as failure:
+        errors = {rank: error for rank, (error, _) in failure.failures.items()}
+        lines = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}" for error in errors.values()]
+        named = lines if len(lines) == 1 else [f"rank {rank}: {line}" for rank, line in zip(errors, lines, strict=True)]
+        raise CheckpointError(f"{what}: " + "\n".join(named)) from next(iter(errors.values()))
