@@ -237,6 +237,8 @@ def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any
     values = asdict(model) | {"num_key_value_heads": model.kv_heads, "head_dim": model.head_size, "vocab_size": model.vocabulary}
     config: dict[str, Any] = {"model_type": row.model_type, "architectures": [row.architecture]}
     config |= {theirs: values[ours[0]] for theirs, ours in row.fields.items()}
+    if model.head_dim is None and row.defaults.get("head_dim", 0) is None:
+        del config["head_dim"]  # transformers derives the same; its Qwen2 does not have the field
     if model.position == "rope":
         scaling = model.rope_scaling or {"rope_type": "default"}
         config |= {"rope_theta": model.rope_theta, "rope_scaling": model.rope_scaling}  # transformers 4 and most other readers

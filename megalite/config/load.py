@@ -103,6 +103,10 @@ def flatten(tree: Any, source: str) -> dict[str, Any]:
         raise ConfigError(f"{show(tree)} {source} is not a set of sections. Write `section:`, and below it, indented, `key: value`.")
     options: dict[str, Any] = {}
     for section, content in tree.items():
+        if section in OPTIONS:
+            raise ConfigError(
+                f"{section} {source} is written in one piece. Write `{str(section).replace('.', ':` and, indented below it, `')}:`."
+            )
         if section not in {section.name for section in fields(Config)}:
             raise unknown(str(section), source, [section.name for section in fields(Config)])
         if not isinstance(content, (dict, NoneType)):

@@ -1,0 +1,155 @@
+"""config.json ↔ ModelConfig, against what the installed transformers writes and reads."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from megalite.config import ConfigError, ModelConfig, from_hf_config, preset, to_hf_config
+
+SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
+GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+# config class, its arguments, what our model must then be
+FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("LlamaConfig", GROUPED, {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False}),
+    ("LlamaConfig", GROUPED | {"rope_theta": 5e5, "rope_scaling": LLAMA3}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    (
+        "LlamaConfig",
+        GROUPED | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    ("LlamaConfig", GROUPED | {"head_dim": 16, "tie_word_embeddings": True}, {"head_dim": 16, "tie_word_embeddings": True}),
+    (
+        "LlamaConfig",
+        GROUPED | {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    ("MistralConfig", GROUPED, {"sliding_window": 4096, "sliding_window_layers": None}),
+    ("MistralConfig", GROUPED | {"sliding_window": None}, {"sliding_window": None}),
+    ("Qwen2Config", GROUPED, {"attention_bias": True, "attention_out_bias": False, "sliding_window": None, "qk_norm": "none"}),
+    (
+        "Qwen2Config",
+        GROUPED | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"sliding_window": 8, "sliding_window_layers": [1, 2]},
+    ),
+    ("Qwen3Config", GROUPED | {"head_dim": 16}, {"qk_norm": "head", "head_dim": 16, "attention_bias": False, "sliding_window": None}),
+    (
+        "GPT2Config",
+        {"vocab_size": 100, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "attn_pdrop": 0.0},
+        {
+            "hidden_size": 48,
+            "intermediate_size": 192,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "max_position_embeddings": 64,
+            "position": "learned",
+            "norm": "layer",
+            "gated_mlp": False,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-5,
+            "attention_dropout": 0.0,
+            "embedding_dropout": 0.1,
+            "residual_dropout": 0.1,
+        },
+    ),
+]
+
+
+def named(row: Any) -> str:
+    return row if isinstance(row, str) else ""
+
+
+@pytest.mark.parametrize("name, arguments, expected", FAMILIES, ids=named)
+def test_reads_what_transformers_writes_and_writes_what_it_reads(name, arguments, expected):
+    import transformers
+
+    theirs = getattr(transformers, name)(**copy.deepcopy(arguments))  # it writes into rope_scaling
+    shape = from_hf_config(json.loads(theirs.to_json_string(use_diff=False)))
+    assert from_hf_config(json.loads(theirs.to_json_string(use_diff=True))) == shape
+    model = ModelConfig(**shape)
+    assert {key: getattr(model, key) for key in expected} == expected
+    assert {key: getattr(model, key) for key in GROUPED if name != "GPT2Config"}.items() <= arguments.items()
+
+    written = to_hf_config(model, theirs.model_type)
+    again = type(theirs).from_dict(json.loads(json.dumps(written)))
+    ours, reference = again.to_dict(), theirs.to_dict()
+    for config in (ours, reference):
+        config["rope_parameters"] = {k: v for k, v in (config.get("rope_parameters") or {}).items() if k != "type"}
+        for computed_alike in ("architectures", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_theta", "n_inner"):
+            config.pop(computed_alike, None)
+    assert ours == reference
+    assert from_hf_config(written) == shape
+
+
+def test_older_files_leave_fields_out():
+    llama_1 = {"model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6}
+    model = ModelConfig(**from_hf_config(llama_1))
+    assert (model.kv_heads, model.head_size, model.rope_theta, model.rms_norm_eps, model.vocab_size) == (6, 8, 10000.0, 1e-6, None)
+    gpt2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "n_ctx": 64, "n_inner": 96}
+    assert ModelConfig(**from_hf_config(gpt2)).tie_word_embeddings and from_hf_config(gpt2)["intermediate_size"] == 96
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"model_type": "mamba"}, "model_type = 'mamba' is not handled. Legal values: llama"),
+        ({"hidden_act": "xielu"}, "hidden_act = 'xielu' is not handled. Legal values: silu"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "'yarn' is not handled. Legal values of rope_type: default, linear, llama3",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 3}}, "rope_scaling.beta = 3 is not handled"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not handled"),
+        ({"pretraining_tp": 2}, "pretraining_tp = 2 is not handled by the llama family. Legal value: 1."),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not handled"),
+        ({"logit_scale": 0.5}, "logit_scale = 0.5 is not handled"),
+        ({"sliding_window": 128}, "sliding_window = 128 is not handled by the llama family"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ({"num_attention_heads": ...}, "num_attention_heads is missing"),
+    ],
+)
+def test_what_is_not_handled_is_refused_by_name(change, says):
+    config = {key: value for key, value in ({"model_type": "llama"} | GROUPED | change).items() if value is not ...}
+    with pytest.raises(ConfigError) as refused:
+        from_hf_config(config)
+    assert says in str(refused.value)
+
+
+def test_a_field_without_influence_or_at_its_neutral_value_is_accepted():
+    plain = {"model_type": "llama"} | GROUPED
+    extra = {"torch_dtype": "bfloat16", "use_cache": False, "eos_token_id": [1, 2], "pretraining_tp": 1, "quantization_config": None}
+    assert from_hf_config(plain | extra) == from_hf_config(plain)
+
+
+def test_export_finds_the_family_and_refuses_what_none_expresses():
+    shape = SIZES | {"vocab_size": 100}
+    assert to_hf_config(ModelConfig(**shape))["model_type"] == "llama"
+    assert to_hf_config(ModelConfig(**shape, qk_norm="head"))["model_type"] == "qwen3"
+    assert to_hf_config(ModelConfig(**shape, attention_bias=True))["model_type"] == "qwen2"
+    assert to_hf_config(ModelConfig(**preset("gpt2-124m")))["model_type"] == "gpt2"
+    with pytest.raises(ConfigError, match="model.qk_norm = 'head' where llama has 'none'; the llama family can not express it"):
+        to_hf_config(ModelConfig(**shape, qk_norm="head"), "llama")
+    with pytest.raises(ConfigError, match="No Hugging Face family"):
+        to_hf_config(ModelConfig(**shape, logit_softcap=30.0))
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [("gpt2-124m", 124_439_808), ("llama-3.2-1b", 1_235_814_400), ("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496)],
+)
+def test_presets_have_the_published_parameter_counts(name, parameters):
+    """Counted by the transformers model of the exported shape, without memory."""
+    import torch
+    import transformers
+
+    config = to_hf_config(ModelConfig(**preset(name)))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    assert model.num_parameters() == parameters

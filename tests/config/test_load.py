@@ -1,0 +1,207 @@
+"""YAML and command line → Config, and how a wrong configuration ends."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megalite.config import Config, ConfigError, from_dict, load_config, to_dict, to_yaml
+from megalite.config import load as loading
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """A directory with a token file of 257 tokens; a process that torchrun has not started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("tokens.bin", "tokens.idx", "more.bin", "more.idx"):
+        (tmp_path / name).touch()
+    (tmp_path / "tokens.json").write_text('{"vocab_size": 257, "eos": 256}')
+    return tmp_path
+
+
+def load(*argv: str, world_size: int = 1, text: str | None = None) -> Config:
+    if text is not None:
+        Path("run.yaml").write_text(text)
+        argv = ("--config", "run.yaml", *argv)
+    return load_config(["--data.train", "tokens", *argv], world_size=world_size)
+
+
+def refusal(capsys, *argv: str, text: str | None = None, status: int = 2) -> str:
+    with pytest.raises(SystemExit) as end:
+        load(*argv, text=text)
+    captured = capsys.readouterr()
+    assert end.value.code == status and captured.out == ""
+    assert captured.err.endswith("\n") and captured.err.count("\n") == 1, "one message on one line"
+    return captured.err.strip()
+
+
+def test_precedence_is_default_then_preset_then_yaml_then_command_line():
+    text = "model: {preset: llama-3-8b, num_hidden_layers: 6, num_attention_heads: 16}\noptimizer: {lr: 3e-4, warmup_steps: 3}"
+    config = load("--model.num_attention_heads", "8", "--optimizer.warmup_steps=2", text=text)
+    model = config.model
+    assert (model.hidden_size, model.num_hidden_layers, model.num_attention_heads) == (4096, 6, 8)  # preset, YAML, command line
+    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.eps) == (3e-4, 2, Config().optimizer.eps)
+
+
+def test_an_explicit_value_equal_to_the_default_still_overrides_a_preset():
+    assert load("--model.preset", "llama-3-8b", "--model.rope_theta", "10000").model.rope_theta == 10000.0
+    assert load(text="model: {preset: llama-3-8b, num_key_value_heads: null}").model.num_key_value_heads is None
+
+
+def test_the_command_line_wins_wherever_config_stands_and_later_files_win_over_earlier():
+    Path("second.yaml").write_text("train: {steps: 7}")
+    config = load("--train.micro_batch_size", "2", "--config", "second.yaml", text="train: {steps: 5, micro_batch_size: 4, grad_clip: 2}")
+    assert (config.train.steps, config.train.micro_batch_size, config.train.grad_clip) == (7, 2, 2.0)
+
+
+def test_short_forms_and_default_dp():
+    config = load("--tp", "2", "--pp=2", "--zero", "0", "--cp", "1", world_size=8)
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp, config.parallel.zero) == (2, 2, 2, 0)
+    assert load("--dp", "4", world_size=4).parallel.dp == 4
+
+
+def test_vocabulary_comes_from_the_data_unless_given():
+    assert load().model.vocab_size == 257
+    assert load("--model.vocab_size", "300").model.vocab_size == 300
+    assert load("--model.preset", "gpt2-124m").model.vocab_size == 50257
+
+
+def test_shape_from_a_hugging_face_directory(here):
+    content = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8}
+    (here / "config.json").write_text(json.dumps(content | {"num_key_value_heads": 2, "rope_theta": 1e6, "vocab_size": 999}))
+    model = load("--model.from_hf", ".", "--model.num_hidden_layers", "2").model
+    assert (model.hidden_size, model.num_hidden_layers, model.rope_theta, model.attention_bias, model.vocab_size) == (64, 2, 1e6, True, 999)
+
+
+@pytest.mark.parametrize(
+    "argv, option, value",
+    [
+        (["--data.validation", "0.1"], "data.validation", 0.1),
+        (["--data.validation", "more"], "data.validation", "more"),
+        (["--data.train", "[tokens, more]"], "data.train", ["tokens", "more"]),
+        (["--data.train", "{tokens: 1, more: 0.5}"], "data.train", {"tokens": 1.0, "more": 0.5}),
+        (["--optimizer.betas", "[0.8, 0.9]"], "optimizer.betas", [0.8, 0.9]),
+        (["--model.rope_scaling", "{rope_type: linear, factor: 2}"], "model.rope_scaling", {"rope_type": "linear", "factor": 2}),
+        (["--run.name", "2024"], "run.name", "2024"),
+        (["--run.deterministic", "true"], "run.deterministic", True),
+        (["--model.preset", "llama-3-8b", "--model.num_key_value_heads", "null"], "model.num_key_value_heads", None),
+        (["--optimizer.lr", "1e-3"], "optimizer.lr", 1e-3),
+        (["--train.stop_after", "90m"], "train.stop_after", "90m"),
+        (["--checkpoint.allow", "[data]"], "checkpoint.allow", ["data"]),
+        (["--model.no_rope_layers", "[3]"], "model.no_rope_layers", [3]),
+    ],
+)
+def test_values_are_converted_alike_from_command_line_and_yaml(argv, option, value):
+    section, key = option.split(".")
+    from_words = getattr(getattr(load(*argv), section), key)
+    text = yaml.safe_dump({section: {key: value}})
+    Path("same.yaml").write_text(text)
+    config = load_config(
+        ["--config", "same.yaml", *(() if section == "data" and key == "train" else ("--data.train", "tokens"))], world_size=1
+    )
+    from_yaml = getattr(getattr(config, section), key)
+    assert from_words == value and from_yaml == value and type(from_words) is type(from_yaml) is type(value)
+
+
+MESSAGES = [
+    (["--tpp", "2"], None, "--tpp on the command line is not a known option. Nearest: --tp."),
+    (["--hidden_size", "2"], None, "--hidden_size on the command line is not a known option. Nearest: --model.hidden_size."),
+    (["--train.lr", "2"], None, "--train.lr on the command line is not a known option. Nearest: --optimizer.lr."),
+    (["--optimizer.weight_dcay=2"], None, "Nearest: --optimizer.weight_decay."),
+    ([], "modle: {hidden_size: 2}", "modle in run.yaml is not a known option. Nearest: model."),
+    ([], "model: {hiden_size: 2}", "model.hiden_size in run.yaml is not a known option. Nearest: model.hidden_size."),
+    (
+        [],
+        "model.hidden_size: 2",
+        "model.hidden_size in run.yaml is written in one piece. Write `model:` and, indented below it, `hidden_size:`.",
+    ),
+    ([], "model: 3", "model = 3 in run.yaml is not a section."),
+    ([], "[model]", '["model"] in run.yaml is not a set of sections.'),
+    ([], "model: {", "--config = run.yaml is not valid YAML: "),
+    ([], "train: {steps: 1, steps: 2}", "the key steps appears twice in line 1"),
+    (["--config", "rum.yaml"], "", "--config = rum.yaml can not be read: No such file or directory. Nearest: run.yaml."),
+    (["--tp"], None, "--tp on the command line has no value. Write --tp VALUE."),
+    (["--tp", "--pp", "2"], None, "--tp on the command line has no value."),
+    (["--data.train", "a", "b"], None, "b on the command line belongs to no option."),
+    (["--tp", "two"], None, "parallel.tp = two on the command line is not an integer."),
+    (["--tp", "1.5"], None, "parallel.tp = 1.5 on the command line is not an integer."),
+    ([], "parallel: {tp: true}", "parallel.tp = true in run.yaml is not an integer."),
+    ([], "optimizer: {lr: fast}", "optimizer.lr = fast in run.yaml is not a number."),
+    ([], "run: {name: 2024}", "run.name = 2024 in run.yaml is not text. Write it in quotes: '2024'."),
+    (["--optimizer.decay", "cosin"], None, "is not one of cosine, linear, wsd, constant. Nearest: cosine."),
+    (["--train.precision", "fp16"], None, "is not one of fp32, bf16, fp64. Nearest: bf16."),
+    (["--train.compile", "ture"], None, "train.compile = ture on the command line is not true or false. Nearest: true."),
+    (["--model.no_rope_layers", "[a]"], None, "is not a list [a, b] with each entry an integer, or null."),
+    (["--model.preset", "llama-8b"], None, "model.preset = llama-8b is not a known shape."),
+    (["--model.from_hf", "gone"], None, "model.from_hf = gone: gone/config.json can not be read: No such file or directory."),
+    (["--tp", "3"], None, "parallel.tp = 3 does not divide model.num_attention_heads = 4"),
+    (["--tp", "2"], None, "parallel.dp = null does not fill the run's 1 process with tp * pp * cp = 2 * 1 * 1 = 2."),
+]
+
+
+@pytest.mark.parametrize("argv, text, says", MESSAGES)
+def test_a_wrong_configuration_ends_with_status_2_and_one_message(capsys, argv, text, says):
+    assert says in refusal(capsys, *argv, text=text)
+
+
+def test_print_config_reads_back_to_the_same_configuration(capsys):
+    argv = ("--model.preset", "llama-3.2-1b", "--tp", "2", "--optimizer.eps", "1e-9", "--data.validation", "0.05")
+    config = load(*argv, world_size=4)
+    with pytest.raises(SystemExit) as end:
+        load(*argv, "--print_config", world_size=4)
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert load(text=printed, world_size=4) == config
+    assert yaml.safe_load(printed)["model"]["hidden_size"] == 2048 and yaml.safe_load(printed)["parallel"]["dp"] == 2
+
+
+def test_dictionaries_round_trip():
+    config = load("--model.preset", "llama-3.2-1b", "--data.train", "{tokens: 1.5}")
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+    assert from_dict({"train": {"steps": 3}}).train.steps == 3
+    with pytest.raises(ConfigError, match="model.hiden_size .* Nearest: model.hidden_size"):
+        from_dict({"model": {"hiden_size": 3}})
+
+
+def test_help_shows_every_field_with_a_docstring(capsys):
+    with pytest.raises(SystemExit) as end:
+        load("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0
+    docs = loading.field_docs()
+    for section in fields(Config):
+        for key in fields(section.type):  # type: ignore[arg-type]
+            option = f"{section.name}.{key.name}"
+            assert f"--{option} " in text or f"--{option}," in text, option
+            assert len(docs.get(option, "")) > 10, f"{option} has no docstring"
+            assert " ".join(docs[option].replace("%%", "%").split()) in text
+
+
+def test_other_local_ranks_say_nothing_and_let_rank_0_speak_first(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as end:
+        load("--tp", "3")
+    captured = capsys.readouterr()
+    assert end.value.code == 2 and captured.out == captured.err == "" and waited == [5.0]
+
+
+def test_loading_needs_no_torch_and_using_a_configuration_no_parser():
+    code = (
+        "import sys; from megalite.config import from_dict, load_config; from_dict({});"
+        "print([m for m in ('torch', 'jsonargparse', 'yaml', 'transformers') if m in sys.modules]);"
+        "load_config(['--data.train', 'tokens'], world_size=1);"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    env = {"PYTHONPATH": str(Path(loading.__file__).parents[2])}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert ended.stdout == "[]\n[]\n"

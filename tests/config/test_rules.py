@@ -1,0 +1,257 @@
+"""Each rule of the configuration has a row: values that break it, what the message says, and values that satisfy it."""
+
+import json
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from megalite.config import Config, ConfigError, check, duration_seconds, rules
+from megalite.config.rules import RULES
+
+
+@dataclass
+class Row:
+    rule: str
+    broken: dict[str, Any]
+    fixed: dict[str, Any]
+    says: tuple[str, ...] = ()
+    world: int | None = None
+    devices: int | None = None
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+# option: (the nearest illegal value, a legal value next to it)
+BOUNDS: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)),
+    **dict.fromkeys(("data.sequence_length", "model.num_key_value_heads", "model.sliding_window", "model.intermediate_size"), (0, 1)),
+    **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
+    **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size"), (0, 1)),
+    "validation.interval": (0, None),
+    "model.vocab_size": (0, 257),
+    "model.hidden_size": (0, 8),
+    "model.num_attention_heads": (0, 1),
+    "model.head_dim": (-2, 2),
+    "model.max_position_embeddings": (0, 256),
+    "train.global_batch_size": (0, 4),
+    **dict.fromkeys(("model.rope_theta", "model.rms_norm_eps", "model.attention_scale", "model.initializer_range"), (0.0, 1e-9)),
+    **dict.fromkeys(("model.attention_softcap", "model.logit_softcap", "model.embedding_scale"), (0.0, 1e-9)),
+    **dict.fromkeys(("parallel.bucket_mb", "optimizer.eps"), (0.0, 1e-9)),
+    **dict.fromkeys(("train.grad_clip", "train.z_loss", "optimizer.min_lr", "optimizer.weight_decay"), (-1e-9, 0.0)),
+    "optimizer.lr": (float("inf"), 1.0),
+    **dict.fromkeys(("run.seed", "optimizer.warmup_steps"), (-1, 0)),
+    **dict.fromkeys(("model.embedding_dropout", "model.attention_dropout", "model.residual_dropout"), (1.0, 0.999)),
+    "train.label_smoothing": (float("nan"), 0.0),
+    "optimizer.betas": ([0.9, 1.0], [0.0, 0.999]),
+    "optimizer.wsd_decay_fraction": (0.0, 1.0),
+}
+
+ROWS = [
+    *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
+    Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
+    Row("preset or from_hf", {"model.preset": "tiny", "model.from_hf": "hf"}, {"model.from_hf": None}, ("model.preset = tiny",)),
+    Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("not a directory",)),
+    Row("hidden size over heads", {"model.num_attention_heads": 6, "model.hidden_size": 64}, {"model.head_dim": 10}, ("4 or 8",)),
+    Row(
+        "heads over key-value heads",
+        {"model.num_attention_heads": 8, "model.num_key_value_heads": 3},
+        {"model.num_key_value_heads": 2},
+        ("Legal values: 1, 2, 4, 8. Nearest: 2 or 4.",),
+    ),
+    Row("even head width for rope", {"model.hidden_size": 12}, {"model.position": "learned"}, ("model.head_dim = 3 ", "Nearest: 2 or 4.")),
+    Row("rope_scaling needs rope", {"model.rope_scaling": LLAMA3, "model.position": "none"}, {"model.position": "rope"}),
+    Row("rope_scaling type", {"model.rope_scaling": {"rope_type": "yarn"}}, {"model.rope_scaling": LLAMA3}, ("default, linear, llama3",)),
+    Row(
+        "rope_scaling values",
+        {"model.rope_scaling": {"rope_type": "linear"}},
+        {"model.rope_scaling": {"rope_type": "linear", "factor": 2}},
+        ("{rope_type: linear, factor: N}",),
+    ),
+    Row("rope_scaling values", {"model.rope_scaling": LLAMA3 | {"beta": 1}}, {"model.rope_scaling": {"rope_type": "default"}}),
+    Row("rope_scaling values", {"model.rope_scaling": LLAMA3 | {"factor": 0}}, {"model.rope_scaling": LLAMA3}, ("not a positive number",)),
+    Row(
+        "rope_scaling values", {"model.rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, {"model.rope_scaling": LLAMA3}, ("interpolates",)
+    ),
+    Row("no_rope_layers exist", {"model.no_rope_layers": [3, 4]}, {"model.no_rope_layers": [0, 3]}, ("0 to 3",)),
+    Row("no_rope_layers needs rope", {"model.no_rope_layers": [1], "model.position": "learned"}, {"model.no_rope_layers": None}),
+    Row(
+        "sliding_window_layers exist",
+        {"model.sliding_window": 8, "model.sliding_window_layers": [1, 1]},
+        {"model.sliding_window_layers": [1]},
+        ("each once",),
+    ),
+    Row("sliding_window_layers needs a window", {"model.sliding_window_layers": [1]}, {"model.sliding_window": 8}),
+    Row(
+        "tp divides heads",
+        {"parallel.tp": 6, "model.num_attention_heads": 32},
+        {"parallel.tp": 8, "parallel.dp": 1},
+        ("parallel.tp = 6 does not divide model.num_attention_heads = 32", "Legal values: 1, 2, 4, 8, 16. Nearest: 4 or 8."),
+    ),
+    Row(
+        "tp fits key-value heads",
+        {"parallel.tp": 4, "model.num_attention_heads": 12, "model.num_key_value_heads": 6, "model.hidden_size": 48},
+        {"parallel.tp": 2},
+        ("Legal values: 1, 2. Nearest: 2.",),
+    ),
+    Row("tp divides the feed-forward", {"parallel.tp": 4, "model.intermediate_size": 90}, {"parallel.tp": 2}, ("= 90", "Nearest: 2.")),
+    Row("sequence_parallel needs tp", {"parallel.sequence_parallel": True}, {"parallel.tp": 2}, ("true needs parallel.tp > 1",)),
+    Row(
+        "sequence_parallel divides the sequence",
+        {"parallel.sequence_parallel": True, "parallel.tp": 4, "data.sequence_length": 30},
+        {"data.sequence_length": 32},
+        ("Nearest: 28 or 32.",),
+    ),
+    Row("cp is one", {"parallel.cp": 2}, {"parallel.cp": 1}, ("ring attention is planned", "Legal value: 1.")),
+    Row("pp within layers", {"parallel.pp": 5}, {"parallel.pp": 4}, ("model.num_hidden_layers = 4", "Nearest: 4.")),
+    Row(
+        "partition has a number for each stage", {"parallel.pp": 2, "parallel.partition": [4]}, {"parallel.partition": [3, 1]}, ("[2, 2]",)
+    ),
+    Row("partition leaves no stage empty", {"parallel.pp": 2, "parallel.partition": [4, 0]}, {"parallel.partition": [1, 3]}, ("[2, 2]",)),
+    Row(
+        "partition holds every layer",
+        {"parallel.pp": 3, "parallel.partition": [1, 1, 1]},
+        {"parallel.partition": [1, 2, 1]},
+        ("[2, 1, 1]",),
+    ),
+    Row("the mesh fills the world", {"parallel.tp": 2, "parallel.dp": 3}, {"parallel.dp": 4}, ("= 3 ", "Legal values: 4."), world=8),
+    Row(
+        "the mesh fills the world",
+        {"parallel.pp": 3, "parallel.dp": None},
+        {"parallel.pp": 4, "parallel.dp": 2},
+        ("Start 6 or 9 processes", "1, 2, 4, 8"),
+        world=8,
+    ),
+    Row("zero stage", {"parallel.zero": 3}, {"parallel.zero": 1}, ("planned", "Nearest: 1.")),
+    Row("zero stage", {"parallel.zero": 4}, {"parallel.zero": 0}, ("not a ZeRO stage",)),
+    Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("tools/prepare_data.py",)),
+    Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
+    Row(
+        "data.train exists",
+        {"data.train": ["tokens", "token"]},
+        {"data.train": ["tokens"]},
+        ("no token.bin and no token.idx", "Nearest: tokens."),
+    ),
+    Row("data.validation weights are positive", {"data.validation": {"tokens": -1.0}}, {"data.validation": {"tokens": 1.0}}),
+    Row("data.validation exists", {"data.validation": "elsewhere/x"}, {"data.validation": "tokens"}, ("--output elsewhere/x",)),
+    Row("held-out share", {"data.validation": 1.0}, {"data.validation": 0.05}, ("above 0 and below 1",)),
+    Row("one vocabulary", {"data.validation": "other"}, {"data.validation": "tokens"}, ("tokens has 257", "other has 300")),
+    Row("vocabulary is known", {"data.train": "bare", "model.vocab_size": None}, {"model.vocab_size": 10}, ("bare.json",)),
+    Row("vocabulary holds the data", {"model.vocab_size": 256}, {"model.vocab_size": 257}, ("257 tokens", "Nearest: 257.")),
+    Row(
+        "data.reset_positions needs an end-of-document token",
+        {"data.reset_positions": True, "data.train": "bare"},
+        {"data.train": "tokens"},
+    ),
+    Row(
+        "data.eod_mask_loss needs an end-of-document token",
+        {"data.eod_mask_loss": True, "data.validation": "bare"},
+        {"data.validation": None},
+        ("bare.json",),
+    ),
+    Row("sequence within the model's positions", {"data.sequence_length": 2049}, {"data.sequence_length": 2048}, ("up to 2048",)),
+    Row(
+        "whole microbatches",
+        {"train.global_batch_size": 30, "parallel.dp": 2},
+        {"train.global_batch_size": 32},
+        ("4 * 2", "Nearest: 24 or 32."),
+    ),
+    Row("fp64 on CPU", {"train.precision": "fp64"}, {"train.precision": "fp32"}, ("2 GPUs", "CUDA_VISIBLE_DEVICES"), devices=2),
+    Row("recompute mode", {"train.recompute": "every-0"}, {"train.recompute": "every-3"}, ("none, selective, full, every-2",)),
+    Row("stop_after is a duration", {"train.stop_after": "90"}, {"train.stop_after": "1h30m"}, ("3h50m",)),
+    Row("warm-up within the run", {"optimizer.warmup_steps": 101}, {"optimizer.warmup_steps": 100}, ("Nearest: 100.",)),
+    Row(
+        "warm-up before the decay",
+        {"optimizer.decay": "wsd", "optimizer.warmup_steps": 60, "optimizer.wsd_decay_fraction": 0.5},
+        {"optimizer.wsd_decay_fraction": 0.4},
+        ("up to 0.4",),
+    ),
+    Row("min_lr below lr", {"optimizer.min_lr": 1e-3}, {"optimizer.min_lr": 3e-4}, ("optimizer.lr = 0.0003",)),
+    Row("two betas", {"optimizer.betas": [0.9]}, {"optimizer.betas": [0.9, 0.9]}),
+    Row("lr_scaling has its base", {"optimizer.lr_scaling": "sqrt"}, {"optimizer.base_batch_size": 8}, ("optimizer.base_batch_size",)),
+    Row("checkpoint exists", {"checkpoint.load": "nowhere"}, {"checkpoint.load": "."}, ("auto nor none",)),
+    Row("resume or warm start", {"checkpoint.load": ".", "model.init_from": "."}, {"checkpoint.load": "auto"}, ("step 0",)),
+    Row("validation has data", {"validation.interval": 5}, {"data.validation": 0.1}, ("held-out fraction",)),
+]
+
+
+@pytest.fixture(autouse=True)
+def token_files(tmp_path, monkeypatch):
+    """tokens: 257 tokens and an EOS; other: another vocabulary; bare: written by a tool that says nothing."""
+    monkeypatch.chdir(tmp_path)
+    for prefix in ("tokens", "other", "bare"):
+        (tmp_path / f"{prefix}.bin").touch()
+        (tmp_path / f"{prefix}.idx").touch()
+    (tmp_path / "tokens.json").write_text(json.dumps({"vocab_size": 257, "eos": 256}))
+    (tmp_path / "other.json").write_text(json.dumps({"vocab_size": 300, "eos": 0}))
+
+
+def configure(options: dict[str, Any]) -> Config:
+    config = Config()
+    for option, value in ({"data.train": "tokens", "model.vocab_size": 257, "parallel.dp": 1} | options).items():
+        section, key = option.split(".")
+        assert hasattr(getattr(config, section), key)
+        setattr(getattr(config, section), key, value)
+    return config
+
+
+def verdict(options: dict[str, Any], world: int | None = None, devices: int | None = None) -> str | None:
+    config = configure(options)
+    parallel = config.parallel
+    try:
+        check(config, world or parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1), devices)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+def test_rule(row: Row, monkeypatch):
+    rule = next(rule for rule in RULES if rule.name == row.rule)
+    message = verdict(row.broken, row.world, row.devices)
+    assert message is not None and message.startswith(f"{rule.option} = "), message
+    for part in row.says:
+        assert part in message
+    assert verdict(row.broken | row.fixed, row.world, row.devices) is None
+    monkeypatch.setattr(rules, "RULES", (rule,))
+    assert verdict(row.broken, row.world, row.devices) == message, "another rule spoke first"
+    nearest = re.search(r"Nearest: ([\d.]+?)(?: or ([\d.]+?))?\.$", message)
+    for value in filter(None, nearest.groups()) if nearest else ():
+        assert verdict(row.broken | {rule.option: json.loads(value)}, row.world, row.devices) is None, "an illegal value is suggested"
+
+
+def test_every_rule_has_a_row_and_a_name_of_its_own():
+    names = [rule.name for rule in RULES]
+    assert len(set(names)) == len(names)
+    assert set(names) == {row.rule for row in ROWS}
+
+
+def test_defaults_are_legal():
+    assert verdict({}) is None
+
+
+@pytest.mark.parametrize("heads, kv, ffn", [(8, 8, 16), (8, 2, 24), (12, 3, 48), (6, 6, 9), (12, 4, 12)])
+def test_tensor_parallel_sizes_are_those_that_split_evenly(heads: int, kv: int, ffn: int):
+    for tp in range(1, 2 * heads):
+        # Written from the layout: rank r owns the query heads [r * heads / tp, (r + 1) * heads / tp), and every key-value head that they read.
+        owned = [range(rank * heads // tp, (rank + 1) * heads // tp) for rank in range(tp)]
+        read = [{head * kv // heads for head in mine} for mine in owned]
+        equal = len({len(mine) for mine in owned}) == 1 and len(owned[0]) > 0 and len({len(mine) for mine in read}) == 1
+        whole = tp <= kv and all(a.isdisjoint(b) for a, b in pairwise(read)) or tp > kv and tp % kv == 0
+        legal = heads % tp == 0 and equal and whole and ffn % tp == 0
+        shape = {"model.num_attention_heads": heads, "model.num_key_value_heads": kv, "model.intermediate_size": ffn, "model.head_dim": 8}
+        assert (verdict(shape | {"parallel.tp": tp}) is None) == legal, tp
+
+
+def test_durations():
+    assert duration_seconds("3h50m") == 13800
+    assert duration_seconds("90m") == 5400
+    assert duration_seconds("1h1s") == 3601
+    assert [duration_seconds(text) for text in ("", "5", "1m1h", "-1s", "1d", "1.5h")] == [None] * 6
+
+
+def test_a_broken_description_of_the_data_is_named(tmp_path):
+    (tmp_path / "tokens.json").write_text("[")
+    assert "tokens.json is not a JSON object" in (verdict({}) or "")
