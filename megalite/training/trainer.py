@@ -70,7 +70,7 @@ class Trainer:
         self._start_weights()
         self._check_plan()
 
-    def _loader(self, data: datasets.Dataset) -> Loader:
+    def _loader(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
         train, data_axis = self.config.train, self.mesh.data
         options = self.config.data
         return Loader(
@@ -81,6 +81,7 @@ class Trainer:
             dp_size=data_axis.size,
             reset_positions=options.reset_positions,
             eod_mask_loss=options.eod_mask_loss,
+            samples=samples,
         )
 
     # ---- state
@@ -190,21 +191,16 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over every valid token of the validation batches: summed over ranks, then divided."""
         assert self.validation_data is not None, "data.validation is not set"
-        data, size = self.validation_data, self.config.train.global_batch_size
-        batches = -(-data.samples_per_epoch // size)
-        if self.config.validation.batches is not None:
-            batches = min(batches, self.config.validation.batches)
         plan = build.schedule(self.config, self.microbatches, forward_only=True)
-        loader = self._loader(data)
+        loader = self._loader(self.validation_data, self.validation_data.samples_per_epoch)
+        has_loss = self.mesh.pp.rank == plan.placement[-1] and self.mesh.tp.rank == 0
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # summed loss, tokens
         try:
-            for batch in range(batches):
-                microbatches = loader.step(batch * size)
+            for microbatches in loader.epoch(self.config.validation.batches):
                 loss, _ = self.parts.runtime.run(plan, microbatches, step=0, loss_scale=1.0, training=False)
-                if self.mesh.tp.rank == 0:
+                if has_loss:
                     total[0] += loss
-                    if self.mesh.pp.rank == plan.placement[-1]:
-                        total[1] += sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
+                    total[1] += sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
         finally:
             loader.close()
         total = all_reduce(total, self.mesh.world).wait()

@@ -1,0 +1,68 @@
+"""Configurations of the equivalence table: a tiny Llama on random documents, at the proof settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megalite.data.indexed import IndexedWriter
+from tests.distributed.layouts import Case, global_batch, micro_batch
+
+SEQUENCE = 16
+STEPS = 20
+EOS = 0
+SINGLE = {"tp": 1, "pp": 1, "dp": 1, "schedule": "1f1b", "zero": 0, "sequence_parallel": False, "microbatches": 1, "recompute": "none"}
+
+
+def write_tokens(directory: Path, vocab_size: int, count: int = 12_000, seed: int = 0) -> str:
+    """A token file of random documents; returns its PREFIX."""
+    random = np.random.default_rng(seed)
+    tokens = random.zipf(1.3, count) % (vocab_size - 1) + 1  # skewed, so that there is something to learn
+    ends = np.cumsum(random.integers(3, 40, count // 10))
+    ends = np.append(ends[ends < count - 1], count - 1)
+    tokens[ends] = EOS
+    prefix = directory / f"tokens_{vocab_size}"
+    with IndexedWriter(prefix, vocab_size) as writer:
+        writer.add(tokens, np.diff(ends, prepend=-1).tolist())
+        writer.finish({"vocab_size": vocab_size, "eos": EOS})
+    return str(prefix)
+
+
+def config_of(case: Case, prefix: str, precision: str = "fp32", **changes: dict[str, Any]) -> dict[str, Any]:
+    """A complete configuration (as a dict) for a case of the table."""
+    config: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(Path(prefix).parent), "name": "table"},
+        "model": {
+            "vocab_size": case["vocab_size"],
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": case["layers"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": case["kv_heads"],
+            "max_position_embeddings": SEQUENCE,
+            "tie_word_embeddings": case["tied"],
+            "embedding_dropout": case["dropout"],
+            "attention_dropout": case["dropout"],
+            "residual_dropout": case["dropout"],
+        },
+        "parallel": {
+            **{axis: case[axis] for axis in ("tp", "pp", "dp", "schedule", "zero", "sequence_parallel")},
+            "bucket_mb": 0.02,  # several buckets, so that reductions start at different times
+        },
+        "data": {"train": prefix, "sequence_length": SEQUENCE, "eod_mask_loss": case["masked"], "reset_positions": case["masked"]},
+        "train": {
+            "steps": STEPS,
+            "global_batch_size": global_batch(case),
+            "micro_batch_size": micro_batch(case),
+            "precision": precision,
+            "recompute": case["recompute"],
+            "grad_clip": 1.0,
+        },
+        "optimizer": {"lr": 3e-4, "eps": 1e-8, "warmup_steps": 2},
+        "checkpoint": {"load": "none"},
+    }
+    for section, values in changes.items():
+        config[section] = {**config.get(section, {}), **values}
+    return config

@@ -1,0 +1,34 @@
+"""What the test ranks run: importable functions of (context, …), one call on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.config.load import from_dict
+from megalite.mesh import Mesh
+from megalite.training import build
+from megalite.training.trainer import Trainer, global_tensors
+
+
+def mesh_of(context: Any, config: Any) -> Mesh:
+    """The mesh of a configuration, kept between jobs: each further 8-rank group costs threads and file descriptors."""
+    wanted = (build.layout(config), config.model.tie_word_embeddings, config.model.kv_heads)
+    if wanted not in context.cache:
+        context.cache[wanted] = build.make_mesh(config)
+    context.cache[wanted].traffic.clear()
+    return context.cache[wanted]
+
+
+def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Any]:
+    """Train some steps; every rank returns losses and gradient norms, rank 0 also the whole global tensors."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        results = [trainer.step() for _ in range(steps)]
+        tensors = global_tensors(trainer, kinds)
+    finally:
+        trainer.close()
+    found: dict[str, Any] = {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
+    if context.rank == 0:
+        found["tensors"] = tensors
+    return found

@@ -1,0 +1,69 @@
+"""A topology never changes the mathematics: the pairwise table of layouts, each against one process.
+
+20 steps at the proof settings. fp32: every loss and gradient norm within 1e-5 relative, every weight within 2e-5 absolute.
+fp64: within 1e-9, which no real error survives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import jobs, layouts
+from tests.distributed.configs import SINGLE, STEPS, config_of, write_tokens
+from tests.distributed.layouts import Case
+
+TOLERANCE = {"fp32": (1e-5, 2e-5), "fp64": (1e-9, 1e-9)}  # relative (loss, norm), absolute (weights)
+TABLE = layouts.pairwise()
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory) -> dict[int, str]:
+    directory = tmp_path_factory.mktemp("data")
+    return {size: write_tokens(directory, size) for size in layouts.OPTIONS["vocab_size"]}
+
+
+@pytest.fixture(scope="module")
+def single(ranks, prefixes):
+    """The run of one process on the same model, data and global batch: computed once for each."""
+    known: dict[tuple, dict[str, Any]] = {}
+
+    def run(case: Case, precision: str) -> dict[str, Any]:
+        alone = {**case, **SINGLE}
+        key = (*(alone[option] for option in layouts.OPTIONS), layouts.global_batch(case), precision)
+        if key not in known:
+            batch = layouts.global_batch(case)
+            config = config_of(alone, prefixes[case["vocab_size"]], precision, train=train_section(case, precision, batch))
+            known[key] = ranks.run(1, jobs.train, config, STEPS)[0]
+        return known[key]
+
+    return run
+
+
+def train_section(case: Case, precision: str, batch: int) -> dict[str, Any]:
+    return {"steps": STEPS, "global_batch_size": batch, "micro_batch_size": batch, "precision": precision, "grad_clip": 1.0}
+
+
+def assert_same_run(got: list[dict[str, Any]], expected: dict[str, Any], relative: float, absolute: float) -> None:
+    for rank, found in enumerate(got):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=relative, abs=0), f"losses on rank {rank}"
+        assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=relative, abs=0), f"gradient norms on rank {rank}"
+    tensors = got[0]["tensors"]
+    assert tensors.keys() == expected["tensors"].keys()
+    worst = {name: (value - expected["tensors"][name]).abs().max().item() for name, value in tensors.items()}
+    assert max(worst.values()) <= absolute, sorted(worst.items(), key=lambda item: -item[1])[:5]
+
+
+def test_table_holds_every_legal_pair_and_the_full_layout():
+    covered = set().union(*(layouts.pairs_of(case) for case in TABLE))
+    assert layouts.legal_pairs() <= covered
+    assert TABLE[0] == layouts.NAMED and all(layouts.is_legal(case) for case in TABLE)
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("case", TABLE, ids=layouts.name)
+def test_trains_like_one_process(case, precision, ranks, prefixes, single):
+    config = config_of(case, prefixes[case["vocab_size"]], precision)
+    got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, STEPS)
+    assert_same_run(got, single(case, precision), *TOLERANCE[precision])
