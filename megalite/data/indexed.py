@@ -1,0 +1,196 @@
+"""The indexed token file: Megatron-LM's PREFIX.bin and PREFIX.idx (MMIDIDX version 1), bit for bit, with PREFIX.json beside them.
+
+`PREFIX.bin` holds nothing but the tokens of all sequences, one after another. `PREFIX.idx` is little-endian:
+
+    9 bytes   b"MMIDIDX\\x00\\x00"
+    uint64    version, 1
+    uint8     token type code (see DTYPES)
+    uint64    number of sequences, n
+    uint64    number of document marks, d
+    int32[n]  tokens of each sequence
+    int64[n]  byte at which each sequence starts in PREFIX.bin
+    int64[d]  sequence at which each document starts; the last mark is n
+
+The writer makes one sequence of every document. `PREFIX.json` says what the format can not: the vocabulary size, the EOS token and the
+tokenizer. The layout is that of Megatron-LM's megatron/core/datasets/indexed_dataset.py.
+"""
+
+import json
+import os
+import struct
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.schema import ConfigError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type code, sequences, document marks
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Token type code → numpy type (the format's codes 6 and 7 are floats, which are no tokens)."""
+
+
+class DataError(ConfigError):
+    """Data that can not be read or prepared; the message names file, reason and way out."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type that Megatron-LM chooses: uint16 where the vocabulary fits, else int32."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def companion(prefix: str | Path, ending: str) -> Path:
+    """The file PREFIX.ending (a dot inside PREFIX is part of its name)."""
+    return Path(f"{prefix}.{ending}")
+
+
+class IndexedTokens:
+    """A token file, memory-mapped: opening costs the same for a megabyte and a terabyte.
+
+    Attributes: `tokens` (all of them, flat), `sizes` and `pointers` of the sequences, `documents` (the marks), `metadata` (PREFIX.json) with its
+    `vocab_size` and `eos`. Raises DataError where the files are missing, damaged, empty or do not belong together.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = str(prefix)
+        self._bin, self._idx = companion(prefix, "bin"), companion(prefix, "idx")
+        dtype, self.sizes, self.pointers, self.documents = _read_index(self._idx)
+        self._check_length(dtype.itemsize)
+        self.tokens: NDArray[np.integer] = np.memmap(self._bin, dtype=dtype, mode="r")
+        self.metadata = _read_metadata(companion(prefix, "json"))
+        self.vocab_size: int | None = self.metadata.get("vocab_size")
+        self.eos: int | None = self.metadata.get("eos")
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    def document_at(self, token: int) -> int:
+        """The first token of the first document that starts at `token` or later; the number of tokens where none does."""
+        one_each = len(self.documents) == len(self.sizes) + 1  # then no copy is made of the pointers
+        starts = self.pointers if one_each else self.pointers[self.documents[self.documents < len(self.sizes)]]
+        found = int(np.searchsorted(starts, token * self.tokens.itemsize))
+        return int(starts[found]) // self.tokens.itemsize if found < len(starts) else len(self)
+
+    def digest_parts(self) -> list[bytes]:
+        """What identifies the content cheaply: both files' sizes and 16 pieces of 64 KiB spread over each."""
+        return [part for path in (self._idx, self._bin) for part in _probe(path)]
+
+    def _check_length(self, itemsize: int) -> None:
+        if not self._bin.is_file():
+            raise DataError(f"{self._bin} is missing: a token file is a .bin and an .idx. Prepare it again with tools/prepare_data.py.")
+        if len(self.sizes) == 0 or self.sizes[-1] + self.pointers[-1] == 0:
+            raise DataError(f"{self._idx} holds no tokens. Prepare it again from a non-empty input.")
+        expected = int(self.pointers[-1]) + int(self.sizes[-1]) * itemsize
+        if (actual := self._bin.stat().st_size) != expected:
+            raise DataError(f"{self._bin} has {actual} bytes, its .idx counts {expected}: truncated, or from another run. Prepare both again.")
+
+
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Token type, sizes [n], pointers [n] and document marks [d] of an .idx file."""
+    if not path.is_file():
+        raise DataError(f"{path} is missing: a token file is a .bin and an .idx. Make it with tools/prepare_data.py --output PREFIX.")
+    length = path.stat().st_size
+    if length < HEADER.size:
+        raise DataError(f"{path} has {length} bytes, fewer than its header: it is truncated. Prepare it again.")
+    raw = np.memmap(path, dtype=np.uint8, mode="r")
+    magic, version, code, sequences, marks = HEADER.unpack(raw[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise DataError(f"{path} does not start with MMIDIDX: it is no token file's index. Give a PREFIX that tools/prepare_data.py wrote.")
+    if version != 1 or code not in DTYPES:
+        raise DataError(
+            f"{path} has version {version} and token type {code}; version 1 with types {sorted(DTYPES)} can be read. Prepare it again."
+        )
+    if length != (expected := HEADER.size + 12 * sequences + 8 * marks):
+        raise DataError(f"{path} has {length} bytes where its header counts {expected}: it is truncated or damaged. Prepare it again.")
+    sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
+    pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
+    documents = np.frombuffer(raw, "<i8", marks, HEADER.size + 12 * sequences)
+    return np.dtype(DTYPES[code]), sizes, pointers, documents
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    """PREFIX.json; empty where there is none, as beside a file that Megatron-LM wrote."""
+    if not path.is_file():
+        return {}
+    try:
+        metadata = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        metadata = None
+    if not isinstance(metadata, dict):
+        raise DataError(f'{path} is not a JSON object. Prepare the data again, or write {{"vocab_size": V, "eos": ID}} into it.')
+    return metadata
+
+
+def _probe(path: Path, pieces: int = 16, piece: int = 1 << 16) -> list[bytes]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= pieces * piece:
+            return [str(size).encode(), file.read()]
+        parts = [str(size).encode()]
+        for i in range(pieces):
+            file.seek((size - piece) * i // (pieces - 1))
+            parts.append(file.read(piece))
+        return parts
+
+
+class IndexedWriter:
+    """Writes a token file as a stream; nothing has its final name before `finish`.
+
+    A context manager: leaving it without `finish`, or by an exception, removes what was written.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int):
+        self.prefix, self.dtype = Path(prefix), token_dtype(vocab_size)
+        self.sizes = array("i")
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = {end: self.prefix.parent / f".{self.prefix.name}.{os.getpid()}.{end}" for end in ("bin", "json", "idx")}
+        self._file = self._temporary["bin"].open("wb")
+
+    def add(self, tokens: NDArray[np.integer], sizes: Iterable[int]) -> None:
+        """Append documents. tokens: all of them, one after another; sizes: the tokens of each document."""
+        self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self.sizes.extend(sizes)
+
+    def finish(self, metadata: dict[str, Any]) -> None:
+        """Write the index and PREFIX.json, then give all three their names, the index last: without it there is no token file."""
+        if not self.sizes:
+            raise DataError(f"{self.prefix}: the input holds no text. Nothing was written.")
+        _close_to_disk(self._file)
+        with self._temporary["idx"].open("wb") as file:
+            self._write_index(file)
+            _close_to_disk(file)
+        with self._temporary["json"].open("w", encoding="utf-8") as text:
+            text.write(json.dumps(metadata, indent=2) + "\n")
+            _close_to_disk(text)
+        companion(self.prefix, "idx").unlink(missing_ok=True)  # an older index must never meet the newer tokens
+        for end, path in self._temporary.items():
+            path.replace(companion(self.prefix, end))
+
+    def _write_index(self, file: Any) -> None:
+        sizes = np.frombuffer(self.sizes, dtype=np.int32).astype("<i4", copy=False)
+        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
+        file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(sizes) + 1))
+        file.write(sizes.tobytes())
+        file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes())
+        file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+
+def _close_to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

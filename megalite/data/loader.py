@@ -1,0 +1,136 @@
+"""Samples become microbatches: sample k·G + (j·dp + r)·b + i is row i of microbatch j of step k on data-parallel rank r.
+
+The next global batch is read on one thread while this one trains. The loader keeps no position: the step asks for the sample that its batch
+starts at, so resuming is asking for another one.
+"""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.data.dataset import Dataset
+from megalite.data.indexed import DataError
+
+__all__ = ["IGNORE_INDEX", "Loader", "Microbatch"]
+
+
+class Loader:
+    """The microbatches of one data-parallel rank.
+
+    reset_positions: EOS ends a document; positions and attention start anew after it (`Microbatch.document_start`).
+    eod_mask_loss: what is predicted from an EOS, the next document's first token, is not counted.
+    samples: the dataset ends here; rows beyond are filled up and not counted. None: it is endless.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        reset_positions: bool = False,
+        eod_mask_loss: bool = False,
+        samples: int | None = None,
+    ):
+        if global_batch_size % (micro_batch_size * dp_size):
+            raise DataError(
+                f"train.global_batch_size = {global_batch_size} is no multiple of train.micro_batch_size x dp = "
+                f"{micro_batch_size} x {dp_size}: every rank must hold whole microbatches. Choose a multiple."
+            )
+        if (reset_positions or eod_mask_loss) and dataset.eos is None:
+            option = "data.reset_positions" if reset_positions else "data.eod_mask_loss"
+            raise DataError(f'{option} = true needs EOS; the data names none. Set it to false, or write "eos": ID into PREFIX.json.')
+        self._dataset, self._global_batch, self._end = dataset, global_batch_size, samples
+        self._reset_positions, self._eod_mask_loss = reset_positions, eod_mask_loss
+        offsets = np.arange(global_batch_size).reshape(-1, dp_size, micro_batch_size)  # [microbatches, dp, batch]
+        self._offsets = offsets[:, dp_rank]
+        self._requests: SimpleQueue[tuple[int, Future[list[Microbatch]]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._next: tuple[int, Future[list[Microbatch]]] | None = None
+        self._closed = False
+
+    def step(self, first_sample: int) -> list[Microbatch]:
+        """This rank's microbatches of the global batch that starts at `first_sample`. Begins to read the one after it.
+
+        Raises what reading raised, here and not on the thread.
+        """
+        if self._closed:
+            raise RuntimeError("the loader is closed")
+        if self._next is None or self._next[0] != first_sample:
+            self._next = self._request(first_sample)
+        (_, future), self._next = self._next, None
+        batch = future.result()
+        following = first_sample + self._global_batch
+        if self._end is None or following < self._end:
+            self._next = self._request(following)
+        return batch
+
+    def epoch(self, batches: int | None = None) -> Iterator[list[Microbatch]]:
+        """The global batches of samples 0 … `samples` − 1, each once, in order; at most `batches` of them."""
+        if self._end is None:
+            raise ValueError("an endless loader has no epoch: give samples")
+        for first in range(0, self._end, self._global_batch)[:batches]:
+            yield self.step(first)
+
+    def close(self) -> None:
+        """Stop the thread, after what it reads now. A second call does nothing."""
+        self._closed = True
+        if self._thread is not None:
+            self._requests.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _request(self, first_sample: int) -> tuple[int, Future[list[Microbatch]]]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read, name="megalite-loader", daemon=True)
+            self._thread.start()
+        future: Future[list[Microbatch]] = Future()
+        self._requests.put((first_sample, future))
+        return first_sample, future
+
+    def _read(self) -> None:
+        while (request := self._requests.get()) is not None:
+            first_sample, future = request
+            try:
+                future.set_result([self._microbatch(first_sample + rows) for rows in self._offsets])
+            except BaseException as error:  # whatever it is, it belongs to the step that waits for this batch
+                future.set_exception(error)
+
+    def _microbatch(self, samples: NDArray[np.int64]) -> Microbatch:
+        """samples: [batch], the global sample index of each row."""
+        last = samples.max() if self._end is None else self._end - 1  # stands in for the rows past the end
+        rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])  # [batch, seq + 1]
+        tokens, targets = rows[:, :-1], rows[:, 1:].copy()
+        targets[samples > last] = IGNORE_INDEX
+        if self._eod_mask_loss:
+            targets[tokens == self._dataset.eos] = IGNORE_INDEX
+        starts = document_start(tokens, self._dataset.eos) if self._reset_positions and self._dataset.eos is not None else None
+        return Microbatch(
+            tokens=_sequence_first(tokens),
+            targets=_sequence_first(targets),
+            samples=torch.from_numpy(np.ascontiguousarray(samples)),
+            document_start=None if starts is None else _sequence_first(starts),
+        )
+
+
+def document_start(tokens: NDArray[np.int64], eos: int) -> NDArray[np.int64]:
+    """Where each token's document starts in its row: EOS belongs to the document that it ends, and a row's first token starts one.
+
+    tokens: [batch, seq] → [batch, seq], positions in the row.
+    """
+    starts = np.zeros_like(tokens)
+    starts[:, 1:] = np.where(tokens[:, :-1] == eos, np.arange(1, tokens.shape[1]), 0)
+    return np.maximum.accumulate(starts, axis=1)
+
+
+def _sequence_first(rows: NDArray[np.int64]) -> torch.Tensor:
+    """[batch, seq] → a contiguous tensor [seq, batch]."""
+    return torch.from_numpy(np.ascontiguousarray(rows.T))

@@ -1,0 +1,173 @@
+"""Text to a token file: read, tokenize in parallel, write in the order of the input. The result does not depend on the number of workers.
+
+Workers take tasks and give tokens; at most a few tasks a worker are under way, so memory stays bounded however long the input is.
+"""
+
+import functools
+import multiprocessing
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data import tokenizers
+from megalite.data.indexed import DataError, IndexedWriter
+from megalite.data.sources import Source, Task, documents
+
+TRAINING_BYTES = 8_000_000  # of the input that a tokenizer is trained on: more changes a vocabulary of thousands little and costs minutes
+TASKS_AHEAD = 4
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the input bytes done, and all of them."""
+
+
+@dataclass
+class Encoded:
+    """A task's documents as tokens, each ending in EOS. `empty` were left out; `replaced` had bytes that are no UTF-8."""
+
+    tokens: NDArray[np.integer]
+    sizes: NDArray[np.int32]  # tokens of each document
+    empty: int
+    replaced: int
+    input_bytes: int
+
+
+@dataclass
+class Summary:
+    """What was written."""
+
+    prefix: str
+    documents: int = 0
+    tokens: int = 0
+    vocab_size: int = 0
+    eos: int = 0
+    dtype: str = ""
+    tokenizer: str = ""
+    empty_documents: int = 0
+    replaced_documents: int = 0
+    input_bytes: int = 0
+
+
+def prepare(
+    sources: list[Source],
+    prefix: Path,
+    tokenizer: str,
+    *,
+    train_tokenizer: int | None = None,
+    text_key: str = "text",
+    workers: int = 1,
+    progress: Progress = lambda what, done, total: None,
+) -> Summary:
+    """Tokenize every document of the sources and write PREFIX.bin, .idx and .json.
+
+    tokenizer: byte, a sentencepiece model, or a Hugging Face directory. With `train_tokenizer`, a vocabulary size, a sentencepiece model is
+    trained on the sources first and written to that name. Raises DataError on bad input; then, and on an interrupt, nothing is left behind.
+    """
+    if train_tokenizer is None:
+        return _encode(sources, prefix, tokenizer, tokenizer, text_key, workers, progress)
+    with _trained(sources, train_tokenizer, Path(tokenizer), text_key, progress) as model:
+        return _encode(sources, prefix, str(model), tokenizer, text_key, workers, progress)
+
+
+def _encode(sources: list[Source], prefix: Path, loaded: str, named: str, text_key: str, workers: int, progress: Progress) -> Summary:
+    """loaded: where the tokenizer lies now; named: where it will lie, as PREFIX.json says."""
+    vocabulary = tokenizers.load(loaded)
+    summary = Summary(str(prefix), vocab_size=vocabulary.vocab_size, eos=vocabulary.eos, tokenizer=_beside(named, prefix))
+    total = sum(source.size for source in sources)
+    with IndexedWriter(prefix, vocabulary.vocab_size) as writer:
+        summary.dtype = writer.dtype.name
+        for part in _encoded(_tasks(sources), loaded, text_key, workers):
+            writer.add(part.tokens, part.sizes)
+            summary.documents += len(part.sizes)
+            summary.tokens += len(part.tokens)
+            summary.empty_documents += part.empty
+            summary.replaced_documents += part.replaced
+            summary.input_bytes += part.input_bytes
+            progress("tokenizing", summary.input_bytes, total)
+        if loaded != named:
+            Path(loaded).replace(named)
+        facts = asdict(summary)
+        writer.finish({key: facts[key] for key in ("vocab_size", "eos", "tokenizer", "documents", "tokens")})
+    return summary
+
+
+@contextmanager
+def _trained(sources: list[Source], vocab_size: int, path: Path, text_key: str, progress: Progress) -> Iterator[Path]:
+    """A sentencepiece model trained on TRAINING_BYTES spread evenly over the input, for as long as the context lasts, beside `path`."""
+    total = sum(source.size for source in sources)
+    every = -(-total // TRAINING_BYTES) or 1
+
+    def texts() -> Iterator[str]:
+        seen = 0
+        for number, task in enumerate(_tasks(sources)):
+            seen += task.size
+            progress("reading for the tokenizer", seen, total)
+            if number % every == 0:
+                yield from (text for text, _ in documents(task, text_key))
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.{os.getpid()}.model"
+    try:
+        tokenizers.train_sentencepiece(texts(), vocab_size, temporary)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _tasks(sources: list[Source]) -> Iterator[Task]:
+    return (task for source in sources for task in source.tasks())
+
+
+def _encoded(tasks: Iterator[Task], tokenizer: str, text_key: str, workers: int) -> Iterator[Encoded]:
+    """The tasks' tokens, in the tasks' order."""
+    if workers == 1:
+        yield from (_encode_task(task, tokenizer, text_key) for task in tasks)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    ahead: deque[Future[Encoded]] = deque()
+    try:
+        for task in tasks:
+            ahead.append(pool.submit(_encode_task, task, tokenizer, text_key))
+            if len(ahead) > TASKS_AHEAD * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(f"--workers {workers}: a worker was killed, most likely for want of memory. Use fewer workers.") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_vocabulary = functools.cache(tokenizers.load)  # a worker loads its tokenizer once
+
+
+def _encode_task(task: Task, tokenizer: str, text_key: str) -> Encoded:
+    vocabulary = _vocabulary(tokenizer)
+    tokens, sizes = array("i"), array("i")
+    empty = replaced = 0
+    for text, invalid in documents(task, text_key):
+        replaced += invalid
+        if text:
+            ids = vocabulary.encode(text)
+            tokens.extend(ids)
+            tokens.append(vocabulary.eos)
+            sizes.append(len(ids) + 1)
+        else:
+            empty += 1
+    return Encoded(np.frombuffer(tokens, np.int32), np.frombuffer(sizes, np.int32), empty, replaced, task.size)
+
+
+def _beside(tokenizer: str, prefix: Path) -> str:
+    """How PREFIX.json names a tokenizer: by file name where it lies beside PREFIX, so that the directory can be moved; else absolutely."""
+    if tokenizer == "byte":
+        return tokenizer
+    path = Path(tokenizer).resolve()
+    return path.name if path.parent == prefix.parent.resolve() else str(path)

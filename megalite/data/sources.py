@@ -1,0 +1,235 @@
+"""Where documents come from: text files, .jsonl, .parquet and Hugging Face datasets, cut into tasks small enough to share among workers.
+
+A task is plain data that a worker turns into documents by itself; the order of the tasks, not who runs them, is the order of the documents.
+"""
+
+import fnmatch
+import glob
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+from megalite.data.indexed import DataError
+
+TASK_BYTES = 1 << 18
+TEXT_SUFFIXES = (
+    *("", ".txt", ".text", ".md", ".rst", ".tex", ".log", ".html", ".htm", ".xml", ".css", ".csv", ".tsv", ".json", ".yaml", ".yml"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".go", ".rs", ".rb", ".php"),
+    *(".swift", ".lua", ".r", ".jl", ".hs", ".ml", ".el", ".lisp", ".sql", ".sh", ".pl", ".toml", ".ini", ".cfg"),
+)
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"} | dict.fromkeys(TEXT_SUFFIXES, "text")
+
+
+@dataclass(frozen=True)
+class Task:
+    """About TASK_BYTES of input: whole files, lines of one .jsonl, or texts. `size` is in bytes, for progress."""
+
+    size: int
+    files: tuple[Path, ...] = ()
+    lines: tuple[bytes, ...] = ()
+    texts: tuple[str, ...] = ()
+    source: str = ""
+    first_line: int = 1
+
+
+class Source(Protocol):
+    """One input. `size`: its bytes, about."""
+
+    size: int
+
+    def tasks(self) -> Iterator[Task]: ...
+
+
+class TextFiles:
+    """Text files, each one document."""
+
+    def __init__(self, paths: list[Path]):
+        self._sizes = [(path, path.stat().st_size) for path in paths]
+        self.size = sum(size for _, size in self._sizes)
+
+    def tasks(self) -> Iterator[Task]:
+        for chunk in _chunks(self._sizes, lambda item: item[1]):
+            yield Task(sum(size for _, size in chunk), files=tuple(path for path, _ in chunk))
+
+
+class JsonLines:
+    """One JSON object a line, its text under a key."""
+
+    def __init__(self, path: Path):
+        self._path, self.size = path, path.stat().st_size
+
+    def tasks(self) -> Iterator[Task]:
+        number = 1
+        with self._path.open("rb") as file:
+            for chunk in _chunks(file, len):
+                yield Task(sum(map(len, chunk)), lines=tuple(chunk), source=str(self._path), first_line=number)
+                number += len(chunk)
+
+
+class Parquet:
+    """A parquet file, its text in one column. Raises DataError where it can not be read or has no such column."""
+
+    def __init__(self, path: Path, text_key: str):
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            self._file = parquet.ParquetFile(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"--input {path} is no parquet file that pyarrow reads ({str(error).splitlines()[0]}).") from None
+        schema = self._file.schema_arrow
+        _check_column(schema.names, text_key, str(path))
+        if (kind := schema.field(text_key).type) not in (pyarrow.string(), pyarrow.large_string()):
+            raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. Choose the column that holds text.")
+        groups = (self._file.metadata.row_group(i) for i in range(self._file.metadata.num_row_groups))
+        self._key, column = text_key, schema.names.index(text_key)
+        self.size = sum(group.column(column).total_uncompressed_size for group in groups)
+
+    def tasks(self) -> Iterator[Task]:
+        batches = self._file.iter_batches(batch_size=1024, columns=[self._key])
+        yield from _text_tasks(text for batch in batches for text in batch.column(0).to_pylist())
+
+
+class HuggingFace:
+    """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`. Raises DataError where it can not be loaded or has no such column."""
+
+    def __init__(self, name: str, split: str, text_key: str):
+        import datasets
+
+        datasets.disable_progress_bars()
+        name, _, configuration = name.partition(":")
+        try:
+            self._rows = datasets.load_dataset(name, configuration or None, split=split)
+        except Exception as error:  # `datasets` raises many kinds, for a missing name, split, configuration or network
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(f"--input hf:{name} with --split {split} can not be loaded: {reason}") from None
+        _check_column(self._rows.column_names, text_key, f"hf:{name}")
+        self._key, count = text_key, len(self._rows)
+        sample = self._rows.select(range(0, count, max(1, count // 64)))[text_key]
+        self.size = sum(len(text or "") for text in sample) * count // max(1, len(sample))
+
+    def tasks(self) -> Iterator[Task]:
+        yield from _text_tasks(row[self._key] for row in self._rows)
+
+
+def open_inputs(names: list[str], *, exclude: list[str], file_format: str, text_key: str, split: str) -> list[Source]:
+    """The sources that `--input` names, in order; a file that is named twice is taken once. A bad input raises DataError."""
+    paths = dict.fromkeys(item for name in names for item in _expand(name))
+    kept = [p for p in paths if not any(fnmatch.fnmatch(p, pattern) for pattern in exclude)]
+    if not kept:
+        raise DataError(f"--exclude {' '.join(exclude)} leaves nothing of --input {' '.join(names)}.")
+    sources: list[Source] = []
+    for kind, group in groupby(kept, lambda p: _format(p, file_format)):
+        if kind == "text":
+            sources.append(TextFiles([Path(p) for p in group]))
+        elif kind == "jsonl":
+            sources.extend(JsonLines(Path(p)) for p in group)
+        elif kind == "parquet":
+            sources.extend(Parquet(Path(p), text_key) for p in group)
+        else:
+            sources.extend(HuggingFace(p.removeprefix("hf:"), split, text_key) for p in group)
+    return sources
+
+
+def _expand(name: str) -> list[str]:
+    """The files of a path or a glob (** crosses directories), sorted; hf:NAME stays itself."""
+    if name.startswith("hf:") or Path(name).is_file():
+        return [name]
+    if Path(name).is_dir():
+        raise DataError(f"--input {name} is a directory. Say which of its files, for example '{Path(name) / '**' / '*.txt'}'.")
+    if not glob.has_magic(name):
+        raise DataError(f"--input {name} does not exist. Give a file, a glob, or hf:NAME.")
+    found = sorted(p for p in glob.glob(name, recursive=True) if Path(p).is_file())
+    if not found:
+        raise DataError(f"--input {name} matches no file. ** crosses directories, * does not.")
+    return found
+
+
+def _format(name: str, file_format: str) -> str:
+    if name.startswith("hf:"):
+        return "hf"
+    if file_format != "auto":
+        return file_format
+    if (suffix := Path(name).suffix.lower()) not in FORMATS:
+        raise DataError(f"--input {name}: the suffix {suffix} says nothing about its format. Add --format text, jsonl or parquet.")
+    return FORMATS[suffix]
+
+
+def _check_column(names: list[str], text_key: str, where: str) -> None:
+    if text_key not in names:
+        raise DataError(f"--text_key {text_key} is not in {where}; its keys: {', '.join(names)}. Choose the one that holds the text.")
+
+
+def _chunks(items: Iterable[Any], size: Any) -> Iterator[list[Any]]:
+    """Items in lists of about TASK_BYTES."""
+    chunk, total = [], 0
+    for item in items:
+        chunk.append(item)
+        total += size(item)
+        if total >= TASK_BYTES:
+            yield chunk
+            chunk, total = [], 0
+    if chunk:
+        yield chunk
+
+
+def _text_tasks(texts: Iterable[str | None]) -> Iterator[Task]:
+    for chunk in _chunks((text or "" for text in texts), len):
+        yield Task(sum(map(len, chunk)), texts=tuple(chunk))
+
+
+def documents(task: Task, text_key: str) -> Iterator[tuple[str, bool]]:
+    """A task's documents, and whether something in each was no valid Unicode (it became U+FFFD)."""
+    for path in task.files:
+        yield _decoded(_read(path))
+    for number, line in enumerate(task.lines, task.first_line):
+        if line.strip():
+            yield _from_line(line, f"{task.source} line {number}", text_key)
+    for text in task.texts:
+        yield _valid(text)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"--input {path} can not be read: {error.strerror}.") from None
+
+
+def _decoded(raw: bytes) -> tuple[str, bool]:
+    try:
+        return raw.decode(), False
+    except UnicodeDecodeError:
+        return raw.decode(errors="replace"), True
+
+
+def _valid(text: str) -> tuple[str, bool]:
+    """JSON can spell lone surrogates, which no encoding has."""
+    try:
+        text.encode()
+        return text, False
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
+
+
+def _from_line(line: bytes, where: str, text_key: str) -> tuple[str, bool]:
+    decoded, replaced = _decoded(line)
+    try:
+        record = json.loads(decoded)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON ({error}). A .jsonl file holds one JSON object a line.") from None
+    text, invalid = _valid(_text_of(record, where, text_key))
+    return text, replaced or invalid
+
+
+def _text_of(record: Any, where: str, text_key: str) -> str:
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is a {type(record).__name__}, not an object. A .jsonl file holds one JSON object a line.")
+    _check_column(list(record), text_key, where)
+    if not isinstance(record[text_key], str):
+        kind = type(record[text_key]).__name__
+        raise DataError(f"--text_key {text_key} of {where} is a {kind}, not text. Choose the key that holds the text.")
+    return record[text_key]

@@ -1,0 +1,162 @@
+"""Text to token ids and back: bytes, a sentencepiece model, or a Hugging Face tokenizer directory.
+
+Libraries are imported by the tokenizer that needs them. Encoding adds no special tokens: whoever writes documents ends each with `eos`.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from megalite.data.indexed import DataError, IndexedTokens
+
+
+class Tokenizer(Protocol):
+    """What preparation and generation ask of a tokenizer.
+
+    Attributes: `name` is what `load` takes; `vocab_size` counts every id, special ones included; `eos` ends a document; `files` are what
+    it was read from.
+    """
+
+    name: str
+    vocab_size: int
+    eos: int
+    files: list[Path]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """A byte is its value; EOS is 256."""
+
+    def __init__(self) -> None:
+        self.name, self.vocab_size, self.eos = "byte", 257, 256
+        self.files: list[Path] = []
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model file. (The one character that no sentencepiece model gives back is U+2581, its own mark for a space.)"""
+
+    def __init__(self, path: Path):
+        import sentencepiece
+
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        except RuntimeError:
+            raise DataError(
+                f"--tokenizer {path} is not a sentencepiece model. Give a .model file, a Hugging Face tokenizer directory, or byte."
+            ) from None
+        self.name, self.files, self.vocab_size, self.eos = str(path), [path], self._model.vocab_size(), self._model.eos_id()
+        if self.eos < 0:
+            raise DataError(f"--tokenizer {path} has no end-of-sentence piece, in which every document must end. Train it with an eos_id.")
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode([i for i in ids if i != self.eos])
+
+
+class HuggingFaceTokenizer:
+    """A directory that transformers' AutoTokenizer reads. Text never becomes a special token: EOS spelt in a document does not end it."""
+
+    def __init__(self, path: Path):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:  # transformers raises OSError, ValueError, KeyError and its own for a directory it can not read
+            raise DataError(f"--tokenizer {path} is not a tokenizer directory that transformers reads ({_first_line(error)}).") from None
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(f"--tokenizer {path} names no eos_token, in which every document must end. Set it in tokenizer_config.json.")
+        self.name, self.eos, self.vocab_size = str(path), self._tokenizer.eos_token_id, len(self._tokenizer)
+        self.files = sorted(path.glob("*token*")) + sorted(path.glob("vocab*")) + sorted(path.glob("merges*"))
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def load(name: str | Path) -> Tokenizer:
+    """The tokenizer that `byte`, a sentencepiece FILE.model or a Hugging Face directory names."""
+    path = Path(name)
+    if str(name) == "byte":
+        return ByteTokenizer()
+    if path.is_dir():
+        return HuggingFaceTokenizer(path)
+    if path.is_file():
+        return SentencePieceTokenizer(path)
+    raise DataError(f"--tokenizer {name} does not exist. Give byte, a sentencepiece FILE.model, or a Hugging Face tokenizer directory.")
+
+
+def load_for(prefix: str | Path) -> Tokenizer:
+    """The tokenizer that made a token file, as PREFIX.json names it (a relative name is beside PREFIX)."""
+    name = IndexedTokens(prefix).metadata.get("tokenizer")
+    if name is None:
+        raise DataError(f"{prefix}.json names no tokenizer. Prepare the data with tools/prepare_data.py, or give the tokenizer.")
+    return load(name if name == "byte" else Path(prefix).parent / name)
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a BPE model that gives every text back exactly, newlines and indentation included, and write it to `path`.
+
+    Nothing is normalised, runs of spaces are pieces, and what the pieces do not cover falls back to bytes. The model depends on the texts
+    alone.
+    """
+    import sentencepiece
+
+    try:
+        with path.open("wb") as writer:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_passages(texts),
+                model_writer=writer,
+                model_type="bpe",
+                vocab_size=vocab_size,
+                max_sentence_length=4 * PASSAGE,
+                character_coverage=0.9999,
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                allow_whitespace_only_pieces=True,
+                unk_id=0,
+                eos_id=1,
+                bos_id=-1,
+                pad_id=-1,
+                num_threads=1,  # recorded in the model: another number would be another file
+                minloglevel=2,
+            )
+    except RuntimeError as error:
+        path.unlink(missing_ok=True)
+        reason = _first_line(error).rpartition("] ")[2] or "the input holds no text"
+        raise DataError(f"--train_tokenizer {vocab_size} can not be trained on this input: {reason}") from None
+
+
+PASSAGE = 4096  # characters; sentencepiece skips sentences that are too long
+
+
+def _passages(texts: Iterable[str]) -> Iterator[str]:
+    """Texts cut into passages of whole lines, newlines kept: pieces such as ")\\n" are learned where lines meet."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            end = start + PASSAGE
+            if end < len(text):
+                end = text.rfind("\n", start, end) + 1 or end
+            yield text[start:end]
+            start = end

@@ -1,0 +1,145 @@
+"""Turn text into a token file: PREFIX.bin and PREFIX.idx (Megatron-LM's format) and PREFIX.json.
+
+    python tools/prepare_data.py --input book.txt --tokenizer byte --output data/book
+    python tools/prepare_data.py --input 'src/**/*.py' --train_tokenizer 4096 --output data/code
+    python tools/prepare_data.py --input hf:NAME --split train --tokenizer DIR --output data/name
+
+Every document ends in EOS. A text file is one document, and so is a line of a .jsonl or a row of a .parquet; empty ones are left out.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+from megalite.data.indexed import DataError
+from megalite.data.prepare import Progress, Summary, prepare
+from megalite.data.sources import open_inputs
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends with one message and status 2, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    add = made.add_argument
+    add("--input", **several, required=True, metavar="PATH|GLOB|hf:NAME", help="what to read; hf:NAME[:CONFIG] goes through `datasets`")
+    add("--exclude", **several, default=[], metavar="PATTERN", help="leave out files whose path matches, for example '*/tests/*'")
+    add("--output", required=True, type=Path, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones")
+    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory")
+    add("--train_tokenizer", type=int, metavar="VOCAB", help="first train a sentencepiece model (to --tokenizer or PREFIX.model)")
+    add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="of the input files; auto goes by suffix")
+    add("--text_key", default="text", help="where a .jsonl, .parquet or hf: record holds its text")
+    add("--split", default="train", help="split of hf:NAME")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize; the result does not depend on it")
+    add("--json", action="store_true", help="print the result as JSON, and nothing else, on stdout")
+    return made
+
+
+def main() -> None:
+    options = parser().parse_args()
+    started = time.monotonic()
+    try:
+        tokenizer = chosen_tokenizer(options)
+        wanted = {"exclude": options.exclude, "file_format": options.format, "text_key": options.text_key, "split": options.split}
+        sources = open_inputs(options.input, **wanted)
+        with progress_display() as progress:
+            summary = prepare(
+                sources,
+                options.output,
+                tokenizer,
+                train_tokenizer=options.train_tokenizer,
+                text_key=options.text_key,
+                workers=options.workers,
+                progress=progress,
+            )
+    except (DataError, OSError) as error:
+        sys.exit(fail(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    report(summary, time.monotonic() - started, options.json)
+
+
+def chosen_tokenizer(options: argparse.Namespace) -> str:
+    """What `prepare` takes as tokenizer. Raises DataError where the options do not go together."""
+    if options.workers < 1:
+        raise DataError(f"--workers {options.workers} must be at least 1.")
+    if options.output.is_dir() or not options.output.name:
+        raise DataError(f"--output {options.output} is a directory. Give the start of a file name in it: {options.output / 'train'}.")
+    if options.train_tokenizer is None:
+        if options.tokenizer is None:
+            raise DataError("--tokenizer is missing. Give byte, FILE.model or a Hugging Face directory, or --train_tokenizer VOCAB.")
+        return str(options.tokenizer)
+    if options.tokenizer is not None and not options.tokenizer.endswith(".model"):
+        raise DataError(
+            f"--tokenizer {options.tokenizer} does not end in .model: --train_tokenizer writes a model there. Leave it out for PREFIX.model."
+        )
+    return options.tokenizer or f"{options.output}.model"
+
+
+@contextmanager
+def progress_display() -> Iterator[Progress]:
+    """A bar on a terminal; otherwise a plain line for every tenth. On stderr, so that stdout holds the result alone."""
+    if not sys.stderr.isatty():
+        yield plain_progress()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        rows: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in rows:
+                rows[what] = bar.add_task(what, total=total)
+            bar.update(rows[what], completed=done)
+
+        yield show
+
+
+def plain_progress() -> Progress:
+    printed: dict[str, int] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth > printed.get(what, 0):
+            printed[what] = tenth
+            print(f"{what}: {done / 1e6:.1f} of {total / 1e6:.1f} MB", file=sys.stderr, flush=True)
+
+    return show
+
+
+def report(summary: Summary, seconds: float, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(summary) | {"seconds": seconds}))
+        return
+    size = f"{summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary {summary.vocab_size:,}"
+    print(f"{summary.prefix}: {size}, {seconds:.1f} s")
+    if summary.empty_documents:
+        print(f"{summary.empty_documents:,} empty documents left out")
+    if summary.replaced_documents:
+        print(f"{summary.replaced_documents:,} documents held bytes that are no UTF-8: each became U+FFFD")
+
+
+def fail(message: str) -> int:
+    print(f"prepare_data.py: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()
