@@ -94,6 +94,9 @@ def test_older_files_leave_fields_out():
     assert (model.kv_heads, model.head_size, model.rope_theta, model.rms_norm_eps, model.vocab_size) == (6, 8, 10000.0, 1e-6, None)
     gpt2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "n_ctx": 64, "n_inner": 96}
     assert ModelConfig(**from_hf_config(gpt2)).tie_word_embeddings and from_hf_config(gpt2)["intermediate_size"] == 96
+    qwen = GROUPED | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    assert from_hf_config(qwen)["sliding_window_layers"] == [1, 2]
+    assert from_hf_config(GROUPED | {"model_type": "qwen3"})["head_dim"] == 128
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_help_shows_every_field_with_a_docstring(capsys):
             assert " ".join(docs[option].replace("%%", "%").split()) in text
 
 
-def test_other_local_ranks_say_nothing_and_let_rank_0_speak_first(capsys, monkeypatch):
+def test_other_local_ranks_say_nothing_and_let_rank_0_speak_first(capsys, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
