@@ -88,6 +88,9 @@ def test_a_save_that_dies_anywhere_loses_nothing(tmp_path: Path, monkeypatch: py
                 save(checkpoints, step, 2.0)
             except (Killed, CheckpointError):
                 assert death.died
+        unread = shutil.copytree(checkpoints, tmp_path / f"{after}_unread")
+        save(unread, 3, 3.0)
+        assert load(unread / "step_00000001") in (1.0, 2.0), "clearing up removes no checkpoint, nor the one that was being replaced"
         outcomes.append(load(newest(checkpoints)))
         save(checkpoints, 3, 3.0)
         assert load(newest(checkpoints)) == 3.0
