@@ -1,0 +1,159 @@
+"""Proves that a schedule computes the right thing, terminates and keeps its promise of memory, before any process starts. Imports no torch.
+
+What is checked, in this order:
+
+1. *Complete*: each rank's list holds exactly its stages' compute actions and exactly the sends and receives that they need.
+2. *Ordered*: an action follows what it depends on in its rank's list; a receive precedes and a send follows its compute action; backward
+   and weight passes of a stage run in ascending microbatch order, so that gradients add in one order under every schedule.
+3. *Progress*: the lists, executed under the rules that `communication.py` states, run to their end, and each receive meets the send of its
+   own message. (All messages of a step have one shape: a crossed order would deliver wrong data in silence.)
+4. *Memory*: no rank holds more activations than promised.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+
+from megalite.parallel.pipeline.communication import Channel, channel_of, receive_before, received_from, send_after
+from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies, peak_activations
+
+
+def validate(schedule: Schedule, outstanding_sends: int | None = None) -> None:
+    """Check a schedule with its communication.
+
+    Args:
+        outstanding_sends: how many sends a rank may leave incomplete before its next action; 0 is a blocking send, None has no bound.
+
+    Raises:
+        ScheduleError: with the rank, the action and the reason.
+    """
+    _check_placement(schedule)
+    for rank in range(schedule.ranks):
+        _check_complete(schedule, rank)
+        _check_order(schedule, rank)
+    _Execution(schedule, outstanding_sends).run()
+    for rank, (peak, limit) in enumerate(zip(peak_activations(schedule), schedule.activation_limit, strict=True)):
+        if peak > limit:
+            raise ScheduleError(f"rank {rank}: holds {peak} activations at once, but {schedule.name} promises at most {limit}.")
+
+
+def _check_placement(schedule: Schedule) -> None:
+    if len(schedule.placement) != schedule.stages or set(schedule.placement) != set(range(schedule.ranks)):
+        raise ScheduleError(
+            f"placement {schedule.placement} must give each of {schedule.stages} stages a rank, and each of {schedule.ranks} ranks a stage."
+        )
+    for what in ("actions", "activation_limit"):
+        if len(getattr(schedule, what)) != schedule.ranks:
+            raise ScheduleError(f"{what} has {len(getattr(schedule, what))} entries for {schedule.ranks} ranks.")
+
+
+def _check_complete(schedule: Schedule, rank: int) -> None:
+    """Exactly the actions that the placement asks of this rank, once each."""
+    compute = [
+        Action(kind, stage, microbatch)
+        for stage in schedule.stages_of(rank)
+        for kind in schedule.passes
+        for microbatch in range(schedule.microbatches)
+    ]
+    expected = set(compute)
+    for action in compute:
+        expected |= {other for other in (receive_before(action, schedule), send_after(action, schedule)) if other}
+    found = Counter(schedule.actions[rank])
+    for action, count in found.items():
+        if action not in expected:
+            raise ScheduleError(f"rank {rank}: {action} does not belong here: rank {rank} holds stages {schedule.stages_of(rank)}.")
+        if count > 1:
+            raise ScheduleError(f"rank {rank}: {action} stands in the list {count} times.")
+    for action in sorted(expected - found.keys()):
+        raise ScheduleError(f"rank {rank}: {action} is missing.")
+
+
+def _check_order(schedule: Schedule, rank: int) -> None:
+    """Each action after those of the same rank that it needs; gradients in ascending microbatch order."""
+    seen: set[Action] = set()
+    accumulated: Counter[tuple[Kind, int]] = Counter()  # microbatches whose gradient pass is done, by (pass, stage)
+    for action in schedule.actions[rank]:
+        for needed in _needed_here(action, schedule, rank):
+            if needed not in seen:
+                raise ScheduleError(f"rank {rank}: {action} stands before {needed}, which it needs.")
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            if action.microbatch != accumulated[action.kind, action.stage]:
+                raise ScheduleError(f"rank {rank}: {action} is out of turn: gradients accumulate in ascending microbatch order.")
+            accumulated[action.kind, action.stage] += 1
+        seen.add(action)
+
+
+def _needed_here(action: Action, schedule: Schedule, rank: int) -> list[Action]:
+    """What must stand ahead of an action in its rank's own list."""
+    if action.is_compute:
+        receive = receive_before(action, schedule)
+        local = [other for other in dependencies(action, schedule.stages) if schedule.placement[other.stage] == rank]
+        return [*local, receive] if receive else local
+    if action.is_send:
+        return [Action(Kind.FORWARD if action.kind is Kind.SEND_FORWARD else Kind.BACKWARD, action.stage, action.microbatch)]
+    return []
+
+
+class _Execution:
+    """Executes the lists of all ranks in one process, with a queue for each (rank, channel) in place of communicators."""
+
+    def __init__(self, schedule: Schedule, outstanding_sends: int | None):
+        self.schedule, self.outstanding_sends = schedule, outstanding_sends
+        self.position = [0] * schedule.ranks
+        self.queues: defaultdict[tuple[int, Channel], deque[Action]] = defaultdict(deque)
+        self.sending = [0] * schedule.ranks
+        self.received: set[tuple[int, Action]] = set()
+        self.runnable = deque(range(schedule.ranks))
+
+    def run(self) -> None:
+        while self.runnable:
+            rank = self.runnable.popleft()
+            while self.position[rank] < len(self.schedule.actions[rank]) and self._obstacle(rank) is None:
+                action = self.schedule.actions[rank][self.position[rank]]
+                self.position[rank] += 1
+                if not action.is_compute:
+                    channel = channel_of(action, rank)
+                    self.sending[rank] += action.is_send
+                    self.queues[rank, channel].append(action)
+                    self._complete(rank, channel)
+        stuck = [self._stuck(rank) for rank in range(self.schedule.ranks)]
+        if any(stuck):
+            raise ScheduleError("deadlock: " + "; ".join(filter(None, stuck)) + ".")
+
+    def _obstacle(self, rank: int) -> str | None:
+        """Why the rank cannot go on to its next action; None where it can."""
+        action = self.schedule.actions[rank][self.position[rank]]
+        if self.outstanding_sends is not None and self.sending[rank] > self.outstanding_sends:
+            return f"{self.sending[rank]} sends are not received"
+        receive = receive_before(action, self.schedule) if action.is_compute else None
+        return f"{receive} has not completed" if receive and (rank, receive) not in self.received else None
+
+    def _complete(self, rank: int, channel: Channel) -> None:
+        """Complete every send and receive that this operation lets meet at the heads of their queues."""
+        touched = [rank]
+        while touched:
+            here = touched.pop()
+            queue = self.queues[here, channel]
+            there = queue[0].peer if queue else None
+            if there is None or not self.queues[there, channel]:
+                continue
+            other = self.queues[there, channel][0]
+            if other.peer != here or other.is_send == queue[0].is_send:
+                continue
+            sender, receiver = (here, there) if queue[0].is_send else (there, here)
+            send, receive = self.queues[sender, channel].popleft(), self.queues[receiver, channel].popleft()
+            produced = received_from(receive)
+            if (send.stage, send.microbatch) != (produced.stage, produced.microbatch):
+                raise ScheduleError(f"rank {receiver}: {receive} would take the data of rank {sender}'s {send}: their orders differ.")
+            self.received.add((receiver, receive))
+            self.sending[sender] -= 1
+            self.runnable += (sender, receiver)
+            touched += (sender, receiver)
+
+    def _stuck(self, rank: int) -> str | None:
+        """What keeps a rank from ending, once nobody can move."""
+        actions, position = self.schedule.actions[rank], self.position[rank]
+        if position < len(actions):
+            return f"rank {rank} cannot start {actions[position]}: {self._obstacle(rank)}"
+        left = [queue[0] for (owner, _), queue in self.queues.items() if owner == rank and queue]
+        return f"rank {rank} cannot end: {left[0]} has not completed" if left else None
