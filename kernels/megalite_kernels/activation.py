@@ -1,0 +1,68 @@
+"""Activations of the feed-forward block, gated and plain.
+
+    plain:  h = act(x)               dx = dh · act'(x)
+    gated:  h = act(gate) · up       dgate = dh · up · act'(gate)       dup = dh · act(gate)
+
+`gate_up` is packed [..., 2F], gate first, as one matrix product writes it; its gradient is packed the same way. Only the input is
+needed by backward, which recomputes act(gate): it costs less than keeping another activation.
+act is silu (x · sigmoid(x)), gelu (x · Φ(x)), gelu_new or gelu_pytorch_tanh (both the tanh form of gelu), or relu.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+class _Activation(NamedTuple):
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[..., Tensor]  # (dh, x, grad_input=out) -> out
+
+
+_GELU_TANH = _Activation(partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward.grad_input, approximate="tanh"))
+_ACTIVATIONS = {
+    "silu": _Activation(F.silu, _aten.silu_backward.grad_input),
+    "gelu": _Activation(F.gelu, _aten.gelu_backward.grad_input),
+    "gelu_new": _GELU_TANH,
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "relu": _Activation(torch.relu, partial(_aten.threshold_backward.grad_input, threshold=0)),
+}
+
+
+def _lookup(act: str) -> _Activation:
+    if act not in _ACTIVATIONS:
+        raise ValueError(f"unknown activation {act!r}; known are {', '.join(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[act]
+
+
+def plain_forward(x: Tensor, act: str) -> Tensor:
+    """act(x), same shape and dtype."""
+    return _lookup(act).forward(x)
+
+
+def plain_backward(dh: Tensor, x: Tensor, act: str) -> Tensor:
+    """Gradient of `plain_forward` with respect to x."""
+    return _lookup(act).backward(dh, x, grad_input=torch.empty_like(x))
+
+
+def gated_forward(gate_up: Tensor, act: str) -> Tensor:
+    """act(gate) · up: [..., 2F] -> [..., F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _lookup(act).forward(gate).mul_(up)
+
+
+def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> Tensor:
+    """Gradient of `gated_forward` with respect to gate_up: dh [..., F] -> [..., 2F]."""
+    function = _lookup(act)
+    gate, up = gate_up.chunk(2, dim=-1)
+    dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    dgate, dup = dgate_up.chunk(2, dim=-1)
+    scratch = function.forward(gate)
+    torch.mul(dh, scratch, out=dup)
+    function.backward(torch.mul(dh, up, out=scratch), gate, grad_input=dgate)
+    return dgate_up

@@ -1,0 +1,112 @@
+"""Cross-entropy over a vocabulary that is split over ranks: the arithmetic of one rank, no communication.
+
+Each rank holds the logits of columns [vocab_start, vocab_start + valid) of the global vocabulary, then perhaps padding. With x the
+logits of a token, y its target, V the global vocabulary size, lse = log Σ exp(x), ε the label smoothing and z the z-loss coefficient:
+
+    loss = (1 − ε)·(lse − x_y) + ε·(lse − mean(x)) + z·lse²
+    dx_j = g·((1 + 2·z·lse)·exp(x_j − lse) − (1 − ε)·[j = y] − ε/V)
+
+The smoothing is torch's F.cross_entropy's: ε is spread over all V classes, the target included. Three steps: `statistics` on each rank
+([k, T]: all that others need to know), one all-gather of them, `combine`, which every rank computes alike; and `gradient_`, which
+overwrites the logits and needs no communication. Tokens whose target is `ignore_index` have loss 0 and gradient 0.
+Rows are processed in chunks that stay in cache, so that several elementwise passes cost one pass over memory.
+"""
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 18  # of one row chunk on CPU: 1 MB in fp32
+
+
+def _chunk_rows(logits: Tensor) -> int:
+    if not logits.is_cpu:
+        return max(logits.shape[0], 1)
+    return max(CHUNK_ELEMENTS // max(logits.shape[1], 1), 1)
+
+
+def _local_targets(targets: Tensor, vocab_start: int, valid: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Column of each target, clamped into this rank's columns [T, 1], and whether it really lies there [T, 1]."""
+    column = (targets - vocab_start).unsqueeze(1)
+    inside = (column >= 0) & (column < valid) & (targets != ignore_index).unsqueeze(1)
+    return column.clamp(0, max(valid - 1, 0)), inside
+
+
+def statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool) -> Tensor:
+    """[2 or 3, T] in at least fp32: local log-sum-exp over the first `valid` columns (-inf where there is none), the target's logit
+    (0 where it lies on another rank), and, for label smoothing, the sum of the valid logits.
+
+    logits [T, V_local], targets [T] global token ids. The logits are only read.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    stats = torch.zeros(3 if with_sum else 2, logits.shape[0], dtype=wide, device=logits.device)
+    if not valid:
+        stats[0] = -torch.inf
+        return stats
+    columns, inside = _local_targets(targets, vocab_start, valid, ignore_index)
+    rows = _chunk_rows(logits)
+    for first in range(0, logits.shape[0], rows):
+        chunk = logits[first : first + rows, :valid]
+        # The largest probability is exp(max − lse): torch's fused softmax and two maxima beat a separate exp and sum.
+        largest = torch.softmax(chunk, 1, dtype=wide).amax(1)
+        stats[0, first : first + rows] = chunk.amax(1).to(wide).sub_(largest.log_())
+        if with_sum:
+            stats[2, first : first + rows] = chunk.sum(1, dtype=wide)
+    stats[1] = logits.gather(1, columns).to(wide).masked_fill_(~inside, 0).squeeze(1)
+    return stats
+
+
+def combine(
+    stats: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Loss per token [T] (0 where ignored) and global log-sum-exp [T], from the statistics [ranks, k, T] of every rank.
+
+    Computed in fp64 and rounded once, so that splitting the vocabulary costs no accuracy; the tensors are small.
+    """
+    exact = stats.double()
+    lse = exact[:, 0].logsumexp(0)
+    loss = lse - (1 - label_smoothing) * exact[:, 1].sum(0)
+    if label_smoothing:
+        loss -= (label_smoothing / vocab_size) * exact[:, 2].sum(0)
+    if z_loss:
+        loss += z_loss * lse.square()
+    return loss.masked_fill_(targets == ignore_index, 0).to(stats.dtype), lse.to(stats.dtype)
+
+
+def gradient_(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    grad_scale: float | Tensor,
+    vocab_start: int,
+    valid: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    vocab_size: int,
+) -> Tensor:
+    """Overwrite logits [T, V_local] with grad_scale · d(Σ loss)/d(logits), and return them; padded columns and ignored rows get 0."""
+    if not valid or not logits.shape[0]:
+        return logits.zero_()
+    wide = lse.dtype
+    counted = ((targets != ignore_index).to(wide) * grad_scale).unsqueeze(1)  # [T, 1]
+    factor = counted * (1 + 2 * z_loss * lse.unsqueeze(1)) if z_loss else counted
+    columns, inside = _local_targets(targets, vocab_start, valid, ignore_index)
+    at_target = (logits.gather(1, columns).to(wide) - lse.unsqueeze(1)).exp_().mul_(factor) - (1 - label_smoothing) * counted * inside
+    rows = _chunk_rows(logits)
+    seed = torch.zeros(min(rows, logits.shape[0]), logits.shape[1], dtype=wide, device=logits.device)
+    for first in range(0, logits.shape[0], rows):
+        part = slice(first, first + rows)
+        chunk = logits[part]  # padding included: the fused pass needs dense rows, and fails silently on others
+        gradient = chunk.to(wide).contiguous().sub_(lse[part].unsqueeze(1))
+        # log-softmax's backward is seed − exp(output)·Σ seed: a seed of −factor in one column makes factor · exp in one fused pass,
+        # right in every other column, and that one is written afterwards.
+        grad = seed[: chunk.shape[0]].scatter_(1, columns[part], -factor[part])
+        torch.ops.aten._log_softmax_backward_data.out(grad, gradient, 1, wide, out=gradient)
+        gradient.scatter_(1, columns[part], at_target[part])
+        grad.scatter_(1, columns[part], 0)
+        if label_smoothing:
+            gradient.sub_(counted[part] * (label_smoothing / vocab_size))
+        if gradient.data_ptr() != chunk.data_ptr():
+            chunk.copy_(gradient)
+    logits[:, valid:] = 0
+    return logits

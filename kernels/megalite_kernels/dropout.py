@@ -1,0 +1,96 @@
+"""Dropout whose mask is a pure function of what is dropped: the same bits under every mesh, microbatching and recomputation.
+
+A bit is a hash of (seed, step, site, layer), the global sample index, the position in the sequence, and the channel, or, for attention
+probabilities, (global head, key position). Rows (sample, position) and columns (channel) are hashed on their own, which is cheap, and
+each element mixes one row hash with one column hash:
+
+    h = row ^ column;   h = h · A;   h = h + (h >> 16);   h = h · B;   keep = h < threshold
+
+All arithmetic is int32, wrapping, with the arithmetic right shift, so that any backend reproduces it bit for bit. The keep probability
+is resolved to 2^-32. Kept elements are scaled by 1 / (1 − p). The backward pass is the same function applied to the gradient.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_A, _B, _C = 0x2C1B3C6D, 0x297A2D39, 0x1B56C4E9  # odd: a product with them permutes the int32s
+
+
+def dropout_key(seed: int, step: int, site: int, layer: int) -> int:
+    """One int32 for a dropout call: `site` numbers the places of a layer where dropout acts."""
+    state = 0
+    for word in (seed, step, site, layer):  # splitmix64 over the words
+        state = (state + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return (state & 0xFFFFFFFF) - (1 << 31)
+
+
+def _mix_(h: Tensor) -> Tensor:
+    """A permutation (all but: the shift-add) of int32 in which every input bit moves every output bit; in place."""
+    for factor in (_A, _B, _C):
+        h.mul_(factor)
+        h.add_(h >> 16)
+    return h
+
+
+def row_hash(key: int, samples: Tensor, positions: Tensor) -> Tensor:
+    """int32 [S, B] from the global sample indices [B] and the global positions [S] in the sequence."""
+    wide = samples.to(torch.int64)
+    sample = _mix_((wide + (wide >> 32) * _B).to(torch.int32) ^ key)  # both halves of indices beyond 2^32 count
+    return _mix_((positions.to(torch.int32) * _C).unsqueeze(1) + sample)
+
+
+def column_hash(columns: Tensor, head: Tensor | int = 0) -> Tensor:
+    """int32 hash of channels, or of (head, key position); the arguments broadcast."""
+    return _mix_(columns.to(torch.int32) * _C + (head + 1) * _A)
+
+
+def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    """0 where dropped, 1 / (1 − p) where kept, from row and column hashes that broadcast against each other."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout probability {p} is not in [0, 1).")
+    h = rows ^ columns
+    h.mul_(_A)
+    h.add_(h >> 16).mul_(_B)
+    threshold = min(round((1.0 - p) * 2**32) - 2**31, 2**31 - 1)
+    return h.lt_(threshold).to(dtype).mul_(1.0 / (1.0 - p))  # lt_ keeps int32: a bool result is 8 times slower on CPU
+
+
+def keep_mask(rows: Tensor, channels: Tensor, p: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The factors [S, B, C] for row hashes [S, B] and global channel indices [C]."""
+    return keep_scale(rows.unsqueeze(-1), column_hash(channels), p, dtype)
+
+
+def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int = 0) -> Tensor:
+    """x [S, B, C] with elements dropped; `channel_offset` is the global index of x's first channel. Its own backward, given dy."""
+    if p == 0.0:
+        return x
+    channels = torch.arange(channel_offset, channel_offset + x.shape[-1], device=x.device, dtype=torch.int32)
+    return keep_mask(row_hash(key, samples, positions), channels, p, x.dtype).mul_(x)
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """Dropout of attention probabilities [B, heads, query, key], for any block of queries and keys."""
+
+    key: int
+    samples: Tensor  # [B]: global sample indices
+    p: float
+    head_offset: int = 0  # global index of the first of this rank's heads
+    position_offset: int = 0  # global position of the first query and key
+
+    def scale(self, heads: int, queries: range, keys: range, dtype: torch.dtype) -> Tensor:
+        """The factors [B, heads, len(queries), len(keys)]."""
+
+        def arange(start: int, stop: int) -> Tensor:
+            return torch.arange(start, stop, device=self.samples.device, dtype=torch.int32)
+
+        offset = self.position_offset
+        rows = row_hash(self.key, self.samples, arange(offset + queries.start, offset + queries.stop))  # [queries, B]
+        head = arange(self.head_offset, self.head_offset + heads).unsqueeze(1)
+        columns = column_hash(arange(offset + keys.start, offset + keys.stop), head)  # [heads, keys]
+        return keep_scale(rows.T[:, None, :, None], columns[:, None, :], self.p, dtype)

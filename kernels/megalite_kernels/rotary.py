@@ -1,0 +1,92 @@
+"""Rotary position embedding (Su et al. 2021) in the half-split form of Hugging Face, and the split of a packed q|k|v projection.
+
+With x = [x1, x2] split at D/2 and angle(s, i) = position(s) · theta^(-2i/D):
+
+    y1 = x1 · cos − x2 · sin        y2 = x2 · cos + x1 · sin
+
+The backward pass is the rotation by the opposite angle. Tables are D wide, the angles of the D/2 pairs twice, as transformers has them:
+one product over whole rows and two over half rows then make the rotation, which is faster than four over half rows.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones kept, those between interpolated."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    context = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / frequency
+    smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
+    frequency = 1.0 / theta**exponent  # [D/2]
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if kind == "default":
+        return frequency
+    assert scaling is not None
+    if kind == "linear":
+        return frequency / scaling["factor"]
+    if kind == "llama3":
+        return _llama3(frequency, scaling)
+    raise ValueError(f"model.rope_scaling: rope_type {kind!r} is not supported; known are default, linear, llama3.")
+
+
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    frequency = _frequencies(head_dim, theta, scaling, wide, device)
+    angle = positions.to(device=device, dtype=wide).unsqueeze(-1) * torch.cat((frequency, frequency))
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
+    """y = x rotated by sign · angle; both [S, B, heads, D]; y must not overlap x."""
+    if cos.dim() == 2:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [S, 1 or B, 1, D]
+    half = x.shape[-1] // 2
+    torch.mul(x, cos, out=y)
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    """x [S, B, heads, D] rotated by its positions' angles; `inverse` rotates back, which is the backward pass."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate_into(y, x, cos, sin, -1 if inverse else 1)
+    return y
+
+
+def split_rotary(packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed [S, B, (hq + 2·hk)·D], laid out q|k|v, into q [S, B, hq, D], k and v [S, B, hk, D], with q and k rotated.
+
+    The results may be views, v of `packed` itself. Without tables (cos is None) nothing is rotated and all three are views.
+    """
+    heads = packed.unflatten(-1, (hq + 2 * hk, head_dim))
+    rotated = heads[:, :, : hq + hk]
+    if cos is not None and sin is not None:
+        rotated = rotate(rotated, cos, sin)
+    return rotated[:, :, :hq], rotated[:, :, hq:], heads[:, :, hq + hk :]
+
+
+def split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Gradient of `split_rotary`: one packed [S, B, (hq + 2·hk)·D], each part written once."""
+    sequence, batch, hq, head_dim = dq.shape
+    hk = dk.shape[2]
+    packed = torch.empty(sequence, batch, hq + 2 * hk, head_dim, dtype=dq.dtype, device=dq.device)
+    for gradient, part in ((dq, packed[:, :, :hq]), (dk, packed[:, :, hq : hq + hk])):
+        if cos is not None and sin is not None:
+            _rotate_into(part, gradient, cos, sin, -1)
+        else:
+            part.copy_(gradient)
+    packed[:, :, hq + hk :].copy_(dv)
+    return packed.flatten(-2)
