@@ -1,0 +1,144 @@
+"""Where a run's numbers go: metrics.jsonl always, TensorBoard and Weights & Biases by option. Rank 0 alone writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from megalite.config.schema import Config, LoggingConfig
+
+if TYPE_CHECKING:
+    import torch
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step: a line of metrics.jsonl."""
+
+    step: int  # 1-based
+    loss: float  # mean over every valid token of the global batch
+    grad_norm: float  # before clipping
+    lr: float
+    tokens: int  # valid tokens of the global batch
+    step_time_s: float
+    tokens_per_second: float  # over all ranks, masked tokens included
+    tflops_per_gpu: float  # model FLOPs
+    mfu: float | None  # share of the device's peak, where that is known
+    bubble_fraction: float  # share of the step spent waiting for other stages, mean over ranks
+    peak_memory_bytes: int
+    loss_scale: float
+    skipped: bool  # nothing was updated
+
+
+def check_packages(options: LoggingConfig) -> None:
+    """Raise ValueError where an option needs a package that is not installed: every rank can say so before the run starts."""
+    for name, value, package in (("tensorboard", options.tensorboard, "tensorboard"), ("wandb", options.wandb, "wandb")):
+        if value and find_spec(package) is None:
+            raise ValueError(f"logging.{name} = {value} needs the package {package}: pip install {package}, or leave the option out.")
+
+
+class MetricsWriter:
+    """One JSON object a line, in full precision, each line on its way to the disk when `write` returns.
+
+    Args:
+        run_dir: the run's directory; made where it does not exist.
+        resume_step: lines of later steps, left by a run that got further than its checkpoint, are cut.
+        config: names the optional sinks, and goes to Weights & Biases whole.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int = 0, config: Config | None = None):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        cut_after(run_dir / FILE, resume_step)
+        self._file = open(run_dir / FILE, "a")  # noqa: SIM115 (closed by close)
+        options = config.logging if config else LoggingConfig()
+        check_packages(options)
+        self._tensorboard = _open_tensorboard(run_dir, resume_step) if options.tensorboard else None
+        self._wandb = _open_wandb(options.wandb, run_dir, resume_step, config) if options.wandb and config else None
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write(asdict(metrics))
+
+    def validation(self, step: int, loss: float) -> None:
+        self._write({"step": step, "val_loss": loss})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Non-finite numbers become null, because JSON knows none."""
+        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.flush()
+        scalars = {name: float(value) for name, value in record.items() if value is not None and name != "step"}
+        if self._tensorboard is not None:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=record["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def cut_after(file: Path, step: int) -> None:
+    """Drop the lines of later steps, and a last line that a killed run has not finished. The file is replaced whole or not at all."""
+    if not file.exists():
+        return
+    kept = [line for line in file.read_text().splitlines() if (found := _step_of(line)) is not None and found <= step]
+    fresh = file.with_name(f".{file.name}.new")
+    with open(fresh, "w") as out:
+        out.writelines(line + "\n" for line in kept)
+        out.flush()
+        os.fsync(out.fileno())
+    fresh.replace(file)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _open_tensorboard(run_dir: Path, resume_step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+
+
+def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -> Any:
+    """A resumed run continues under the identity that it was started with."""
+    import wandb
+
+    identity = run_dir / "wandb_id"
+    if resume_step == 0 or not identity.exists():
+        identity.write_text(uuid.uuid4().hex)
+    name = run_dir.name
+    return wandb.init(project=project, id=identity.read_text(), name=name, dir=str(run_dir), config=asdict(config), resume="allow")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has used: allocated tensors on a GPU; on a CPU the resident set, mapped files included."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,93 @@
+"""FLOPs against torch's own counter over a plain forward and backward; peaks against data sheets."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config.schema import Config, ModelConfig
+from megalite.training.flops import model_flops_per_token, peak_flops, throughput
+
+
+def counted_flops_per_token(model: ModelConfig, length: int) -> float:
+    """What torch counts in the matrix products of one forward and backward of the same shapes, with nothing masked away."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    heads, kv, size, hidden = model.num_attention_heads, model.kv_heads, model.head_size, model.hidden_size
+
+    def linear(x: Tensor, out: int) -> Tensor:
+        return F.linear(x, torch.zeros(out, x.shape[-1], requires_grad=True))
+
+    def layer(x: Tensor) -> Tensor:
+        q, k, v = (linear(x, number * size).view(length, number, size).transpose(0, 1) for number in (heads, kv, kv))
+        k, v = (part.repeat_interleave(heads // kv, dim=0) for part in (k, v))
+        out = linear((q @ k.transpose(1, 2) @ v).transpose(0, 1).reshape(length, heads * size), hidden)
+        up = linear(out, model.intermediate_size)
+        return linear(up * linear(out, model.intermediate_size) if model.gated_mlp else up, hidden)
+
+    embedding = nn.Embedding(model.vocabulary, hidden)
+    with FlopCounterMode(display=False) as counter:
+        x = embedding(torch.zeros(length, dtype=torch.long))
+        for _ in range(model.num_hidden_layers):
+            x = layer(x)
+        linear(x, model.vocabulary).sum().backward()
+    return counter.get_total_flops() / length
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_key_value_heads": 1},
+        {"head_dim": 24, "num_hidden_layers": 3},
+        {"gated_mlp": False, "tie_word_embeddings": True},
+    ],
+    ids=str,
+)
+def test_equals_what_torch_counts(changes: dict[str, object]) -> None:
+    base = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = ModelConfig(**{**base, **changes})  # type: ignore[arg-type]
+    assert model_flops_per_token(model, 20) == counted_flops_per_token(model, 20)
+
+
+def test_a_window_bounds_what_attention_costs() -> None:
+    shape = {"vocab_size": 101, "num_hidden_layers": 2}
+    whole, short = ModelConfig(**shape), ModelConfig(**shape, sliding_window=16, sliding_window_layers=[1])  # type: ignore[arg-type]
+    saved = model_flops_per_token(whole, 64) - model_flops_per_token(short, 64)
+    assert saved == 12 * (64 - 16) * whole.hidden_size
+
+
+@pytest.mark.parametrize(
+    "name, tera",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_peaks_by_the_name_that_the_driver_reports(name: str, tera: float) -> None:
+    assert peak_flops(name, "bf16") == tera * 1e12
+    assert peak_flops(name, "fp32") is None
+
+
+def test_unknown_devices_have_no_peak() -> None:
+    assert peak_flops("cpu", "bf16") is None
+    assert peak_flops("NVIDIA A1000 Laptop GPU", "bf16") is None
+
+
+def test_throughput_is_per_second_and_per_rank() -> None:
+    config = Config()
+    config.model.vocab_size, config.train.precision = 1000, "bf16"
+    config.train.global_batch_size, config.data.sequence_length = 8, 128
+    found = throughput(config, 0.5, 4, "NVIDIA A100-SXM4-80GB")
+    assert found.tokens_per_second == 2048
+    assert found.tflops_per_gpu == pytest.approx(model_flops_per_token(config.model, 128) * 2048 / 4 / 1e12)
+    assert found.mfu == pytest.approx(found.tflops_per_gpu / 312)
+    assert throughput(config, 0.5, 4, "cpu").mfu is None

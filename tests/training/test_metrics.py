@@ -1,0 +1,177 @@
+"""metrics.jsonl is exact, complete and consistent with the checkpoint that a run resumes from."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.schema import Config, LoggingConfig
+from megalite.training import metrics
+from megalite.training.metrics import MetricsWriter, StepMetrics, check_packages
+
+FIELDS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "step_time_s",
+    "tokens_per_second",
+    "tflops_per_gpu",
+    "mfu",
+    "bubble_fraction",
+    "peak_memory_bytes",
+    "loss_scale",
+    "skipped",
+]
+
+
+def example(step: int, **changes: Any) -> StepMetrics:
+    made = StepMetrics(
+        step=step,
+        loss=math.pi / step,
+        grad_norm=1 / 3,
+        lr=3e-4,
+        tokens=1024,
+        step_time_s=0.1,
+        tokens_per_second=10240.0,
+        tflops_per_gpu=0.5,
+        mfu=None,
+        bubble_fraction=0.0,
+        peak_memory_bytes=2**31,
+        loss_scale=1.0,
+        skipped=False,
+    )
+    return replace(made, **changes)
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_run(run_dir: Path, steps: range, resume_step: int = 0, factor: float = 1.0) -> None:
+    with MetricsWriter(run_dir, resume_step) as writer:
+        for step in steps:
+            writer.step(example(step, loss=factor * step))
+            if step % 2 == 0:
+                writer.validation(step, factor * step + 0.5)
+
+
+def test_a_line_has_every_field_in_full_precision(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "run") as writer:
+        writer.step(example(7))
+        writer.validation(7, 2 / 3)
+        found = lines(tmp_path / "run")  # before the file is closed: a killed run keeps its last step
+    assert list(found[0]) == FIELDS
+    assert found[0]["step"] == 7 and found[0]["loss"] == math.pi / 7 and found[0]["grad_norm"] == 1 / 3 and found[0]["skipped"] is False
+    assert found[1] == {"step": 7, "val_loss": 2 / 3}
+
+
+def test_a_skipped_step_is_still_json(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(example(1, loss=math.nan, grad_norm=math.inf, skipped=True))
+    assert lines(tmp_path)[0] | {"loss": None, "grad_norm": None, "skipped": True} == lines(tmp_path)[0]
+
+
+@pytest.mark.parametrize("resume", [0, 3, 4, 6])
+def test_resuming_cuts_what_the_loaded_step_does_not_know(tmp_path: Path, resume: int) -> None:
+    write_run(tmp_path, range(1, 7))
+    write_run(tmp_path, range(resume + 1, 9), resume, factor=10.0)
+    steps = [line for line in lines(tmp_path) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9)), "one line a step"
+    assert [line["loss"] for line in steps] == [step * (1.0 if step <= resume else 10.0) for step in range(1, 9)]
+    validations = {line["step"]: line["val_loss"] for line in lines(tmp_path) if "val_loss" in line}
+    assert validations == {step: step * (1.0 if step <= resume else 10.0) + 0.5 for step in (2, 4, 6, 8)}
+
+
+def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tmp_path: Path) -> None:
+    write_run(tmp_path, range(1, 4))
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(text[:-20])
+    write_run(tmp_path, range(3, 4), resume_step=2)
+    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2, 3]
+
+
+def test_cutting_replaces_the_file_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, range(1, 7))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(metrics.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        MetricsWriter(tmp_path, 3)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_tensorboard_has_the_same_numbers_and_no_abandoned_future(tmp_path: Path) -> None:
+    config = Config(logging=LoggingConfig(tensorboard=True))
+    for resume, steps in ((0, (1, 2, 3)), (1, (2,))):
+        with MetricsWriter(tmp_path, resume, config) as writer:
+            for step in steps:
+                writer.step(example(step, loss=float(10 * resume + step)))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 12.0)]
+    assert "mfu" not in events.Tags()["scalars"], "nothing is invented where nothing is known"
+
+
+def test_tensorboard_is_imported_only_when_it_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # importing it would now fail
+    write_run(tmp_path, range(1, 2))
+    assert not (tmp_path / "tensorboard").exists()
+
+
+class FakeWandb(SimpleNamespace):
+    """Records what would be sent."""
+
+    def init(self, **options: Any) -> "FakeWandb":
+        self.started.append(options)
+        return self
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self.logged.append((step, scalars["loss"]))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_wandb_resumes_under_one_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb(started=[], logged=[], finished=False, __spec__=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    config = Config(logging=LoggingConfig(wandb="proofs"))
+    for resume in (0, 1, 0):
+        with MetricsWriter(tmp_path / "run", resume, config) as writer:
+            writer.step(example(resume + 1, loss=0.5))
+    identities = [options["id"] for options in fake.started]
+    assert identities[0] == identities[1] != identities[2]
+    assert fake.started[0]["project"] == "proofs" and fake.started[0]["config"]["train"]["steps"] == config.train.steps
+    assert fake.logged == [(1, 0.5), (2, 0.5), (1, 0.5)] and fake.finished
+
+
+def test_a_missing_package_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"logging\.wandb = proofs needs the package wandb: pip install wandb, or leave the option out"):
+        check_packages(LoggingConfig(wandb="proofs"))
+    with pytest.raises(ValueError, match=r"logging\.tensorboard = True needs the package tensorboard"):
+        check_packages(LoggingConfig(tensorboard=True))
+    check_packages(LoggingConfig())
+
+
+def test_peak_memory_grows_with_what_is_used() -> None:
+    device = torch.device("cpu")
+    before = metrics.peak_memory_bytes(device)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    torch.ones((before - resident + 2**26) // 4)  # fp32: 64 MiB beyond the peak so far
+    assert before + 2**25 < metrics.peak_memory_bytes(device) < before + 2**27
