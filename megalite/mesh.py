@@ -100,15 +100,23 @@ class Mesh:
         self.data, self.model = (self._axis(name, layout.peers(self.rank, PRODUCTS[name])) for name in ("data", "model"))
         first = self.tp.rank - self.tp.rank % kv_replicas
         self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
-        self.tied_pair = None
-        if tied and tied[0] != tied[1] and self.pp.rank in tied:
-            self.tied_pair = self._axis("tied_pair", tuple(sorted(self.pp.ranks[stage] for stage in tied)))
+        self.tied_pair = self._tied_pair(tied)
         self.channels = {name: self._new_group(self.pp.ranks) for name in channels} if self.pp.size > 1 else {}
         self._warm_up()
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
         group = self._group(ranks) if len(ranks) > 1 else None
         return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic)
+
+    def _tied_pair(self, tied: tuple[int, int] | None) -> MeshAxis | None:
+        if tied is None or tied[0] == tied[1]:
+            return None
+        if self.pp.rank in tied:
+            return self._axis("tied_pair", tuple(sorted(self.pp.ranks[stage] for stage in tied)))
+        # torch names a locally synchronised group after its ranks and the number of groups made so far: every rank must make as many.
+        if self.pp.size > 2:
+            self._new_group((self.rank,))
+        return None
 
     def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         import torch.distributed as dist

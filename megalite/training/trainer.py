@@ -21,10 +21,12 @@ from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh import Mesh
+from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.norm import GradientNorm, clip_divisor
 from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
+from megalite.parallel.spec import parameter_count
 from megalite.training import build
 
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
@@ -83,6 +85,11 @@ class Trainer:
             eod_mask_loss=options.eod_mask_loss,
             samples=samples,
         )
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return parameter_count(model_specs(self.config.model))
 
     # ---- state
 

@@ -1,0 +1,80 @@
+"""The training loop: step, report, validate, save, stop. It reads from top to bottom."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from megalite.config.rules import duration_seconds
+from megalite.training.console import Console
+from megalite.training.flops import throughput
+from megalite.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
+from megalite.training.signals import StopRequest
+from megalite.training.trainer import StepResult, Trainer
+
+
+def fit(trainer: Trainer) -> None:
+    """Train until `train.steps`, a signal or the time limit; save at the end and at every `checkpoint.interval`. Called by every rank."""
+    config = trainer.config
+    lead = trainer.mesh.rank == 0
+    limit = duration_seconds(config.train.stop_after) if config.train.stop_after else None
+    saved_at = trainer.step_done
+    gc.collect()
+    gc.freeze()  # what lives until the end is not walked again
+    gc.disable()
+    writer = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else None
+    console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
+    with StopRequest(limit) as request, console:
+        if trainer.step_done:
+            console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
+        while trainer.step_done < config.train.steps:
+            result = trainer.step(stop=request.reason is not None)
+            last = result.stop or result.step == config.train.steps
+            if lead:
+                metrics = measured(trainer, result)
+                console.step(metrics)
+                assert writer is not None
+                writer.step(metrics)
+            if _is_due(config.validation.interval, result.step, result.step == config.train.steps):
+                loss = trainer.evaluate()
+                console.validation(result.step, loss)
+                if writer is not None:
+                    writer.validation(result.step, loss)
+            if last or _is_due(config.checkpoint.interval, result.step, False):
+                directory = trainer.save()
+                saved_at = result.step
+                console.message(f"saved {directory}")
+            if result.stop:
+                console.message(f"stopping after step {result.step}: {request.reason or 'another rank asked for it'}")
+                break
+        if saved_at == config.train.steps and trainer.step_done == saved_at:
+            console.message(f"done: {trainer.run_dir}")
+    if writer is not None:
+        writer.close()
+
+
+def _is_due(interval: int | None, step: int, at_end: bool) -> bool:
+    return interval is not None and (step % interval == 0 or at_end)
+
+
+def measured(trainer: Trainer, result: StepResult) -> StepMetrics:
+    """A step's result with its speed: what rank 0 writes."""
+    device = trainer.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    speed = throughput(trainer.config, result.seconds, trainer.mesh.world.size, name)
+    return StepMetrics(
+        step=result.step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        tokens=result.tokens,
+        step_time_s=result.seconds,
+        tokens_per_second=speed.tokens_per_second,
+        tflops_per_gpu=speed.tflops_per_gpu,
+        mfu=speed.mfu,
+        bubble_fraction=result.bubble_fraction,
+        peak_memory_bytes=peak_memory_bytes(device),
+        loss_scale=1.0,
+        skipped=result.skipped,
+    )

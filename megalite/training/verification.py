@@ -1,0 +1,134 @@
+"""Proof on demand: a configuration on a layout against the same on one process, step by step and tensor by tensor.
+
+Both runs are separate process trees; each writes, for every step, its loss, gradient norm and whole global weights, and which rank stores
+which rectangle. The comparison then names the first step, tensor and rank that differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config.load import from_dict, to_dict
+from megalite.config.schema import Config, ConfigError
+from megalite.training import build
+from megalite.training.launch import choose_device, configure_process, start_process_group
+from megalite.training.trainer import Trainer, global_tensors
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first disagreement: `tensor` is loss, grad_norm or a weight; `rank` stores the worst element (None for scalars)."""
+
+    step: int
+    tensor: str
+    rank: int | None
+    error: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        where = f" on rank {self.rank}" if self.rank is not None else ""
+        return f"step {self.step}: {self.tensor}{where} differs by {self.error:.3g} (tolerance {self.tolerance:.3g})"
+
+
+def single_process(config: Config) -> Config:
+    """The same mathematics on one process: same model, data and global batch, no parallelism."""
+    alone = from_dict(to_dict(config))
+    alone.parallel = replace(alone.parallel, tp=1, pp=1, dp=1, cp=1, sequence_parallel=False, zero=0, partition=None)
+    alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size)
+    return alone
+
+
+def record(config: Config, steps: int, directory: Path) -> None:
+    """Train `steps` steps in this process tree and write what happened. Called by every rank."""
+    from safetensors.torch import save_file
+
+    device = choose_device()
+    configure_process(device, config.run.deterministic)
+    start_process_group(device)
+    trainer = Trainer(config, build.make_mesh(config), device)
+    scalars = []
+    for _ in range(steps):
+        result = trainer.step()
+        tensors = global_tensors(trainer)
+        if trainer.mesh.rank == 0:
+            scalars.append({"loss": result.loss, "grad_norm": result.grad_norm})
+            save_file(tensors, directory / f"step_{result.step}.safetensors")
+    trainer.close()
+    placement = _placement(trainer)
+    if trainer.mesh.rank == 0:
+        (directory / "scalars.json").write_text(json.dumps(scalars))
+        (directory / "placement.json").write_text(json.dumps(placement))
+
+
+def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
+    """For each rank the rectangles of weights that it stores: (name, offsets, sizes)."""
+    own = [(part.name, part.offsets, tuple(part.tensor.shape)) for part in trainer.optimizer.to_save(("weight",))]
+    if trainer.mesh.world.size == 1:
+        return [own]
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * trainer.mesh.world.size
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def run_ranks(config: Config, steps: int, directory: Path) -> None:
+    """Start the configuration's ranks with torchrun, each calling `record`. Raises ConfigError with the ranks' output where they fail."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(to_dict(config)))
+    ranks = build.layout(config).world
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "megalite.training.verification", str(directory), str(steps)]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"the run on {ranks} ranks failed:\n{done.stderr[-4000:]}")
+
+
+def compare(directory: Path, reference: Path, relative: float, absolute: float) -> Difference | None:
+    """The first difference between two recorded runs beyond the tolerances (relative for scalars, absolute for weights)."""
+    from safetensors.torch import load_file
+
+    placement = json.loads((directory / "placement.json").read_text())
+    runs = [json.loads((place / "scalars.json").read_text()) for place in (directory, reference)]
+    for step, (got, expected) in enumerate(zip(*runs, strict=True), start=1):
+        for name in ("loss", "grad_norm"):
+            error = abs(got[name] - expected[name]) / max(abs(expected[name]), 1e-30)
+            if not error <= relative:
+                return Difference(step, name, None, error, relative)
+        weights, others = (load_file(place / f"step_{step}.safetensors") for place in (directory, reference))
+        for name, value in weights.items():
+            delta = (value - others[name]).abs()
+            if not delta.max().item() <= absolute:
+                return Difference(step, name.removeprefix("weight/"), _rank_of(name, delta, placement), delta.max().item(), absolute)
+    return None
+
+
+def _rank_of(name: str, delta: Tensor, placement: list[list[Any]]) -> int | None:
+    """The rank that stores the worst element of a tensor."""
+    worst = [int(index) for index in torch.unravel_index(delta.argmax(), delta.shape)]
+    for rank, rectangles in enumerate(placement):
+        for stored, offsets, sizes in rectangles:
+            inside = all(low <= at < low + size for at, low, size in zip(worst, offsets, sizes, strict=True))
+            if stored == name and inside:
+                return rank
+    return None
+
+
+def main() -> None:
+    """A rank of a recorded run: `python -m megalite.training.verification DIRECTORY STEPS`."""
+    directory = Path(sys.argv[1])
+    record(from_dict(json.loads((directory / "config.json").read_text())), int(sys.argv[2]), directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Train a model: `torchrun --nproc-per-node N pretrain.py --config FILE.yaml [--tp N --pp N --dp N] [--section.key VALUE …]`.
+
+`python pretrain.py --config FILE.yaml` is one process. `--help` lists every option, `--print_config` prints the resolved configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megalite.config.load import exit_with, load_config
+from megalite.config.schema import ConfigError
+from megalite.training.launch import choose_device, configure_process, start_process_group, world_size
+
+
+def main() -> None:
+    config = load_config(world_size=world_size())
+
+    from megalite.config.rules import check
+    from megalite.mesh import describe
+    from megalite.training import build
+    from megalite.training.fit import fit
+    from megalite.training.trainer import Trainer, write_config
+
+    device = choose_device()
+    try:
+        check(config, world_size(), int(device.type == "cuda"))
+    except ConfigError as error:
+        exit_with(str(error))
+    configure_process(device, config.run.deterministic)
+    start_process_group(device)
+    mesh = build.make_mesh(config)
+    trainer = Trainer(config, mesh, device)
+    if mesh.rank == 0:
+        write_config(config, trainer.run_dir)
+        backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
+        print(f"{describe(mesh.layout)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
+    fit(trainer)
+    trainer.close()
+
+
+def leave() -> None:
+    """End the process at once: tearing torch down takes seconds a rank and changes nothing any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
+    leave()

@@ -1,0 +1,59 @@
+"""Does this layout compute what one process computes? Runs both and prints the first step, tensor and rank that differ.
+
+    python tools/verify.py --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
+
+Exit status: 0 equal within the tolerances, 1 a difference, 2 a wrong configuration. With `--json` stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.config.load import exit_with, load_config  # noqa: E402
+from megalite.config.schema import ConfigError  # noqa: E402
+
+TOLERANCES = {"fp32": (1e-5, 2e-5), "fp64": (1e-9, 1e-9), "bf16": (2e-2, 2e-2)}  # relative (loss, norm), absolute (weights)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools/verify.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    own, rest = parser.parse_known_args(argv)
+    if own.steps < 1:
+        exit_with(f"--steps = {own.steps}: there must be at least one step to compare.")
+    sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for axis in ("tp", "pp", "dp", "cp"):
+        sizes.add_argument(f"--{axis}", type=int, default=1)
+    layout = vars(sizes.parse_known_args(rest)[0])
+    defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]  # the proof settings
+    config = load_config([*defaults, *rest], world_size=math.prod(layout.values()))
+    from megalite.training.verification import compare, run_ranks, single_process
+
+    with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch:
+        try:
+            run_ranks(config, own.steps, Path(scratch, "layout"))
+            run_ranks(single_process(config), own.steps, Path(scratch, "single"))
+        except ConfigError as error:
+            exit_with(str(error))
+        relative, absolute = TOLERANCES[config.train.precision]
+        found = compare(Path(scratch, "layout"), Path(scratch, "single"), relative, absolute)
+    if own.json:
+        print(json.dumps({"equal": found is None, "steps": own.steps, "layout": layout, "difference": found and asdict(found)}))
+    elif found is None:
+        print(f"equal: {own.steps} steps on {layout} give the losses and gradient norms of one process within {relative:g}, weights {absolute:g}")
+    else:
+        print(f"different: {found}")
+    return int(found is not None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
