@@ -52,7 +52,7 @@ def companion(prefix: str | Path, ending: str) -> Path:
 class IndexedTokens:
     """A token file, memory-mapped: opening costs the same for a megabyte and a terabyte.
 
-    Attributes: `tokens` (all of them, flat), `sizes` and `pointers` of the sequences, `documents` (the marks), `metadata` (PREFIX.json) with its
+    Attributes: `tokens` (all of them, flat), `sizes` and `pointers` of the sequences, `documents` (marks), `metadata` (PREFIX.json) and its
     `vocab_size` and `eos`. Raises DataError where the files are missing, damaged, empty or do not belong together.
     """
 
@@ -88,7 +88,7 @@ class IndexedTokens:
             raise DataError(f"{self._idx} holds no tokens. Prepare it again from a non-empty input.")
         expected = int(self.pointers[-1]) + int(self.sizes[-1]) * itemsize
         if (actual := self._bin.stat().st_size) != expected:
-            raise DataError(f"{self._bin} has {actual} bytes, its .idx counts {expected}: truncated, or from another run. Prepare both again.")
+            raise DataError(f"{self._bin} has {actual} bytes, its .idx counts {expected}: truncated, or not its .bin. Prepare both again.")
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:

@@ -95,7 +95,11 @@ def _encode(sources: list[Source], prefix: Path, loaded: str, named: str, text_k
         if loaded != named:
             Path(loaded).replace(named)
         facts = asdict(summary)
-        writer.finish({key: facts[key] for key in ("vocab_size", "eos", "tokenizer", "documents", "tokens")})
+        files = vocabulary.files if loaded == named else [Path(named)]
+        writer.finish(
+            {key: facts[key] for key in ("vocab_size", "eos", "tokenizer", "documents", "tokens")}
+            | {"tokenizer_files": [_beside(str(file), prefix) for file in files]}
+        )
     return summary
 
 

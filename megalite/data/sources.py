@@ -231,5 +231,5 @@ def _text_of(record: Any, where: str, text_key: str) -> str:
     _check_column(list(record), text_key, where)
     if not isinstance(record[text_key], str):
         kind = type(record[text_key]).__name__
-        raise DataError(f"--text_key {text_key} of {where} is a {kind}, not text. Choose the key that holds the text.")
+        raise DataError(f"--text_key {text_key} of {where} is of type {kind}, not text. Choose the key that holds the text.")
     return record[text_key]

@@ -1,0 +1,55 @@
+"""Token files written by hand, byte for byte as the format's description says, so that the package's own writer is not its own witness."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.data.indexed import IndexedTokens
+
+EOS = 99
+WriteTokens = Callable[..., str]
+
+
+def write_by_hand(
+    prefix: Path, documents: list[list[int]], *, metadata: dict | None = None, code: int = 8, marks: list[int] | None = None
+) -> str:
+    letter = {8: "H", 4: "i"}[code]
+    size = struct.calcsize(letter)
+    lengths = [len(document) for document in documents]
+    marks = list(range(len(documents) + 1)) if marks is None else marks
+    with open(f"{prefix}.bin", "wb") as file:
+        for document in documents:
+            file.write(struct.pack(f"<{len(document)}{letter}", *document))
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(documents), len(marks)))
+        file.write(struct.pack(f"<{len(documents)}i", *lengths))
+        file.write(struct.pack(f"<{len(documents)}q", *(size * sum(lengths[:i]) for i in range(len(documents)))))
+        file.write(struct.pack(f"<{len(marks)}q", *marks))
+    if metadata is not None:
+        Path(f"{prefix}.json").write_text(json.dumps(metadata))
+    return str(prefix)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteTokens:
+    """write(name, documents, …) → PREFIX; by default of 100 tokens, EOS 99."""
+
+    def make(name: str, documents: list[list[int]], **options) -> str:
+        return write_by_hand(tmp_path / name, documents, **{"metadata": {"vocab_size": 100, "eos": EOS}} | options)
+
+    return make
+
+
+@pytest.fixture
+def counting(write: WriteTokens) -> Callable[..., IndexedTokens]:
+    """A token file of tokens first, first + 1, …: the content of a sample says where it lies."""
+
+    def make(name: str, tokens: int, first: int = 0, document: int = 7) -> IndexedTokens:
+        values = list(range(first, first + tokens))
+        documents = [values[i : i + document] for i in range(0, tokens, document)]
+        return IndexedTokens(write(name, documents, code=4))
+
+    return make

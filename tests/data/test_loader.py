@@ -1,0 +1,172 @@
+"""Microbatches: which sample lies where, document starts, masks, prefetching, the validation epoch."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data.dataset import Dataset
+from megalite.data.indexed import DataError
+from megalite.data.loader import IGNORE_INDEX, Loader
+
+EOS = 9
+
+
+class Fixed(Dataset):
+    """Sample i is `rows[i % len(rows)]`, or without rows i·100, i·100 + 1, …"""
+
+    def __init__(self, rows: list[list[int]] | None = None, eos: int | None = EOS, fails_at: int | None = None):
+        self.vocab_size, self.eos, self.fingerprint, self.rows, self.fails_at = 10, eos, "", rows, fails_at
+        self.samples_per_epoch = len(rows or [0])
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.read.append(index)
+        if index == self.fails_at:
+            raise OSError("the disk is gone")
+        row = self.rows[index % len(self.rows)] if self.rows else range(index * 100, index * 100 + 5)
+        return np.array(row, dtype=np.int64)
+
+
+@pytest.fixture
+def load():
+    """load(dataset, …) → Loader of one row and one rank unless told otherwise; closed at the end."""
+    made = []
+
+    def make(dataset: Dataset, **options) -> Loader:
+        sizes = {"global_batch_size": 1, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
+        made.append(Loader(dataset, **sizes | options))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+@settings(max_examples=20, deadline=None)
+@given(dp=st.integers(1, 4), micro=st.integers(1, 4), accumulation=st.integers(1, 4), first=st.integers(0, 10**12))
+def test_layout_never_changes_the_sequence(dp, micro, accumulation, first):
+    """Sample k·G + (j·dp + r)·b + i is row i of microbatch j on rank r; over all ranks the batch is samples first … first + G − 1."""
+    size = dp * micro * accumulation
+    seen = []
+    for rank in range(dp):
+        loader = Loader(Fixed(), global_batch_size=size, micro_batch_size=micro, dp_rank=rank, dp_size=dp)
+        microbatches = loader.step(first)
+        loader.close()
+        assert len(microbatches) == accumulation
+        for j, microbatch in enumerate(microbatches):
+            expected = [first + (j * dp + rank) * micro + i for i in range(micro)]
+            assert microbatch.samples.tolist() == expected
+            assert microbatch.tokens.tolist() == [[100 * s + t for s in expected] for t in range(4)]
+            assert microbatch.targets.tolist() == [[100 * s + t + 1 for s in expected] for t in range(4)]
+            seen += expected
+    assert sorted(seen) == list(range(first, first + size))
+
+
+def test_shapes_and_types(load):
+    (microbatch,) = load(Fixed([[1, 2, 9, 3, 4, 5]] * 3), global_batch_size=3, micro_batch_size=3, reset_positions=True).step(0)
+    for tensor in (microbatch.tokens, microbatch.targets, microbatch.document_start):
+        assert tensor.shape == (5, 3)
+        assert tensor.dtype == torch.int64
+        assert tensor.is_contiguous()
+    assert (microbatch.samples.shape, microbatch.samples.dtype) == ((3,), torch.int64)
+
+
+ROWS = [
+    [1, 2, 3, 4, 5, 6],  # one document
+    [1, 9, 3, 9, 5, 6],
+    [9, 2, 9, 9, 5, 6],  # begins with EOS; an empty document between two
+    [1, 2, 3, 4, 9, 9],  # ends with EOS
+]
+STARTS = [[0, 0, 0, 0, 0], [0, 0, 2, 2, 4], [0, 1, 1, 3, 4], [0, 0, 0, 0, 0]]
+MASKED = [[2, 3, 4, 5, 6], [9, -100, 9, -100, 6], [-100, 9, -100, -100, 6], [2, 3, 4, 9, -100]]
+
+
+@pytest.mark.parametrize(("row", "starts"), list(zip(ROWS, STARTS, strict=True)))
+def test_document_start(load, row, starts):
+    (microbatch,) = load(Fixed([row]), reset_positions=True).step(0)
+    assert microbatch.document_start.T.tolist() == [starts]
+    assert microbatch.targets.T.tolist() == [row[1:]], "positions reset, every target still counts"
+
+
+@pytest.mark.parametrize(("row", "targets"), list(zip(ROWS, MASKED, strict=True)))
+def test_eod_mask(load, row, targets):
+    (microbatch,) = load(Fixed([row]), eod_mask_loss=True).step(0)
+    assert microbatch.targets.T.tolist() == [targets]
+    assert microbatch.tokens.T.tolist() == [row[:-1]]
+    assert microbatch.document_start is None
+
+
+@pytest.mark.parametrize("option", ["reset_positions", "eod_mask_loss"])
+def test_eos_is_needed(option):
+    with pytest.raises(DataError, match=f"data.{option} = true needs EOS"):
+        Loader(Fixed(eos=None), global_batch_size=1, micro_batch_size=1, dp_rank=0, dp_size=1, **{option: True})
+
+
+def test_indivisible_batch():
+    with pytest.raises(DataError, match="global_batch_size = 6 .* 2 x 2"):
+        Loader(Fixed(), global_batch_size=6, micro_batch_size=2, dp_rank=0, dp_size=2)
+
+
+@pytest.mark.parametrize("samples", range(1, 10))
+@pytest.mark.parametrize("dp", [1, 2])
+def test_validation_epoch(load, samples, dp):
+    """Each sample counts once; rows past the end keep the shape and count nothing."""
+    dataset = Fixed()
+    counted = []
+    for rank in range(dp):
+        for batch in load(dataset, global_batch_size=4, micro_batch_size=2, dp_rank=rank, dp_size=dp, samples=samples).epoch():
+            assert len(batch) == 2 // dp
+            for microbatch in batch:
+                assert microbatch.tokens.shape == (4, 2)
+                counted += microbatch.targets[microbatch.targets != IGNORE_INDEX].tolist()
+    assert sorted(counted) == [100 * s + t for s in range(samples) for t in range(1, 5)]
+    assert max(dataset.read) < samples
+
+
+def test_limited_validation(load):
+    loader = load(Fixed(), global_batch_size=2, micro_batch_size=2, samples=9)
+    assert [batch[0].samples.tolist() for batch in loader.epoch(2)] == [[0, 1], [2, 3]]
+    assert [batch[0].samples.tolist() for batch in loader.epoch(1)] == [[0, 1]], "and again from the start"
+
+
+def test_an_endless_loader_has_no_epoch(load):
+    with pytest.raises(ValueError, match="endless"):
+        list(load(Fixed()).epoch())
+
+
+def test_next_batch_is_read_ahead_once(load):
+    dataset = Fixed()
+    loader = load(dataset, global_batch_size=2, micro_batch_size=2)
+    for first in (0, 2, 4):
+        loader.step(first)
+    loader.close()
+    assert dataset.read == list(range(8)), "three batches and the one ahead, none twice"
+
+
+def test_jump_to_another_sample(load):
+    loader = load(Fixed())
+    assert [loader.step(k)[0].samples.tolist() for k in (0, 1, 70, 71, 3)] == [[0], [1], [70], [71], [3]]
+
+
+def test_error_surfaces_in_the_step_that_needs_it(load):
+    loader = load(Fixed(fails_at=1))
+    loader.step(0)
+    with pytest.raises(OSError, match="the disk is gone"):
+        loader.step(1)
+    assert loader.step(2)[0].samples.tolist() == [2]
+
+
+def test_close_joins_the_thread(load):
+    loader = load(Fixed())
+    loader.step(0)
+    (thread,) = [t for t in threading.enumerate() if t.name == "megalite-loader"]
+    assert thread.daemon
+    loader.close()
+    loader.close()
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.step(1)
