@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megalite.config.schema import Config, LoggingConfig
+from megalite.config.schema import Config, ConfigError, LoggingConfig
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +40,10 @@ class StepMetrics:
 
 
 def check_packages(options: LoggingConfig) -> None:
-    """Raise ValueError where an option needs a package that is not installed: every rank can say so before the run starts."""
+    """Raise ConfigError where an option needs a package that is not installed: every rank can say so before the run starts."""
     for name, value, package in (("tensorboard", options.tensorboard, "tensorboard"), ("wandb", options.wandb, "wandb")):
         if value and find_spec(package) is None:
-            raise ValueError(f"logging.{name} = {value} needs the package {package}: pip install {package}, or leave the option out.")
+            raise ConfigError(f"logging.{name} = {value} needs the package {package}: pip install {package}, or leave the option out.")
 
 
 class MetricsWriter:

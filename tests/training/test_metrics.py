@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.schema import Config, LoggingConfig
+from megalite.config.schema import Config, ConfigError, LoggingConfig
 from megalite.training import metrics
 from megalite.training.metrics import MetricsWriter, StepMetrics, check_packages
 
@@ -108,7 +109,7 @@ def test_cutting_replaces_the_file_whole_or_not_at_all(tmp_path: Path, monkeypat
     def fail(*_: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(metrics.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         MetricsWriter(tmp_path, 3)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -149,7 +150,7 @@ class FakeWandb(SimpleNamespace):
 
 def test_wandb_resumes_under_one_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb(started=[], logged=[], finished=False, __spec__=SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     config = Config(logging=LoggingConfig(wandb="proofs"))
     for resume in (0, 1, 0):
         with MetricsWriter(tmp_path / "run", resume, config) as writer:
@@ -162,9 +163,9 @@ def test_wandb_resumes_under_one_identity(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_missing_package_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"logging\.wandb = proofs needs the package wandb: pip install wandb, or leave the option out"):
+    with pytest.raises(ConfigError, match=r"logging\.wandb = proofs needs the package wandb: pip install wandb, or leave the option out"):
         check_packages(LoggingConfig(wandb="proofs"))
-    with pytest.raises(ValueError, match=r"logging\.tensorboard = True needs the package tensorboard"):
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard = True needs the package tensorboard"):
         check_packages(LoggingConfig(tensorboard=True))
     check_packages(LoggingConfig())
 
