@@ -85,7 +85,7 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
         return str(options.tokenizer)
     if options.tokenizer is not None and not options.tokenizer.endswith(".model"):
         raise DataError(
-            f"--tokenizer {options.tokenizer} does not end in .model, and --train_tokenizer writes one there. Leave it out for PREFIX.model."
+            f"--tokenizer {options.tokenizer} does not end in .model, and --train_tokenizer writes one. Leave it out for PREFIX.model."
         )
     return options.tokenizer or f"{options.output}.model"
 

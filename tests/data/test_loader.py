@@ -107,7 +107,7 @@ def test_eos_is_needed(option):
 
 
 def test_indivisible_batch():
-    with pytest.raises(DataError, match="global_batch_size = 6 .* 2 x 2"):
+    with pytest.raises(DataError, match=r"global_batch_size = 6 .* 2 x 2"):
         Loader(Fixed(), global_batch_size=6, micro_batch_size=2, dp_rank=0, dp_size=2)
 
 

@@ -44,7 +44,7 @@ def run(tool, monkeypatch, tmp_path, capsys) -> Run:
 
 
 @pytest.fixture
-def refusal(capsys) -> Callable[..., str]:
+def refusal(run, capsys) -> Callable[..., str]:
     """refusal(*arguments) → the one message of a run that must end with status 2, print no result and leave every file as it was."""
 
     def files() -> dict[Path, bytes]:
