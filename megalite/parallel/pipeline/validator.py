@@ -116,9 +116,12 @@ class _Execution:
                     self.sending[rank] += action.is_send
                     self.queues[rank, channel].append(action)
                     self._complete(rank, channel)
-        stuck = [self._stuck(rank) for rank in range(self.schedule.ranks)]
-        if any(stuck):
-            raise ScheduleError("deadlock: " + "; ".join(filter(None, stuck)) + ".")
+        stuck = [rank for rank, actions in enumerate(self.schedule.actions) if self.position[rank] < len(actions)]
+        if stuck:  # a rank that ends has nothing left on its channels: each of its receives was needed, and each send's receive was
+            reasons = (
+                f"rank {rank} cannot start {self.schedule.actions[rank][self.position[rank]]}: {self._obstacle(rank)}" for rank in stuck
+            )
+            raise ScheduleError(f"deadlock: {'; '.join(reasons)}.")
 
     def _obstacle(self, rank: int) -> str | None:
         """Why the rank cannot go on to its next action; None where it can."""
@@ -149,11 +152,3 @@ class _Execution:
             self.sending[sender] -= 1
             self.runnable += (sender, receiver)
             touched += (sender, receiver)
-
-    def _stuck(self, rank: int) -> str | None:
-        """What keeps a rank from ending, once nobody can move."""
-        actions, position = self.schedule.actions[rank], self.position[rank]
-        if position < len(actions):
-            return f"rank {rank} cannot start {actions[position]}: {self._obstacle(rank)}"
-        left = [queue[0] for (owner, _), queue in self.queues.items() if owner == rank and queue]
-        return f"rank {rank} cannot end: {left[0]} has not completed" if left else None

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +130,19 @@ def test_in_order_rendezvous_costs_no_time(name, stages, microbatches, latency):
     schedule = with_communication(build(name, stages, microbatches))
     ideal = simulate(schedule, forward=1, input_backward=1, weight_backward=0, comm=latency).makespan
     assert rendezvous_makespan(schedule, latency) == pytest.approx(ideal)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_receives_are_posted_ahead_where_the_rank_does_not_wait_anyway(name):
+    """So that a transfer overlaps with the compute action before the one that needs it, even where the sender is early."""
+    for stages, microbatches in SIZES[::3]:
+        schedule = with_communication(build(name, stages, microbatches))
+        for actions, spans in zip(schedule.actions, simulate(schedule).spans, strict=True):
+            place = {action: i for i, action in enumerate(actions)}
+            posted = {(action.kind, action.microbatch): i for action, i in place.items()}
+            for (previous, _, end), (action, start, _) in pairwise(spans):
+                receive = posted.get((RF if action.kind is F else RB, action.microbatch))
+                assert receive is None or receive < place[previous] or end < start
 
 
 def test_channels_follow_the_rank_order_and_the_placement():
