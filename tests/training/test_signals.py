@@ -1,0 +1,58 @@
+"""Stop requests, with real signals to this process."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from megalite.training.signals import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def harmless():
+    """Outside a StopRequest the signals are recorded here instead of ending pytest."""
+    received = []
+    previous = {each: signal.signal(each, lambda number, frame: received.append(number)) for each in (signal.SIGTERM, signal.SIGUSR1)}
+    yield received
+    for each, handler in previous.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_is_a_request_and_not_the_end(name, harmless):
+    with StopRequest() as request:
+        assert request.reason is None
+        os.kill(os.getpid(), getattr(signal, name))
+        assert request.reason == f"received {name}"
+    assert harmless == []
+
+
+def test_the_handlers_before_are_restored(harmless):
+    with pytest.raises(RuntimeError), StopRequest() as request:
+        raise RuntimeError
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert harmless == [signal.SIGTERM] and request.reason is None
+
+
+def test_the_time_limit_is_a_request():
+    with StopRequest(seconds=0.05) as request, StopRequest(seconds=60) as later:
+        assert request.reason is None
+        time.sleep(0.06)
+        assert request.reason == "reached train.stop_after" and later.reason is None
+
+
+def test_outside_the_main_thread_no_handler_is_installed(harmless):
+    """Python refuses handlers there; a trainer that runs in a thread still has its time limit."""
+    reasons = []
+
+    def run():
+        with StopRequest(seconds=0) as request:
+            reasons.append(request.reason)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert reasons == ["reached train.stop_after"] and harmless == [signal.SIGTERM]
