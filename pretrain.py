@@ -20,11 +20,13 @@ def main() -> None:
     from megalite.mesh import describe
     from megalite.training import build
     from megalite.training.fit import fit
+    from megalite.training.metrics import check_packages
     from megalite.training.trainer import Trainer, write_config
 
     device = choose_device()
     try:
         check(config, world_size(), int(device.type == "cuda"))
+        check_packages(config.logging)
     except ConfigError as error:
         exit_with(str(error))
     configure_process(device, config.run.deterministic)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from megalite_kernels.attention import attention, attention_backward
 from megalite_kernels.dropout import AttentionDropout
-from megalite_kernels.rotary import rotate, split_rotary, split_rotary_backward
+from megalite_kernels.rotary import rotate
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
 from megalite.mesh import Mesh
 from megalite.model.context import ForwardContext, Site
+from megalite.model.options import LayerOptions
 from megalite.model.parameters import kv_replicas
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -27,15 +28,16 @@ class _Split(torch.autograd.Function):
     """Cut the packed projection into queries, keys and values and rotate the first two; one packed gradient comes back."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, heads: int, kv_heads: int, size: int, rotary: tuple[Tensor, Tensor] | None) -> Any:
+    def forward(ctx: Any, packed: Tensor, layer: Attention, rotary: tuple[Tensor, Tensor] | None) -> Any:
         cos, sin = rotary if rotary is not None else (None, None)
         ctx.save_for_backward(cos, sin)
-        return split_rotary(packed, heads, kv_heads, size, cos, sin)
+        ctx.regions = layer.options.regions
+        return ctx.regions.split_rotary(packed, layer.heads, layer.kv_heads, layer.model_config.head_size, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return split_rotary_backward(*grads, cos, sin), None, None, None, None
+        return ctx.regions.split_rotary_backward(*grads, cos, sin), None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -71,12 +73,12 @@ class _Attention(torch.autograd.Function):
 class Attention(nn.Module):
     """[seq, batch, hidden] -> the same ([seq/tp, …] under sequence parallelism)."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, sequence_parallel: bool, recompute: bool):
+    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, options: LayerOptions):
         super().__init__()
         name = f"layers.{layer}.attention"
         optional = weights.weights.get
-        tp = mesh.tp
-        self.layer, self.model_config, self.recompute = layer, model, recompute
+        tp, sequence_parallel = mesh.tp, options.sequence_parallel
+        self.layer, self.model_config, self.options = layer, model, options
         self.heads = model.num_attention_heads // tp.size
         self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size
         self.first_head = self.heads * tp.rank
@@ -90,29 +92,28 @@ class Attention(nn.Module):
         if model.qk_norm == "none":
             return None
         if model.qk_norm == "head":
-            return RMSNorm(weights[name], model.rms_norm_eps, model.norm_offset)
+            return RMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, self.options.regions)
         return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, k, v = self.project(x, context)  # [seq, batch, heads/tp, head_dim] each
-        out = _Attention.apply(q, k, v, self.options(context))
+        out = _Attention.apply(q, k, v, self.operation(context))
         return self.out(out.flatten(-2))  # type: ignore[no-any-return]
 
     def project(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, normed and rotated."""
-        size = self.model_config.head_size
         rotary = context.rotary if self.uses_rope else None
         packed = self.qkv(x)
         if self.q_norm is None or self.k_norm is None:
-            return _Split.apply(packed, self.heads, self.kv_heads, size, rotary)  # type: ignore[no-any-return]
-        q, k, v = _Split.apply(packed, self.heads, self.kv_heads, size, None)
+            return _Split.apply(packed, self, rotary)  # type: ignore[no-any-return]
+        q, k, v = _Split.apply(packed, self, None)
         if self.model_config.qk_norm == "full":
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         else:
             q, k = self.q_norm(q), self.k_norm(k)
         return (q, k, v) if rotary is None else (_Rotate.apply(q, *rotary), _Rotate.apply(k, *rotary), v)
 
-    def options(self, context: ForwardContext) -> dict[str, Any]:
+    def operation(self, context: ForwardContext) -> dict[str, Any]:
         """Keyword arguments of the attention operation."""
         model = self.model_config
         dropout = None
@@ -125,5 +126,5 @@ class Attention(nn.Module):
             "document_start": context.document_start,
             "softcap": model.attention_softcap,
             "dropout": dropout,
-            "recompute": self.recompute,
+            "recompute": self.options.recompute == "selective",
         }

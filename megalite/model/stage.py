@@ -13,7 +13,9 @@ from megalite.batch import Microbatch
 from megalite.mesh import Mesh
 from megalite.model.context import Dropout, ForwardContext, Site
 from megalite.model.parameters import head_unit
-from megalite.model.transformer import Layer, make_norm, recompute_mode
+from megalite.model.options import LayerOptions
+from megalite.model.transformer import Layer, make_norm
+from megalite.parallel.regions import Regions
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
 from megalite.parallel.tensor.embedding import ParallelEmbedding
@@ -23,11 +25,11 @@ from megalite.parallel.tensor.linear import ColumnParallelLinear
 class Head(nn.Module):
     """Final norm, vocabulary projection and loss."""
 
-    def __init__(self, model: ModelConfig, weights: ParameterStore, mesh: Mesh, sequence_parallel: bool, loss: CrossEntropy):
+    def __init__(self, model: ModelConfig, weights: ParameterStore, mesh: Mesh, options: LayerOptions, loss: CrossEntropy):
         super().__init__()
-        self.norm = make_norm(model, weights, "norm")
+        self.norm = make_norm(model, weights, "norm", options.regions)
         name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
-        self.project = ColumnParallelLinear(weights[name], None, mesh.tp, sequence_parallel)
+        self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss
 
     def logits(self, x: Tensor) -> Tensor:
@@ -47,8 +49,9 @@ class Stage(nn.Module):
 
     def __init__(self, config: Config, units: Sequence[int], weights: ParameterStore, mesh: Mesh, dtype: torch.dtype):
         super().__init__()
-        model, parallel, train = config.model, config.parallel, config.train
-        sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
+        model, train, regions = config.model, config.train, Regions(config.train.compile)
+        options = LayerOptions.of(config, 0, regions)
+        sequence_parallel = options.sequence_parallel
         self.units, self.weights, self.dtype, self.seed = units, weights, dtype, config.run.seed
         self.model_config = model
         last = head_unit(model)
@@ -59,13 +62,13 @@ class Stage(nn.Module):
         self.embedding_dropout = Dropout(model.embedding_dropout, Site.EMBEDDING, 0, mesh.tp, sequence_parallel)
         self.layers = nn.ModuleDict(
             {
-                str(unit): Layer(model, unit - 1, weights, mesh, sequence_parallel, recompute_mode(train.recompute, unit - 1))
+                str(unit): Layer(model, unit - 1, weights, mesh, LayerOptions.of(config, unit - 1, regions))
                 for unit in units
                 if 0 < unit < last
             }
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
-        self.head = Head(model, weights, mesh, sequence_parallel, loss) if last in units else None
+        self.head = Head(model, weights, mesh, options, loss) if last in units else None
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
 
     def context(self, microbatch: Microbatch, step: int, training: bool) -> ForwardContext:

@@ -15,28 +15,30 @@ from megalite.config.schema import ModelConfig
 from megalite.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.context import Dropout, ForwardContext, Site
+from megalite.model.options import LayerOptions
+from megalite.parallel.regions import Regions
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm
 
 
-def make_norm(model: ModelConfig, weights: ParameterStore, name: str) -> nn.Module:
+def make_norm(model: ModelConfig, weights: ParameterStore, name: str, regions: Regions) -> nn.Module:
     if model.norm == "rms":
-        return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset)
-    return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], model.rms_norm_eps)
+        return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset, regions)
+    return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], model.rms_norm_eps, regions)
 
 
 class FeedForward(nn.Module):
     """down(act(gate) · up), or down(act(up)): column-parallel in, row-parallel out; the activation belongs to the second."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, sequence_parallel: bool, recompute: bool):
+    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, options: LayerOptions):
         super().__init__()
         name = f"layers.{layer}.mlp"
-        optional = weights.weights.get
-        activation = Activation(model.hidden_act, model.gated_mlp)
+        optional, sequence_parallel = weights.weights.get, options.sequence_parallel
+        activation, selective = Activation(model.hidden_act, model.gated_mlp, options.regions), options.recompute == "selective"
         self.up = ColumnParallelLinear(weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel)
         self.down = RowParallelLinear(
-            weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation, recompute
+            weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation, selective
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,21 +48,22 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with norms where the family has them."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, sequence_parallel: bool, recompute: str):
+    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, options: LayerOptions):
         super().__init__()
         name = f"layers.{layer}"
         before, after = model.norm_placement != "post", model.norm_placement != "pre"
-        selective = recompute == "selective"
-        self.attention = Attention(model, layer, weights, mesh, sequence_parallel, selective)
-        self.mlp = FeedForward(model, layer, weights, mesh, sequence_parallel, selective)
-        self.attention_input_norm = make_norm(model, weights, f"{name}.input_norm") if before else nn.Identity()
-        self.mlp_input_norm = make_norm(model, weights, f"{name}.mlp_norm") if before else nn.Identity()
-        self.attention_output_norm = make_norm(model, weights, f"{name}.attention.output_norm") if after else nn.Identity()
-        self.mlp_output_norm = make_norm(model, weights, f"{name}.mlp.output_norm") if after else nn.Identity()
-        probability = model.residual_dropout
+
+        def norm(part: str, present: bool) -> nn.Module:
+            return make_norm(model, weights, f"{name}.{part}", options.regions) if present else nn.Identity()
+
+        self.attention = Attention(model, layer, weights, mesh, options)
+        self.mlp = FeedForward(model, layer, weights, mesh, options)
+        self.attention_input_norm, self.attention_output_norm = norm("input_norm", before), norm("attention.output_norm", after)
+        self.mlp_input_norm, self.mlp_output_norm = norm("mlp_norm", before), norm("mlp.output_norm", after)
+        probability, sequence_parallel = model.residual_dropout, options.sequence_parallel
         self.attention_dropout = Dropout(probability, Site.ATTENTION_OUTPUT, layer, mesh.tp, sequence_parallel)
         self.mlp_dropout = Dropout(probability, Site.MLP_OUTPUT, layer, mesh.tp, sequence_parallel)
-        self.recompute = recompute == "full"
+        self.recompute = options.recompute == "full"
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -95,10 +98,3 @@ class _Recompute(torch.autograd.Function):
             out = ctx.layer.compute(inputs, ctx.context)
         torch.autograd.backward(out, grads[0])
         return inputs.grad, None, None
-
-
-def recompute_mode(option: str, layer: int) -> str:
-    """What `train.recompute` (none, selective, full, every-K) means for one layer: none, selective or full."""
-    if not option.startswith("every-"):
-        return option
-    return "full" if layer % int(option.removeprefix("every-")) == 0 else "none"

@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megalite_kernels.activation import gated_backward, gated_forward, plain_backward, plain_forward
 from torch import Tensor, nn
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megalite.parallel.regions import Regions
 from megalite.parallel.weight import Weight
 
 
@@ -81,14 +81,16 @@ class ColumnParallelLinear(nn.Module):
 class Activation:
     """The feed-forward non-linearity: act(gate) · up on a packed [gate | up] input, or act(up)."""
 
-    def __init__(self, name: str, gated: bool):
-        self.name, self.gated = name, gated
+    def __init__(self, name: str, gated: bool, regions: Regions):
+        self.name = name
+        self._forward = regions.gated_forward if gated else regions.plain_forward
+        self._backward = regions.gated_backward if gated else regions.plain_backward
 
     def forward(self, x: Tensor) -> Tensor:
-        return gated_forward(x, self.name) if self.gated else plain_forward(x, self.name)
+        return self._forward(x, self.name)  # type: ignore[no-any-return]
 
     def backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        return gated_backward(grad, x, self.name) if self.gated else plain_backward(grad, x, self.name)
+        return self._backward(grad, x, self.name)  # type: ignore[no-any-return]
 
 
 class _Row(torch.autograd.Function):

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megalite_kernels.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from torch import Tensor, nn
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
+from megalite.parallel.regions import Regions
 from megalite.parallel.weight import Weight
 
 
@@ -23,7 +23,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RMSNorm) -> Tensor:
-        y, rstd = rms_norm(x, weight, norm.eps, norm.offset)
+        y, rstd = norm.regions.rms_norm(x, weight, norm.eps, norm.offset)
         ctx.save_for_backward(x, rstd)
         ctx.norm = norm
         return y
@@ -32,7 +32,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, rstd = ctx.saved_tensors
         norm = ctx.norm
-        dx, dweight = rms_norm_backward(grads[0], x, norm.weight.tensor, rstd, norm.offset)
+        dx, dweight = norm.regions.rms_norm_backward(grads[0], x, norm.weight.tensor, rstd, norm.offset)
         norm.weight.accumulate(dweight)
         return dx, None, None
 
@@ -40,9 +40,9 @@ class _RMSNorm(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """x / rms(x) · (weight + offset) over the last dimension (Zhang and Sennrich 2019)."""
 
-    def __init__(self, weight: Weight, eps: float, offset: float = 0.0):
+    def __init__(self, weight: Weight, eps: float, offset: float, regions: Regions):
         super().__init__()
-        self.weight, self.eps, self.offset = weight, eps, offset
+        self.weight, self.eps, self.offset, self.regions = weight, eps, offset, regions
 
     def forward(self, x: Tensor) -> Tensor:
         return _RMSNorm.apply(x, self.weight.tensor, self)  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, norm: LayerNorm) -> Tensor:
-        y, mean, rstd = layer_norm(x, weight, norm.bias.tensor, norm.eps)
+        y, mean, rstd = norm.regions.layer_norm(x, weight, norm.bias.tensor, norm.eps)
         ctx.save_for_backward(x, mean, rstd)
         ctx.norm = norm
         return y
@@ -62,7 +62,7 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, mean, rstd = ctx.saved_tensors
         norm = ctx.norm
-        dx, dweight, dbias = layer_norm_backward(grads[0], x, norm.weight.tensor, mean, rstd)
+        dx, dweight, dbias = norm.regions.layer_norm_backward(grads[0], x, norm.weight.tensor, mean, rstd)
         norm.weight.accumulate(dweight)
         norm.bias.accumulate(dbias)
         return dx, None, None
@@ -71,9 +71,9 @@ class _LayerNorm(torch.autograd.Function):
 class LayerNorm(nn.Module):
     """(x − mean) / std · weight + bias over the last dimension."""
 
-    def __init__(self, weight: Weight, bias: Weight, eps: float):
+    def __init__(self, weight: Weight, bias: Weight, eps: float, regions: Regions):
         super().__init__()
-        self.weight, self.bias, self.eps = weight, bias, eps
+        self.weight, self.bias, self.eps, self.regions = weight, bias, eps, regions
 
     def forward(self, x: Tensor) -> Tensor:
         return _LayerNorm.apply(x, self.weight.tensor, self)  # type: ignore[no-any-return]

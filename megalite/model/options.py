@@ -1,0 +1,29 @@
+"""How a layer is computed, as opposed to what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.schema import Config
+from megalite.parallel.regions import Regions
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Sequence parallelism (only where tp > 1), what backward computes again (none, selective, full), eager or compiled regions."""
+
+    sequence_parallel: bool
+    recompute: str
+    regions: Regions
+
+    @staticmethod
+    def of(config: Config, layer: int, regions: Regions) -> LayerOptions:
+        parallel = config.parallel
+        return LayerOptions(parallel.sequence_parallel and parallel.tp > 1, recompute_mode(config.train.recompute, layer), regions)
+
+
+def recompute_mode(option: str, layer: int) -> str:
+    """What `train.recompute` (none, selective, full, every-K) means for one layer: none, selective or full."""
+    if not option.startswith("every-"):
+        return option
+    return "full" if layer % int(option.removeprefix("every-")) == 0 else "none"
