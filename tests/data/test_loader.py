@@ -118,13 +118,16 @@ def test_validation_epoch(load, samples, dp):
     dataset = Fixed()
     counted = []
     for rank in range(dp):
-        for batch in load(dataset, global_batch_size=4, micro_batch_size=2, dp_rank=rank, dp_size=dp, samples=samples).epoch():
+        loader = load(dataset, global_batch_size=4, micro_batch_size=2, dp_rank=rank, dp_size=dp, samples=samples)
+        for batch in loader.epoch():
             assert len(batch) == 2 // dp
             for microbatch in batch:
                 assert microbatch.tokens.shape == (4, 2)
                 counted += microbatch.targets[microbatch.targets != IGNORE_INDEX].tolist()
+        loader.close()
     assert sorted(counted) == [100 * s + t for s in range(samples) for t in range(1, 5)]
     assert max(dataset.read) < samples
+    assert len(dataset.read) == -(-samples // 4) * 4, "nothing is read ahead past the end"
 
 
 def test_limited_validation(load):

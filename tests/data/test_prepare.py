@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 
 from megalite.data import tokenizers
-from megalite.data.indexed import IndexedTokens
+from megalite.data.indexed import DataError, IndexedTokens
+from megalite.data.prepare import prepare
+from megalite.data.sources import open_inputs
 
 TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"
 WORDS = ["alpha", "beta", "def f(x):\n    return x", "grüße", "日本語", "\tgamma\r\n"]
@@ -156,7 +158,7 @@ def test_trained_tokenizer_by_name(run, tmp_path):
 
 def test_workers_do_not_show(tmp_path):
     """Enough input for many tasks, so that 3 workers finish them out of order."""
-    write_files(tmp_path, [text * (200 if i % 9 == 0 else 20) for i, text in enumerate(TEXTS)], "{:03}.py")
+    write_files(tmp_path, [text * (800 if i % 9 == 0 else 80) for i, text in enumerate(TEXTS)], "{:03}.py")
     (tmp_path / "z.jsonl").write_text("".join(json.dumps({"text": text * 9}) + "\n" for text in TEXTS))
     for workers in (1, 3):
         output = ["--output", str(tmp_path / f"w{workers}" / "x"), "--workers", str(workers), "--json"]
@@ -167,6 +169,23 @@ def test_workers_do_not_show(tmp_path):
         assert done.stdout.count("\n") == 1, "the result alone is on stdout"
     for end in ("bin", "idx", "json", "model"):
         assert (tmp_path / "w1" / f"x.{end}").read_bytes() == (tmp_path / "w3" / f"x.{end}").read_bytes()
+
+
+def test_training_reads_its_share_alone(tmp_path, monkeypatch):
+    """Of 40 tasks every fourth trains the tokenizer: a bad line between them is met only when tokenizing."""
+    monkeypatch.setattr("megalite.data.sources.TASK_BYTES", 10_000)
+    monkeypatch.setattr("megalite.data.prepare.TRAINING_BYTES", 100_000)
+    lines = [json.dumps({"text": f"{i} " + TEXTS[i % 60] * 5}) for i in range(200)]
+    lines[13] = "{}"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    stages = []
+    sources = open_inputs([str(tmp_path / "a.jsonl")], exclude=[], file_format="auto", text_key="text", split="train")
+    with pytest.raises(DataError, match=r"text_key text is not in .* line 14;"):
+        prepare(
+            sources, tmp_path / "x", str(tmp_path / "x.model"), train_tokenizer=330, progress=lambda what, done, total: stages.append(what)
+        )
+    assert stages[-1] == "tokenizing"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_odd_text(run, tmp_path):

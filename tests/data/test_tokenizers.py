@@ -60,6 +60,11 @@ def test_text_comes_back(tokenizer):
         assert tokenizer.eos not in ids, "no text ends a document"
 
 
+def test_encodings_join(tokenizer):
+    """No space appears where one encoded text follows another, as a continuation follows its prompt."""
+    assert tokenizer.decode(tokenizer.encode("return\n") + tokenizer.encode("self.x")) == "return\nself.x"
+
+
 def test_eos_is_an_id_that_decodes_to_nothing(tokenizer):
     assert 0 <= tokenizer.eos < tokenizer.vocab_size
     assert tokenizer.decode([*tokenizer.encode("a b"), tokenizer.eos]) == "a b"
