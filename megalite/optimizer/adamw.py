@@ -76,19 +76,18 @@ class AdamW:
 
     def _rectangles(self, found: Iterator[tuple[BucketMemory, FlatRectangle, int]], kinds: Sequence[str]) -> Iterator[Rectangle]:
         for memory, flat, offset in found:
-            own = slice(offset + flat.start - memory.start, offset + flat.stop - memory.start)
             for kind, values in self._states(memory):
                 if kind in kinds:
-                    yield Rectangle(f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, values[own].view(flat.sizes))
+                    yield memory.rectangle(kind, values, flat, offset)
 
     def to_save(self, kinds: Sequence[str] = STATE) -> list[Rectangle]:
         """This rank's share of the checkpoint: over all ranks each element of weights and moments exactly once."""
         return list(self._rectangles(self.store.counted_once(), kinds))
 
-    def to_load(self, kinds: Sequence[str] = STATE) -> list[Rectangle]:
+    def to_load(self) -> list[Rectangle]:
         """Everything that this rank keeps and that a checkpoint must fill, copies and replicas included."""
         return [
             rectangle
             for memory in self.store.buckets
-            for rectangle in self._rectangles(self.store.held(memory, memory.start, memory.stop), kinds)
+            for rectangle in self._rectangles(self.store.held(memory, memory.start, memory.stop), STATE)
         ]

@@ -66,8 +66,8 @@ class Parts:
     runtime: Runtime
 
 
-def build_parts(config: Config, mesh: Mesh, device: torch.device | str) -> Parts:
-    """Allocate this rank's parameters (zero until initialised or loaded) and the stages that use them."""
+def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True) -> Parts:
+    """Allocate this rank's parameters (zero until initialised or loaded; gradients where it trains) and the stages that use them."""
     model, parallel, train = config.model, config.parallel, config.train
     dtype = DTYPES[train.precision]
     units = stage_units(partition(config), mesh.pp.rank)
@@ -79,6 +79,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str) -> Parts
         bucket_bytes=parallel.bucket_mb * 1e6,
         device=device,
         keep_tied_apart=config.run.deterministic,
+        training=training,
     )
     stages = {mesh.pp.rank: Stage(config, units, store, mesh, dtype)}
     length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.config.load import from_dict, to_dict, to_yaml
-from megalite.config.schema import Config
+from megalite.config.schema import Config, ConfigError
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh import Mesh
@@ -112,7 +112,7 @@ class Trainer:
         return checkpoint.latest(self.run_dir / "checkpoints", self.mesh)
 
     def load_weights(self, directory: Path) -> None:
-        checkpoint.load(directory, self.optimizer.to_load(kinds=("weight",)))
+        checkpoint.load(directory, self.store.to_load())
         self.store.publish()
 
     def resume(self, directory: Path) -> None:
@@ -227,11 +227,11 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     )
     changed = [f"model.{name} was {saved_shape.get(name)}, is {value}" for name, value in shape.items() if saved_shape.get(name) != value]
     if changed:
-        raise ValueError(f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run another run.name.")
+        raise ConfigError(f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run another run.name.")
     if state["fingerprint"] != fingerprint and "data" not in allow:
-        raise ValueError(f"checkpoint.load = {directory} was made with other data. Accept it with checkpoint.allow = [data].")
+        raise ConfigError(f"checkpoint.load = {directory} was made with other data. Accept it with checkpoint.allow = [data].")
     if saved.train.steps != config.train.steps and "horizon" not in allow and config.optimizer.decay != "constant":
-        raise ValueError(
+        raise ConfigError(
             f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning-rate schedule would change. "
             "Accept it with checkpoint.allow = [horizon]."
         )

@@ -21,7 +21,7 @@ from megalite import rng
 from megalite.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from megalite.parallel.sharding.buckets import Bucket, bucket_layout
-from megalite.parallel.spec import FlatRectangle, ParamSpec, Segment, rectangles
+from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment, rectangles
 from megalite.parallel.weight import Weight, WeightGradients
 
 
@@ -34,7 +34,7 @@ class BucketMemory:
 
     layout: Bucket
     weights: Tensor  # [size], compute precision
-    grads: Tensor | None  # [size], at least fp32; None for frozen buckets
+    grads: Tensor | None  # [size], at least fp32; None for frozen buckets and without training
     start: int
     stop: int
     master: Tensor  # [stop - start], at least fp32
@@ -47,6 +47,11 @@ class BucketMemory:
         assert self.grads is not None
         return self.grads[self.start : self.stop]
 
+    def rectangle(self, kind: str, values: Tensor, flat: FlatRectangle, offset: int) -> Rectangle:
+        """The part of an owned range's `values` ([stop - start]) that `flat`, whose stored tensor starts at `offset`, describes."""
+        own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
+        return Rectangle(f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, values[own].view(flat.sizes))
+
 
 class ParameterStore:
     """Every stored tensor of one pipeline rank.
@@ -56,6 +61,7 @@ class ParameterStore:
         zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone.
         dtype: compute precision.
         keep_tied_apart: see `Weight.keep_apart`.
+        training: False holds weights alone, without gradient buffers.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class ParameterStore:
         bucket_bytes: float = 25e6,
         device: torch.device | str = "cpu",
         keep_tied_apart: bool = False,
+        training: bool = True,
     ):
         self.mesh = mesh
         self.zero = zero
@@ -75,22 +82,22 @@ class ParameterStore:
         self.weights: dict[str, Weight] = {}
         self._by_unit: dict[int, list[BucketMemory]] = {}
         layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
-        self.buckets = [self._allocate(layout, dtype, device) for layout in layouts]
+        self.buckets = [self._allocate(layout, dtype, device, training) for layout in layouts]
         for weight in self.weights.values():
-            if keep_tied_apart and weight.spec.contributions > 1:
+            if keep_tied_apart and weight.grad is not None and weight.spec.contributions > 1:
                 weight.keep_apart()
         self._partial = list(self._owned_parts(lambda segment: segment.partial))
         self._replicated = list(self._owned_parts(lambda segment: segment.replicas > 1))
 
-    def _allocate(self, layout: Bucket, dtype: torch.dtype, device: torch.device | str) -> BucketMemory:
+    def _allocate(self, layout: Bucket, dtype: torch.dtype, device: torch.device | str, training: bool) -> BucketMemory:
         wide = torch.promote_types(dtype, torch.float32)
         weights = torch.zeros(layout.size, dtype=dtype, device=device)
-        grads = torch.zeros(layout.size, dtype=wide, device=device) if layout.trainable else None
+        grads = torch.zeros(layout.size, dtype=wide, device=device) if layout.trainable and training else None
         start, stop = layout.shard(self.mesh.data.rank) if self.zero else (0, layout.size)
         master = weights[start:stop] if wide == dtype else torch.zeros(stop - start, dtype=wide, device=device)
         memory = BucketMemory(layout, weights, grads, start, stop, master)
         for slot in layout.slots:
-            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(layout.trainable)
+            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(grads is not None)
             grad = None if grads is None else grads[slot.start : slot.stop].view(slot.shape)
             self.weights[slot.spec.name] = Weight(slot.spec, tensor, grad, self.gradients, self._completion(memory))
         for unit in layout.units:
@@ -122,6 +129,14 @@ class ParameterStore:
             return values
 
         self.fill(part_of)
+
+    def to_load(self) -> list[Rectangle]:
+        """The master weights that this rank keeps, for a checkpoint to fill; `publish` then makes them the weights."""
+        return [
+            memory.rectangle("weight", memory.master, flat, offset)
+            for memory in self.buckets
+            for _, flat, offset in self.held(memory, memory.start, memory.stop)
+        ]
 
     def _segment_ranges(self) -> Iterator[tuple[BucketMemory, Segment, int]]:
         for memory in self.buckets:
