@@ -32,7 +32,10 @@ def main() -> None:
     configure_process(device, config.run.deterministic)
     start_process_group(device)
     mesh = build.make_mesh(config)
-    trainer = Trainer(config, mesh, device)
+    try:
+        trainer = Trainer(config, mesh, device)
+    except ConfigError as error:  # a checkpoint that this run must not continue: every rank finds the same
+        exit_with(str(error))
     if mesh.rank == 0:
         write_config(config, trainer.run_dir)
         backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
