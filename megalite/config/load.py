@@ -272,6 +272,9 @@ def parse_values(parse: Callable[[dict[str, Any]], Any], values: dict[str, Any],
     except (ArgumentError, TypeError, ValueError) as error:
         option = next((option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None)
         raise ConfigError(wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}") from None
+    for option, value in values.items():  # the parser lets null pass for every type
+        if parsed[option] is None and NoneType not in get_args(OPTIONS[option].type):
+            raise ConfigError(wrong_type(option, value, source))
     return {option: parsed[option] for option in values}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from megalite.config.schema import Config
@@ -41,6 +42,11 @@ class Rule:
         legal = self.legal(facts) if callable(self.legal) else self.legal
         way_out = legal if isinstance(legal, str) else describe_legal(value, legal)
         return f"{self.option} = {show(value)} {why}. {way_out}"
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a directory holds a published checkpoint; state.json is what makes it one."""
+    return (Path(path) / "state.json").is_file()
 
 
 def show(value: Any) -> str:

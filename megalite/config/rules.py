@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megalite.config.rule import Facts, Rule, bounded, nearest_name
+from megalite.config.rule import Facts, Rule, bounded, is_checkpoint, nearest_name
 from megalite.config.schema import ROPE_SCALING_KEYS, Config, ConfigError
 from megalite.config.token_files import data_vocab_size, prefixes, token_file
 
@@ -196,9 +196,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "init_from exists",
         "model.init_from",
-        broken=lambda c: c.model.init_from is not None and not Path(c.model.init_from).is_dir(),
-        why="is not a directory",
-        legal="Give a checkpoint directory, for example runs/NAME/checkpoints/latest.",
+        broken=lambda c: c.model.init_from is not None and not is_checkpoint(c.model.init_from),
+        why="is not a checkpoint: it has no state.json",
+        legal="Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100.",
     ),
     Rule(
         "hidden size over heads",
@@ -478,9 +478,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "checkpoint exists",
         "checkpoint.load",
-        broken=lambda c: c.checkpoint.load not in ("auto", "none") and not Path(c.checkpoint.load).is_dir(),
-        why="is neither auto nor none nor a directory",
-        legal="Give a checkpoint directory, for example runs/NAME/checkpoints/latest.",
+        broken=lambda c: c.checkpoint.load not in ("auto", "none") and not is_checkpoint(c.checkpoint.load),
+        why="is neither auto nor none nor a checkpoint directory: it has no state.json",
+        legal="Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100.",
     ),
     Rule(
         "resume or warm start",

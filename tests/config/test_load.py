@@ -133,6 +133,8 @@ MESSAGES = [
     (["--tp", "two"], None, "parallel.tp = two on the command line is not an integer."),
     (["--tp", "1.5"], None, "parallel.tp = 1.5 on the command line is not an integer."),
     ([], "parallel: {tp: true}", "parallel.tp = true in run.yaml is not an integer."),
+    ([], "train: {grad_clip: null}", "train.grad_clip = null in run.yaml is not a number."),
+    (["--model.hidden_act", "null"], None, "model.hidden_act = null on the command line is not one of silu, gelu, "),
     ([], "optimizer: {lr: fast}", "optimizer.lr = fast in run.yaml is not a number."),
     ([], "run: {name: 2024}", "run.name = 2024 in run.yaml is not text. Write it in quotes: '2024'."),
     (["--optimizer.decay", "cosin"], None, "is not one of cosine, linear, wsd, constant. Nearest: cosine."),

@@ -53,7 +53,7 @@ ROWS = [
     *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
     Row("preset or from_hf", {"model.preset": "tiny", "model.from_hf": "hf"}, {"model.from_hf": None}, ("model.preset = tiny",)),
-    Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("not a directory",)),
+    Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("not a checkpoint: it has no state.json",)),
     Row("hidden size over heads", {"model.num_attention_heads": 6, "model.hidden_size": 64}, {"model.head_dim": 10}, ("4 or 8",)),
     Row(
         "heads over key-value heads",
@@ -184,6 +184,7 @@ def token_files(tmp_path, monkeypatch):
     for prefix in ("tokens", "other", "bare"):
         (tmp_path / f"{prefix}.bin").touch()
         (tmp_path / f"{prefix}.idx").touch()
+    (tmp_path / "state.json").touch()  # makes . a checkpoint
     (tmp_path / "tokens.json").write_text(json.dumps({"vocab_size": 257, "eos": 256}))
     (tmp_path / "other.json").write_text(json.dumps({"vocab_size": 300, "eos": 0}))
 
