@@ -1,0 +1,32 @@
+# `make demo` and `make test` do everything themselves, on a machine that has python3 (3.11 or newer), make and a C compiler.
+#
+# Without a GPU, PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' takes torch's CPU build, and saves gigabytes.
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint install
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/installed-demo
+	$(BIN)/python tools/demo.py
+
+# One thread: sums must not depend on a machine's cores.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+install: $(VENV)/installed-dev
+
+# The demo needs a third of what the tests need: each target installs its own extra.
+$(VENV)/installed-%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
+	touch $@
