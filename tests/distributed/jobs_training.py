@@ -1,0 +1,137 @@
+"""Training runs on the pool's ranks: repeated, saved and resumed, evaluated, fed with a broken gradient, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+from megalite.config.load import from_dict
+from megalite.config.schema import ConfigError
+from megalite.optimizer.adamw import STATE
+from megalite.training.trainer import StepResult, Trainer, global_tensors
+from tests.distributed.jobs import mesh_of
+
+
+def make_trainer(context: Any, config: dict[str, Any]) -> Trainer:
+    made = from_dict(config)
+    return Trainer(made, mesh_of(context, made))
+
+
+def numbers(results: list[StepResult]) -> dict[str, Any]:
+    return {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
+
+
+def train_and_save(context: Any, config: dict[str, Any], before: int, after: int) -> dict[str, Any]:
+    """Train, save, and train on: what is saved, and the numbers of both halves (rank 0 adds weights and moments at the end)."""
+    trainer = make_trainer(context, config)
+    try:
+        results = [trainer.step() for _ in range(before)]
+        directory = trainer.save()
+        results += [trainer.step() for _ in range(after)]
+        return {"directory": str(directory), **numbers(results), "tensors": global_tensors(trainer, STATE)}
+    finally:
+        trainer.close()
+
+
+def resume(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A fresh trainer that starts from what `checkpoint.load` names."""
+    trainer = make_trainer(context, config)
+    try:
+        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.skipped}
+        started = global_tensors(trainer, STATE)
+        results = [trainer.step() for _ in range(steps)]
+        return {"place": place, "started": started, **numbers(results), "tensors": global_tensors(trainer, STATE)}
+    finally:
+        trainer.close()
+
+
+def refusal(context: Any, config: dict[str, Any]) -> str:
+    """The message with which a trainer refuses to start."""
+    try:
+        make_trainer(context, config).close()
+    except ConfigError as error:
+        return str(error)
+    return "started"
+
+
+def initial_weights(context: Any, config: dict[str, Any]) -> dict[str, Tensor]:
+    trainer = make_trainer(context, config)
+    trainer.close()
+    return global_tensors(trainer)
+
+
+def evaluate(context: Any, config: dict[str, Any], steps: int) -> tuple[float, float]:
+    """Validation loss before and after some steps."""
+    trainer = make_trainer(context, config)
+    try:
+        before = trainer.evaluate()
+        for _ in range(steps):
+            trainer.step()
+        return before, trainer.evaluate()
+    finally:
+        trainer.close()
+
+
+def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_step: int, broken_rank: int, steps: int) -> dict[str, Any]:
+    """One element of one rank's gradients becomes infinite in one step; its weights before and after that step are kept."""
+    trainer = make_trainer(context, config)
+    finish = trainer.store.finish_gradients
+    kept: list[dict[str, Tensor]] = []
+
+    def finish_and_break() -> None:
+        finish()
+        if trainer.step_done + 1 == broken_step and context.rank == broken_rank:
+            memory = next(memory for memory in trainer.store.buckets if memory.grads is not None)
+            memory.owned_grads[0] = torch.inf
+
+    trainer.store.finish_gradients = finish_and_break  # type: ignore[method-assign]
+    try:
+        results = []
+        for step in range(1, steps + 1):
+            if step == broken_step:
+                kept.append(global_tensors(trainer, STATE))
+            results.append(trainer.step())
+            if step == broken_step:
+                kept.append(global_tensors(trainer, STATE))
+        skipped = [result.skipped for result in results]
+        return {**numbers(results), "skipped": skipped, "count": trainer.skipped, "kept": kept}
+    finally:
+        trainer.close()
+
+
+def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """What one step (not the first) communicates: counted by the mesh, and independently by torch's dispatcher.
+
+    `observed` counts every c10d operation that this process issued, whoever asked for it; `expected` is what the mesh's count amounts to
+    on gloo, where a collective of n ranks is n - 1 sends and receives.
+    """
+    trainer = make_trainer(context, config)
+    mesh, store = trainer.mesh, trainer.store
+    sizes = {axis.name: axis.size for axis in (mesh.tp, mesh.dp, mesh.data, mesh.world, mesh.pp, mesh.kv_replica, mesh.tied_pair) if axis}
+    try:
+        trainer.step()
+        for memory in store.buckets:
+            for unit in memory.layout.units:
+                store.wait_for(unit)
+        mesh.traffic.clear()
+        with profile() as recorded:
+            trainer.step()
+        traffic = dict(mesh.traffic)
+    finally:
+        trainer.close()
+    observed = Counter(event.name for event in recorded.function_events if event.name.startswith("c10d::"))
+    expected: Counter[str] = Counter()
+    for (operation, axis), count in traffic.items():
+        if operation in ("isend", "irecv"):
+            expected["c10d::send" if operation == "isend" else "c10d::recv_"] += count
+        else:
+            expected["c10d::send"] += count * (sizes[axis] - 1)
+            expected["c10d::recv_"] += count * (sizes[axis] - 1)
+    owned = [rectangle.segment for memory in store.buckets for _, rectangle, _ in store.held(memory, memory.start, memory.stop)]
+    holds = {"partial": any(segment.partial for segment in owned), "replicated": any(segment.replicas > 1 for segment in owned)}
+    place = {"pp": mesh.pp.rank, "buckets": len(store.buckets)}
+    return {"traffic": traffic, "observed": dict(observed), "expected": dict(expected), **holds, **place}

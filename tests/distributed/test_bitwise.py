@@ -1,0 +1,87 @@
+"""Where additions keep their order, runs are equal bit for bit: losses, weights and both moments.
+
+Equal micro-batch size, clipping off; losses and states are compared with ==. The gradient norm only measures (no clipping acts), and ranks
+sum it in another order, so across layouts it agrees to rounding; a repeated run repeats it too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.optimizer.adamw import STATE
+from tests.distributed import jobs
+from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.layouts import Case
+
+STEPS = 3
+MODEL = {"tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}
+BASE: Case = {**SINGLE, **MODEL}
+
+# name: (model and train options of both, one layout, the other layout)
+PAIRS: dict[str, tuple[Case, Case, Case]] = {
+    **{f"zero 0 and 1, dp {dp}": ({"dp": dp, "microbatches": 2}, {"zero": 0}, {"zero": 1}) for dp in (2, 3, 4)},
+    "zero 0 and 1, tp 2, pp 2, dp 2": ({"tp": 2, "pp": 2, "dp": 2, "microbatches": 4, "tied": True}, {"zero": 0}, {"zero": 1}),
+    "pp 1 and 2": ({"microbatches": 4}, {"pp": 1}, {"pp": 2}),
+    "pp 1 and 4": ({"microbatches": 8}, {"pp": 1}, {"pp": 4}),
+    "pp 1 and 2 with tp 2 and sequence parallelism": ({"tp": 2, "sequence_parallel": True, "microbatches": 4}, {"pp": 1}, {"pp": 2}),
+    "pp 1 and 4 with dp 2": ({"dp": 2, "zero": 1, "microbatches": 4}, {"pp": 1}, {"pp": 4}),  # the dp ranks are neighbours in both
+    "dp ranks apart by tp": ({"tp": 2, "dp": 2, "microbatches": 4}, {"pp": 1, "zero": 0}, {"pp": 2, "zero": 1}),
+    "gpipe and 1f1b": ({"pp": 4, "microbatches": 8}, {"schedule": "gpipe"}, {"schedule": "1f1b"}),
+    "gpipe and 1f1b, tp 2, dp 2": ({"tp": 2, "pp": 2, "dp": 2, "microbatches": 4}, {"schedule": "gpipe"}, {"schedule": "1f1b"}),
+    **{
+        f"recompute none and {mode}, tp 2, pp 2": ({"tp": 2, "pp": 2, "sequence_parallel": sp, "microbatches": 4}, {}, {"recompute": mode})
+        for mode, sp in (("selective", True), ("full", True), ("every-2", False))
+    },
+    "tied, pp 1 and 2, deterministic": ({"tied": True, "microbatches": 4, "deterministic": True}, {"pp": 1}, {"pp": 2}),
+    "tied, tp 2, pp 1 and 4, deterministic": ({"tied": True, "tp": 2, "microbatches": 4, "deterministic": True}, {"pp": 1}, {"pp": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), MODEL["vocab_size"])
+
+
+def run(ranks, prefix: str, case: Case, precision: str = "fp32", **changes: dict[str, Any]) -> list[dict[str, Any]]:
+    changes = {"run": {"deterministic": case.get("deterministic", False)}, "train": {"grad_clip": 0.0}, **changes}
+    config = config_of(case, prefix, precision)
+    config = {section: {**values, **changes.get(section, {})} for section, values in config.items()}
+    return ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, STEPS, STATE)
+
+
+def assert_bitwise(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for found in got:
+        assert found["losses"] == expected[0]["losses"]
+    tensors, others = got[0]["tensors"], expected[0]["tensors"]
+    assert tensors.keys() == others.keys()
+    differing = [name for name, value in tensors.items() if not torch.equal(value, others[name])]
+    assert not differing
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_layouts_with_one_order_of_additions(pair, ranks, prefix):
+    common, one, other = PAIRS[pair]
+    got, expected = (run(ranks, prefix, {**BASE, **common, **each}) for each in (one, other))
+    assert_bitwise(got, expected)
+    assert got[0]["grad_norms"] == pytest.approx(expected[0]["grad_norms"], rel=1e-6)
+
+
+def test_the_comparison_sees_another_order_of_additions(ranks, prefix):
+    """A different micro-batch size is the smallest change of order; were it equal too, equality above would say nothing."""
+    one, other = (run(ranks, prefix, {**BASE, "microbatches": count}) for count in (2, 4))
+    assert one[0]["losses"] == pytest.approx(other[0]["losses"], rel=1e-5)
+    with pytest.raises(AssertionError):
+        assert_bitwise(one, other)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [{"microbatches": 2}, {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 2}])
+def test_a_repeated_run_is_itself(layout, precision, ranks, prefix):
+    case = {**BASE, "tied": True, "kv_heads": 1, **layout}
+    one, other = (run(ranks, prefix, case, precision, train={"grad_clip": 0.5}) for _ in range(2))
+    assert_bitwise(one, other)
+    assert one[0]["grad_norms"] == other[0]["grad_norms"]
+    assert max(one[0]["grad_norms"]) > 0.5, "clipping acts"
