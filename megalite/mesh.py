@@ -134,7 +134,7 @@ class Mesh:
         """
         import torch.distributed as dist
 
-        return dist.new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-any-return]
+        return dist.new_group(list(ranks), use_local_synchronization=True)
 
     def _warm_up(self) -> None:
         """Connect every communicator now, in one order: a lazy first use inside the pipeline could hang."""

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.load import exit_with, load_config  # noqa: E402
-from megalite.config.schema import ConfigError  # noqa: E402
+from megalite.config.load import exit_with, load_config
+from megalite.config.schema import ConfigError
 
 TOLERANCES = {"fp32": (1e-5, 2e-5), "fp64": (1e-9, 1e-9), "bf16": (2e-2, 2e-2)}  # relative (loss, norm), absolute (weights)
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     if own.json:
         print(json.dumps({"equal": found is None, "steps": own.steps, "layout": layout, "difference": found and asdict(found)}))
     elif found is None:
-        print(f"equal: {own.steps} steps on {layout} give the losses and gradient norms of one process within {relative:g}, weights {absolute:g}")
+        print(f"equal: {own.steps} steps on {layout} give one process's losses and norms within {relative:g}, weights within {absolute:g}")
     else:
         print(f"different: {found}")
     return int(found is not None)

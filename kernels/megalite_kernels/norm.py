@@ -49,9 +49,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offse
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., H] in x's dtype, mean and rstd [..., 1] in at least fp32."""
-    y, mean, rstd = torch.native_layer_norm(
-        _at_least_fp32(x), [x.shape[-1]], _at_least_fp32(weight), _at_least_fp32(bias), eps
-    )
+    y, mean, rstd = torch.native_layer_norm(_at_least_fp32(x), [x.shape[-1]], _at_least_fp32(weight), _at_least_fp32(bias), eps)
     return y.to(x.dtype), mean, rstd
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,7 +236,7 @@ def _cut(file: IndexedTokens, held_out: float) -> int:
     return cut if 2 * (len(file) - cut) >= wanted else len(file) - wanted
 
 
-def _agreed(sources: list, attribute: str) -> int | None:
+def _agreed(sources: list[Any], attribute: str) -> int | None:
     """The value that every source names; None where one of them names none."""
     values = {getattr(source, attribute) for source in sources}
     if len(values - {None}) > 1:

@@ -98,14 +98,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, k, v = self.project(x, context)  # [seq, batch, heads/tp, head_dim] each
         out = _Attention.apply(q, k, v, self.operation(context))
-        return self.out(out.flatten(-2))  # type: ignore[no-any-return]
+        return self.out(out.flatten(-2))
 
     def project(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, normed and rotated."""
         rotary = context.rotary if self.uses_rope else None
         packed = self.qkv(x)
         if self.q_norm is None or self.k_norm is None:
-            return _Split.apply(packed, self, rotary)  # type: ignore[no-any-return]
+            return _Split.apply(packed, self, rotary)
         q, k, v = _Split.apply(packed, self, None)
         if self.model_config.qk_norm == "full":
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)

@@ -61,7 +61,8 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return dropout(grads[0], ctx.key, *ctx.saved_tensors, ctx.probability), None, None, None, None
+        samples, positions = ctx.saved_tensors
+        return dropout(grads[0], ctx.key, samples, positions, ctx.probability), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -83,4 +84,4 @@ class Dropout:
         first = x.shape[0] * self.tp.rank if self.sequence_parallel else 0
         positions = torch.arange(first, first + x.shape[0], device=x.device)
         key = context.dropout_key(self.site, self.layer)
-        return _Dropout.apply(x, key, context.samples, positions, self.probability)  # type: ignore[no-any-return]
+        return _Dropout.apply(x, key, context.samples, positions, self.probability)

@@ -108,7 +108,8 @@ class _Specs:
                 specs += self.norm(f"{name}.{before}", unit)
             if block == "attention":
                 q, kv = model.num_attention_heads * head, model.kv_heads * head
-                specs += self.column(f"{name}.attention.qkv", unit, (("q", q, 1), ("k", kv, copies), ("v", kv, copies)), model.attention_bias)
+                parts: tuple[tuple[str, int, int], ...] = (("q", q, 1), ("k", kv, copies), ("v", kv, copies))
+                specs += self.column(f"{name}.attention.qkv", unit, parts, model.attention_bias)
                 specs += self.qk_norm(f"{name}.attention", unit, q, kv)
                 specs += self.row(f"{name}.attention.out", unit, q, model.attention_out_bias)
             else:

@@ -8,12 +8,12 @@ import torch
 from megalite_kernels.rotary import rotary_tables
 from torch import Tensor, nn
 
-from megalite.config.schema import Config, ModelConfig
 from megalite.batch import Microbatch
+from megalite.config.schema import Config, ModelConfig
 from megalite.mesh import Mesh
 from megalite.model.context import Dropout, ForwardContext, Site
-from megalite.model.parameters import head_unit
 from megalite.model.options import LayerOptions
+from megalite.model.parameters import head_unit
 from megalite.model.transformer import Layer, make_norm
 from megalite.parallel.regions import Regions
 from megalite.parallel.sharding.store import ParameterStore
@@ -106,7 +106,7 @@ class Stage(nn.Module):
         if self.head is None:
             return x
         self.weights.wait_for(head_unit(self.model_config))
-        return self.head(x, microbatch.targets, loss_scale)  # type: ignore[no-any-return]
+        return self.head(x, microbatch.targets, loss_scale)
 
     def take_weight_work(self) -> list[Callable[[], None]]:
         """The weight-gradient products that the last backward put off."""

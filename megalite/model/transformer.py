@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x))  # type: ignore[no-any-return]
+        return self.down(self.up(x))
 
 
 class Layer(nn.Module):
@@ -67,14 +67,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return _Recompute.apply(x, self, context)  # type: ignore[no-any-return]
+            return _Recompute.apply(x, self, context)
         return self.compute(x, context)
 
     def compute(self, x: Tensor, context: ForwardContext) -> Tensor:
         attended = self.attention(self.attention_input_norm(x), context)
         x = x + self.attention_dropout(self.attention_output_norm(attended), context)
         transformed = self.mlp(self.mlp_input_norm(x))
-        return x + self.mlp_dropout(self.mlp_output_norm(transformed), context)  # type: ignore[no-any-return]
+        return x + self.mlp_dropout(self.mlp_output_norm(transformed), context)
 
 
 class _Recompute(torch.autograd.Function):

@@ -3,7 +3,8 @@
 Every operation returns a `Pending`; its `wait()` gives the result. On an axis of size 1 nothing is communicated.
 NCCL uses torch.distributed's collectives. gloo's own collectives hand each call to a worker thread and add in an order that depends on
 where a byte lies in the buffer; here, on gloo, each rank exchanges directly with each other rank and adds in rank order. That is 2–3 times
-faster on one host, and the sum of an element depends on nothing but the values: all-reduce, reduce-scatter and any bucket layout agree bit for bit.
+faster on one host, and the sum of an element depends on nothing but the values: all-reduce, reduce-scatter and any bucket layout agree
+bit for bit.
 
 The differentiable forms pair each forward with its backward communication:
 
@@ -171,12 +172,12 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 def reduce_from_axis(x: Tensor, axis: MeshAxis) -> Tensor:
-    return x if axis.size == 1 else _ReduceFromAxis.apply(x, axis)  # type: ignore[no-any-return]
+    return x if axis.size == 1 else _ReduceFromAxis.apply(x, axis)
 
 
 def gather_sequence(x: Tensor, axis: MeshAxis) -> Tensor:
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis)  # type: ignore[no-any-return]
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
 
 
 def scatter_sequence(x: Tensor, axis: MeshAxis) -> Tensor:
-    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)  # type: ignore[no-any-return]
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -50,16 +51,12 @@ def configure_cpu() -> None:
     """
     if not torch.cpu._is_amx_tile_supported():
         torch.set_float32_matmul_precision("medium")
-    try:
+    with suppress(AttributeError, OSError):  # not Linux, or not allowed: slower, not wrong
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    except (AttributeError, OSError):  # not Linux, or not allowed: slower, not wrong
-        pass
-    try:
+    with suppress(AttributeError, OSError):  # another C library than glibc
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-    except (AttributeError, OSError):  # another C library than glibc
-        pass
 
 
 def start_process_group(device: torch.device, timeout_s: float = 600.0) -> None:

@@ -146,7 +146,7 @@ class Trainer:
         value = torch.tensor([int(self.schedule.hash[:12], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
-            raise RuntimeError(f"rank {self.mesh.rank} built another pipeline schedule than the others: are all ranks given the same options?")
+            raise RuntimeError(f"rank {self.mesh.rank} built another pipeline schedule than other ranks: were all given the same options?")
 
     # ---- one step
 
@@ -225,14 +225,14 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
         {name: value for name, value in to_dict(each)["model"].items() if name not in ("preset", "from_hf", "init_from")}
         for each in (config, saved)
     )
-    changed = [f"model.{name} was {saved_shape.get(name)}, is {value}" for name, value in shape.items() if saved_shape.get(name) != value]
+    changed = [f"model.{name} was {saved_shape.get(name)}, is {shape[name]}" for name in shape if saved_shape.get(name) != shape[name]]
     if changed:
         raise ConfigError(f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run another run.name.")
     if state["fingerprint"] != fingerprint and "data" not in allow:
         raise ConfigError(f"checkpoint.load = {directory} was made with other data. Accept it with checkpoint.allow = [data].")
     if saved.train.steps != config.train.steps and "horizon" not in allow and config.optimizer.decay != "constant":
         raise ConfigError(
-            f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning-rate schedule would change. "
+            f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning rate would change. "
             "Accept it with checkpoint.allow = [horizon]."
         )
 

@@ -90,6 +90,10 @@ def pairs_of(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(combinations(case.items(), 2))
 
 
+def _pair(one: tuple[str, Any], other: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((one, other), key=lambda item: list(OPTIONS).index(item[0])))
+
+
 def pairwise() -> list[Case]:
     """Greedy cover: seed each case with an uncovered pair, then choose each option's value for the most new pairs. Deterministic."""
     table = [dict(NAMED)]
@@ -102,11 +106,8 @@ def pairwise() -> list[Case]:
                 legal = [value for value in values if is_legal({**case, option: value})]
                 known = list(case.items())
 
-                def gain(value: Any, option: str = option, known: list[tuple[str, Any]] = known) -> int:
-                    pairs = (tuple(sorted((item, (option, value)), key=lambda pair: list(OPTIONS).index(pair[0]))) for item in known)
-                    return sum(pair in missing for pair in pairs)
-
-                case[option] = max(legal, key=gain)
+                gains = [len(missing & {_pair(item, (option, value)) for item in known}) for value in legal]
+                case[option] = legal[gains.index(max(gains))]
         case = {option: case[option] for option in OPTIONS}
         missing -= pairs_of(case)
         table.append(case)

@@ -21,14 +21,23 @@ from tests.distributed.configs import STEPS, write_tokens
 SEQUENCE, BATCH, VOCAB, LR, DECAY = 24, 8, 101, 3e-4, 0.1
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, GQA": ("Llama", LLAMA),
     "llama, llama3 rope, tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500.0}}),
     "llama, linear rope": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
     "qwen2, biases": ("Qwen2", {**LLAMA, "tie_word_embeddings": False}),
     "qwen3, qk-norm, head_dim": ("Qwen3", {**LLAMA, "head_dim": 24, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2LMHead", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
+    "gpt2": (
+        "GPT2LMHead",
+        {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    ),
 }
 NAMES = {
     **{"model.embed_tokens": "embedding", "model.layers": "layers", "model.norm": "norm", "lm_head": "head"},

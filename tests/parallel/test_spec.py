@@ -34,7 +34,9 @@ def test_parameter_count_does_not_depend_on_the_layout(tp):
 
 segments = st.builds(
     lambda rows, columns, split, replicas, tp: (
-        Segment("w", (rows * tp, columns * tp) if columns else (rows * tp,), min(split, 1 if columns else 0), replicas if replicas <= tp else 1),
+        Segment(
+            "w", (rows * tp, columns * tp) if columns else (rows * tp,), min(split, 1 if columns else 0), replicas if replicas <= tp else 1
+        ),
         tp,
     ),
     rows=st.integers(1, 5),

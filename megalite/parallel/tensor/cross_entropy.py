@@ -18,8 +18,6 @@ from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
 
 
-
-
 @dataclass(frozen=True)
 class CrossEntropy:
     """Sum of token losses times `scale`, for logits [tokens, vocabulary/tp] and targets [tokens].
@@ -35,7 +33,7 @@ class CrossEntropy:
 
     def __call__(self, logits: Tensor, targets: Tensor, scale: float) -> Tensor:
         """The loss, a scalar in at least fp32. The logits are overwritten in backward."""
-        return _VocabParallelCrossEntropy.apply(logits, targets, scale, self)  # type: ignore[no-any-return]
+        return _VocabParallelCrossEntropy.apply(logits, targets, scale, self)
 
     def part(self, logits: Tensor) -> tuple[int, int]:
         """First vocabulary index of this rank's columns, and how many of them are real."""

@@ -77,4 +77,4 @@ class ParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """positions: [seq, 1 or batch], needed where there is a position table."""
-        return _Embed.apply(self.weight.tensor, tokens, positions, self)  # type: ignore[no-any-return]
+        return _Embed.apply(self.weight.tensor, tokens, positions, self)

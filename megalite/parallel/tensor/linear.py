@@ -75,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel and tp.size > 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.weight.tensor, self)  # type: ignore[no-any-return]
+        return _Column.apply(x, self.weight.tensor, self)
 
 
 class Activation:
@@ -87,10 +87,10 @@ class Activation:
         self._backward = regions.gated_backward if gated else regions.plain_backward
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._forward(x, self.name)  # type: ignore[no-any-return]
+        return self._forward(x, self.name)
 
     def backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        return self._backward(grad, x, self.name)  # type: ignore[no-any-return]
+        return self._backward(grad, x, self.name)
 
 
 class _Row(torch.autograd.Function):
@@ -148,4 +148,4 @@ class RowParallelLinear(nn.Module):
         self.activation, self.recompute = activation, recompute
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Row.apply(x, self.weight.tensor, self)  # type: ignore[no-any-return]
+        return _Row.apply(x, self.weight.tensor, self)

@@ -23,6 +23,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RMSNorm) -> Tensor:
+        y: Tensor
         y, rstd = norm.regions.rms_norm(x, weight, norm.eps, norm.offset)
         ctx.save_for_backward(x, rstd)
         ctx.norm = norm
@@ -45,7 +46,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps, self.offset, self.regions = weight, eps, offset, regions
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight.tensor, self)  # type: ignore[no-any-return]
+        return _RMSNorm.apply(x, self.weight.tensor, self)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -53,6 +54,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, norm: LayerNorm) -> Tensor:
+        y: Tensor
         y, mean, rstd = norm.regions.layer_norm(x, weight, norm.bias.tensor, norm.eps)
         ctx.save_for_backward(x, mean, rstd)
         ctx.norm = norm
@@ -76,7 +78,7 @@ class LayerNorm(nn.Module):
         self.weight, self.bias, self.eps, self.regions = weight, bias, eps, regions
 
     def forward(self, x: Tensor) -> Tensor:
-        return _LayerNorm.apply(x, self.weight.tensor, self)  # type: ignore[no-any-return]
+        return _LayerNorm.apply(x, self.weight.tensor, self)
 
 
 class _FullWidthRMSNorm(torch.autograd.Function):
@@ -114,4 +116,4 @@ class FullWidthRMSNorm(nn.Module):
         self.width, self.replicas = segment.shape[0], segment.replicas
 
     def forward(self, x: Tensor) -> Tensor:
-        return _FullWidthRMSNorm.apply(x, self.weight.tensor, self)  # type: ignore[no-any-return]
+        return _FullWidthRMSNorm.apply(x, self.weight.tensor, self)
