@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100  # a target that costs nothing (torch's and Hugging Face's convention)
@@ -23,3 +24,14 @@ class Microbatch:
     targets: Tensor
     samples: Tensor
     document_start: Tensor | None = None
+
+    def to(self, device: torch.device) -> Microbatch:
+        """The same on a device; the copy does not wait for the device's work."""
+        if device.type == "cpu":
+            return self
+
+        def moved(x: Tensor) -> Tensor:
+            return x.pin_memory().to(device, non_blocking=True)
+
+        start = None if self.document_start is None else moved(self.document_start)
+        return Microbatch(moved(self.tokens), moved(self.targets), moved(self.samples), start)

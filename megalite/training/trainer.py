@@ -156,6 +156,7 @@ class Trainer:
         step = self.step_done + 1
         microbatches = self.loader.step(self.samples)
         tokens = self._valid_tokens(microbatches)
+        microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
         self.store.begin_step(len(microbatches))
         loss, waited = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=1.0 / max(tokens, 1))
@@ -204,7 +205,8 @@ class Trainer:
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # summed loss, tokens
         try:
             for microbatches in loader.epoch(self.config.validation.batches):
-                loss, _ = self.parts.runtime.run(plan, microbatches, step=0, loss_scale=1.0, training=False)
+                on_device = [microbatch.to(self.device) for microbatch in microbatches]
+                loss, _ = self.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
                 if has_loss:
                     total[0] += loss
                     total[1] += sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
