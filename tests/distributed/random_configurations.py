@@ -1,0 +1,324 @@
+"""Random configurations over the whole space of options, and what must become of each: it trains, or it is refused.
+
+`draw(seed, files)` is deterministic. About three of five draws are built to be legal; they must train. The others have some of their
+options replaced by values that may be illegal alone, illegal together with the rest, of a wrong type, or legal after all.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from random import Random
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import torch
+import yaml
+
+from megalite.config.load import OPTIONS, Arguments, from_dict, nest, resolve, to_dict
+from megalite.config.rules import check
+from megalite.config.schema import Config, ConfigError
+from megalite.optimizer.schedule import batch_scale
+from megalite.training.launch import configure_process
+from megalite.training.trainer import Trainer
+from tests.distributed.configs import write_tokens
+from tests.distributed.jobs import mesh_of
+from tests.distributed.pool import RankContext, RankPool
+
+STEPS = 2
+TIMEOUT_S = 60.0
+LAYOUTS = [(tp, pp, dp) for tp in range(1, 9) for pp in range(1, 9) for dp in range(1, 9) if tp * pp * dp <= 8]
+LEGAL_SHARE = 0.6
+WARM_LR = 0.02  # above it one Adam step blows rounding noise up beyond any tolerance: only the first step is then compared
+NOT_SPOILED = ("run.dir", "run.name", "train.compile", "logging.tensorboard")  # compiling takes 20 s, and TensorBoard is no part of a step
+
+Options = dict[str, Any]
+Steps = list[tuple[float, float, bool]]
+"""Loss, gradient norm and whether the update was skipped, of each step; where the run validates, the validation loss as one more."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Token files to draw from: two of 96 tokens, one of 101; one without description; one too short for most sequences."""
+
+    directory: Path
+    pair: tuple[str, str]
+    odd: str
+    bare: str
+    short: str
+
+    @staticmethod
+    def write(directory: Path) -> Files:
+        def tokens(name: str, vocab_size: int, count: int, seed: int) -> str:
+            (directory / name).mkdir()
+            return write_tokens(directory / name, vocab_size, count, seed)
+
+        bare = tokens("bare", 96, 2_000, 3)
+        Path(f"{bare}.json").unlink()
+        pair = tokens("first", 96, 2_000, 0), tokens("second", 96, 1_001, 1)
+        return Files(directory, pair, tokens("odd", 101, 2_000, 2), bare, tokens("short", 96, 20, 4))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A configuration as a user would write it, the number of processes it is started with, and whether it was built to be legal."""
+
+    seed: int
+    world: int
+    options: Options
+    legal: bool
+
+
+def draw(seed: int, files: Files) -> Draw:
+    random = Random(seed)
+    options = legal_options(random, files)
+    world = options["parallel.tp"] * options["parallel.pp"] * options["parallel.dp"]
+    if random.random() < 0.2:
+        del options["parallel.dp"]
+    legal = random.random() < LEGAL_SHARE
+    if not legal:
+        spoil(random, options, files)
+        world = random.choice([world] * 9 + [world % 8 + 1])
+    return Draw(seed, world, options, legal)
+
+
+# ---- legal draws
+
+
+def legal_options(random: Random, files: Files) -> Options:
+    tp, pp, dp = random.choice(LAYOUTS)
+    layers = pp + random.randint(0, 3)
+    shape = {"parallel.tp": tp, "parallel.pp": pp, "parallel.dp": dp, "model.num_hidden_layers": layers}
+    model = _model(random, tp, layers)
+    return {**shape, **model, **_parallel(random, tp, pp, layers), **_data(random, tp, files), **_train(random, dp), **_optimizer(random)}
+
+
+def _model(random: Random, tp: int, layers: int) -> Options:
+    choose = random.choice
+    kv_heads = choose([n for n in range(1, 9) if n % tp == 0 or tp % n == 0])
+    heads = kv_heads * choose([n for n in range(1, 9) if kv_heads * n % tp == 0 and (kv_heads * n <= 8 or kv_heads * n == tp * kv_heads)])
+    position = choose(("rope", "rope", "learned", "none"))
+    head_dim = choose((2, 4, 6, 10)) if position == "rope" else choose((1, 3, 4, 7))
+    own_width = random.random() < 0.5
+    some_layers = sorted(random.sample(range(layers), random.randint(0, layers)))
+    return {
+        "model.num_attention_heads": heads,
+        "model.num_key_value_heads": choose((None, kv_heads)) if heads == kv_heads else kv_heads,
+        "model.head_dim": head_dim if own_width else None,
+        "model.hidden_size": random.randint(3, 40) if own_width else heads * head_dim,
+        "model.intermediate_size": tp * random.randint(1, 12),
+        "model.tie_word_embeddings": choose((True, False)),
+        "model.position": position,
+        "model.rope_theta": choose((10.0, 10_000.0)),
+        "model.rope_scaling": choose((None, *SCALINGS)) if position == "rope" else None,
+        "model.no_rope_layers": choose((None, some_layers)) if position == "rope" else None,
+        "model.norm": choose(("rms", "layer")),
+        "model.norm_placement": choose(("pre", "post", "both")),
+        "model.norm_offset": choose((0.0, 1.0)),
+        "model.rms_norm_eps": choose((1e-5, 1e-6)),
+        "model.qk_norm": choose(("none", "head", "full")),
+        "model.hidden_act": choose(("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")),
+        "model.gated_mlp": choose((True, False)),
+        **{f"model.{part}_bias": choose((True, False)) for part in ("attention", "attention_out", "mlp")},
+        **choose(({}, {"model.sliding_window": random.randint(1, 20), "model.sliding_window_layers": choose((None, some_layers))})),
+        "model.attention_scale": choose((None, 0.3)),
+        "model.attention_softcap": choose((None, 5.0)),
+        "model.logit_softcap": choose((None, 5.0)),
+        "model.embedding_scale": choose((None, 4.0)),
+        "model.initializer_range": choose((0.02, 0.1)),
+        **{f"model.{site}_dropout": choose((0.0, 0.0, 0.1, 0.6)) for site in ("embedding", "attention", "residual")},
+    }
+
+
+SCALINGS = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+)
+
+
+def _parallel(random: Random, tp: int, pp: int, layers: int) -> Options:
+    cuts = [0, *sorted(random.sample(range(1, layers), pp - 1)), layers]
+    return {
+        "parallel.sequence_parallel": tp > 1 and random.random() < 0.5,
+        "parallel.zero": random.choice((0, 1)),
+        "parallel.bucket_mb": random.choice((1e-4, 0.01, 25.0)),
+        "parallel.schedule": random.choice(("gpipe", "1f1b")),
+        "parallel.partition": random.choice((None, [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)])),
+    }
+
+
+def _data(random: Random, tp: int, files: Files) -> Options:
+    first, second = files.pair
+    train: Any = random.choice((first, [first, second], {first: 0.7, second: 2}, files.odd, files.bare))
+    described = train != files.bare
+    known = 101 if train == files.odd else 96
+    length = tp * random.randint(1, 24 // tp)  # a multiple of tp, as sequence parallelism needs; 1 is a sequence, too
+    validation = random.choice((None, 0.05, files.odd if known == 101 else second))
+    return {
+        "data.train": train,
+        "data.validation": validation,
+        "validation.interval": None if validation is None else random.choice((None, 1)),
+        "validation.batches": random.choice((1, 3)),
+        "data.shuffle": random.choice((True, False)),
+        "data.reset_positions": described and random.random() < 0.5,
+        "data.eod_mask_loss": described and random.random() < 0.5,
+        "data.sequence_length": length,
+        "model.max_position_embeddings": random.choice((length, 64)),
+        "model.vocab_size": random.choice(((None,) if described else ()) + (known, known + 9)),
+    }
+
+
+def _train(random: Random, dp: int) -> Options:
+    choose, micro_batch = random.choice, random.randint(1, 3)
+    batch = dp * micro_batch * random.randint(1, 5)
+    steps = random.randint(STEPS, 9)
+    return {
+        "run.seed": choose((0, 1234, 2**40)),
+        "run.deterministic": random.random() < 0.2,
+        "train.steps": steps,
+        "train.global_batch_size": batch,
+        "train.micro_batch_size": micro_batch,
+        "train.precision": choose(("fp64", "fp64", "fp64", "fp32", "bf16")),
+        "train.recompute": choose(("none", "none", "selective", "full", "every-1", "every-2", "every-9")),
+        "train.grad_clip": choose((0.0, 0.05, 1.0)),
+        "train.label_smoothing": choose((0.0, 0.1, 0.9)),
+        "train.z_loss": choose((0.0, 1e-4, 0.1)),
+        "optimizer.warmup_steps": choose((0, 1, steps // 2)),
+        **choose(({}, {"optimizer.lr_scaling": choose(("linear", "sqrt")), "optimizer.base_batch_size": choose((batch, 7))})),
+    }
+
+
+def _optimizer(random: Random) -> Options:
+    choose = random.choice
+    lr = choose((1e-4, 3e-4, 2e-3))
+    return {
+        "optimizer.lr": lr,
+        "optimizer.min_lr": choose((0.0, lr / 10, lr)),
+        "optimizer.decay": choose(("cosine", "linear", "wsd", "constant")),
+        "optimizer.wsd_decay_fraction": choose((0.1, 0.5)),
+        "optimizer.betas": choose(([0.9, 0.95], [0.0, 0.999])),
+        "optimizer.eps": choose((1e-8, 1e-5)),
+        "optimizer.weight_decay": choose((0.0, 0.1)),
+        "checkpoint.load": "none",
+    }
+
+
+# ---- draws that may be illegal
+
+
+def spoil(random: Random, options: Options, files: Files) -> None:
+    """Replace the values of one to three options, in place; those of the data more often, since they have the most ways to be wrong."""
+    candidates = [option for option in OPTIONS if option not in NOT_SPOILED]
+    candidates += 3 * [option for option in candidates if option.startswith("data.")]
+    for option in random.sample(candidates, random.randint(1, 3)):
+        options[option] = random.choice(wild_values(option, files))
+    if random.random() < 0.05:
+        options[random.choice(("model.hiden_size", "train.batch", "paralel.tp"))] = 8
+
+
+def wild_values(option: str, files: Files) -> list[Any]:
+    """Values near and beyond the borders of an option's type; nothing that only costs memory."""
+    first, second = files.pair
+    special: dict[str, list[Any]] = {
+        "data.train": [files.short, files.bare, files.odd, [], {first: 0}, {first: -1.0, second: 1}, [first, files.odd], first + "x", 3],
+        "data.validation": [files.short, files.odd, 0, 0.0, 1, 0.999, 1e-9, -0.5, {first: 1, second: 0}, math.nan, [second, first]],
+        "run.seed": [-1, 2**70, 1.5],
+        "train.recompute": ["every-0", "every-", "every-03", "all", "", 2],
+        "train.stop_after": ["1h", "0s", "soon", "", 90],
+    }
+    return special.get(option) or _wild(OPTIONS[option].type, files)
+
+
+def _wild(hint: Any, files: Files) -> list[Any]:
+    if get_origin(hint) is Literal:
+        return [*get_args(hint), "nonsense", None, 1]
+    if get_origin(hint) is list:
+        return [[], [0], [1, 2], [-1, 1], [3, 3], [1, "x"], "x", 4, [[1]]]
+    if get_origin(hint) is dict:
+        return [{}, *SCALINGS, {"rope_type": "yarn", "factor": 2.0}, {"factor": 2.0}, {**SCALINGS[1], "factor": "2"}, {1: 2}, "linear", []]
+    plain: dict[Any, list[Any]] = {
+        int: [-1, 0, 1, 2, 3, 5, 7, 8, 12, 33, 2.0, 2.5, "2", "x", True, [1], None],
+        float: [-1.0, 0.0, 1e-9, 0.5, 1.0, 1, 2.5, math.nan, math.inf, "3e-4", "x", True, None],
+        bool: [True, False, "maybe", 1, None],
+        str: ["", ".", "none", "auto", "nowhere", "a/b", str(files.directory), 5, None],
+        NoneType: [None],
+    }
+    return plain[hint] if hint in plain else [value for part in get_args(hint) for value in _wild(part, files)]
+
+
+# ---- what must become of a draw
+
+
+def configuration(drawn: Draw, directory: Path) -> Config | str:
+    """Through YAML and every check, as pretrain.py reads it: the configuration, or the message that refuses it."""
+    path = directory / f"random_{drawn.seed}.yaml"
+    path.write_text(yaml.safe_dump(nest({**drawn.options, "run.dir": str(directory / "runs"), "run.name": f"random_{drawn.seed}"})))
+    try:
+        config = resolve(Arguments(files=[str(path)]), drawn.world)
+        check(config, drawn.world, local_devices=0)
+    except ConfigError as error:
+        return str(error)
+    return config
+
+
+def train(context: RankContext, tree: dict[str, Any]) -> Steps | str:
+    """What two steps give, or, as in pretrain.py, the message with which the data or a checkpoint refuses to serve."""
+    config = from_dict(tree)
+    configure_process(torch.device("cpu"), config.run.deterministic)
+    try:
+        return two_steps(context, config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def two_steps(context: RankContext, config: Config) -> Steps | str:
+    try:
+        trainer = Trainer(config, mesh_of(context, config))
+    except ConfigError as error:
+        return str(error)
+    try:
+        results = [trainer.step() for _ in range(STEPS)]
+        found = [(result.loss, result.grad_norm, result.skipped) for result in results]
+        return [*found, (trainer.evaluate(), 0.0, found[-1][2])] if config.validation.interval is not None else found
+    finally:
+        trainer.close()
+
+
+def prove(drawn: Draw, files: Files, ranks: RankPool) -> str:
+    """Returns trained or refused. Raises where neither is what happened."""
+    config = configuration(drawn, files.directory)
+    if isinstance(config, str):
+        return assert_refused(drawn, config)
+    got = ranks.run(drawn.world, train, to_dict(config), timeout=TIMEOUT_S)
+    for rank, found in enumerate(got):
+        assert repr(found) == repr(got[0]), f"rank {rank} and rank 0 differ: {found}, {got[0]}"
+    if isinstance(got[0], str):
+        return assert_refused(drawn, got[0])
+    assert all(skipped or math.isfinite(loss) and math.isfinite(norm) for loss, norm, skipped in got[0]), got[0]
+    if config.train.precision == "fp64" and drawn.world > 1:
+        alone = ranks.run(1, train, to_dict(on_one_process(config)), timeout=TIMEOUT_S)[0]
+        for step in range(len(alone) if config.optimizer.lr * batch_scale(config) <= WARM_LR else 1):
+            assert got[0][step] == pytest.approx(alone[step], rel=1e-9, abs=1e-11, nan_ok=True), f"step {step + 1}"
+    return "trained"
+
+
+def assert_refused(drawn: Draw, message: str) -> str:
+    """Rightly, and with one message that names an option, or a section where that is what is wrong."""
+    names = [*OPTIONS, *(f"Nearest: {section.name}" for section in fields(Config))]
+    assert not drawn.legal, f"a legal configuration is refused: {message}"
+    assert any(re.search(rf"{re.escape(name)}\b", message) for name in names), f"names no option: {message}"
+    assert message.count("\n") <= 1, message
+    return "refused"
+
+
+def on_one_process(config: Config) -> Config:
+    """The same mathematics, with nothing of what may not change it."""
+    alone = from_dict(to_dict(config))
+    alone.parallel = replace(alone.parallel, tp=1, pp=1, dp=1, zero=0, sequence_parallel=False, partition=None, bucket_mb=25.0)
+    alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size, recompute="none")
+    alone.run = replace(alone.run, deterministic=False)
+    return alone

@@ -1,0 +1,255 @@
+"""The long form of the proof: every layout, 500 random configurations, long runs under random delays; in slices that can be resumed.
+
+    python -m tests.matrix --minutes 9 [--part layouts|random|stress]     continues where the last slice stopped
+    python -m tests.matrix --reproduce random/17                          one case, with its whole error
+
+A line for each case that has run is appended to runs/matrix/PART.jsonl, so a killed slice loses one case. What failed runs again first.
+Exit status: 0, or 1 where a case failed.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere, as in conftest.py
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from tests.distributed import layouts
+from tests.distributed.layouts import Case
+from tests.distributed.pool import RankPool, start_fork_server
+
+ROOT = Path(__file__).resolve().parents[1]
+STATE = ROOT / "runs" / "matrix"
+ERROR_TAIL = 2500  # characters of an error in a slice's output
+CHUNK = 48  # neighbouring cases that are sorted by layout, so that groups and meshes are reused
+LAYOUT_STEPS = 5  # what a layout changes shows in the first steps; the pairwise table of the suite runs 20
+RANDOM_CASES = 500
+STRESS_STEPS = {"tp2-pp2-dp2": 200}
+OTHER_STRESS_STEPS = 50
+LONGEST_DELAY_S = 0.005
+
+
+class Part(Protocol):
+    """One kind of proof."""
+
+    longest_s: float
+    """Time that one case may well take: a slice starts none that would end after it."""
+
+    def cases(self) -> list[str]:
+        """Every case by name, in the order in which they run."""
+
+    def prove(self, case: str) -> None:
+        """Raise where the case fails."""
+
+
+class Layouts:
+    """Every legal combination of the options of the equivalence table, against one process, in fp64 and fp32."""
+
+    longest_s = 20.0
+
+    def __init__(self, directory: Path, ranks: RankPool):
+        from tests.distributed.configs import write_tokens
+
+        self._ranks = ranks
+        self._prefixes = {size: write_tokens(directory, size) for size in layouts.OPTIONS["vocab_size"]}
+        self._known: dict[str, dict[str, Any]] = {}
+        self._cases: dict[str, tuple[Case, str]] = {}
+
+    def cases(self) -> list[str]:
+        """In the order of a hash, so that any beginning of it is a sample of the whole."""
+        self._cases = {f"{layouts.name(case)}-{name}": (case, name) for case in layouts.every_case() for name in ("fp64", "fp32")}
+        order = sorted(self._cases, key=lambda name: blake2b(name.encode()).digest())
+        chunks = (sorted(order[first : first + CHUNK], key=self._layout) for first in range(0, len(order), CHUNK))
+        return list(chain.from_iterable(chunks))
+
+    def _layout(self, name: str) -> tuple[int, ...]:
+        case, _ = self._cases[name]
+        return _world(case), case["tp"], case["pp"], case["dp"]
+
+    def prove(self, case: str) -> None:
+        from tests.distributed import jobs
+        from tests.distributed.configs import config_of
+        from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
+
+        options, precision = self._cases[case]
+        config = config_of(options, self._prefixes[options["vocab_size"]], precision)
+        config["train"]["steps"] = LAYOUT_STEPS
+        got = self._ranks.run(_world(options), jobs.train, config, LAYOUT_STEPS)
+        assert_same_run(got, self._single(options, precision), *TOLERANCE[precision])
+
+    def _single(self, case: Case, precision: str) -> dict[str, Any]:
+        """The run of one process on the same model, data and global batch."""
+        from tests.distributed import jobs
+        from tests.distributed.configs import SINGLE, config_of
+
+        alone, batch = {**case, **SINGLE}, layouts.global_batch(case)
+        key = f"{layouts.name(alone)}-{batch}-{precision}"
+        if key not in self._known:
+            config = config_of(alone, self._prefixes[case["vocab_size"]], precision)
+            config["train"] |= {"steps": LAYOUT_STEPS, "global_batch_size": batch, "micro_batch_size": batch}
+            self._known[key] = self._ranks.run(1, jobs.train, config, LAYOUT_STEPS)[0]
+        return self._known[key]
+
+
+class Random:
+    """Random configurations: each trains alike on every topology, or is refused with one message."""
+
+    longest_s = 20.0
+
+    def __init__(self, directory: Path, ranks: RankPool):
+        from tests.distributed.random_configurations import Files
+
+        self._ranks = ranks
+        self._files = Files.write(directory)
+
+    def cases(self) -> list[str]:
+        return [str(seed) for seed in range(RANDOM_CASES)]
+
+    def prove(self, case: str) -> None:
+        from tests.distributed.random_configurations import draw, prove
+
+        prove(draw(int(case), self._files), self._files, self._ranks)
+
+
+class Stress:
+    """Long runs under random delays, bit for bit the undelayed ones."""
+
+    longest_s = 150.0
+
+    def __init__(self, directory: Path, ranks: RankPool):
+        from tests.distributed import delays
+        from tests.distributed.configs import write_tokens
+
+        self._ranks, self._prefix = ranks, write_tokens(directory, delays.MODEL["vocab_size"])
+
+    def cases(self) -> list[str]:
+        from tests.distributed.delays import LAYOUTS
+
+        return list(LAYOUTS)
+
+    def prove(self, case: str) -> None:
+        from tests.distributed.delays import prove_undisturbed
+
+        prove_undisturbed(case, STRESS_STEPS.get(case, OTHER_STRESS_STEPS), range(1, 2), LONGEST_DELAY_S, self._prefix, self._ranks)
+
+
+PARTS = {"random": Random, "stress": Stress, "layouts": Layouts}
+
+
+def _world(case: Case) -> int:
+    return int(case["tp"] * case["pp"] * case["dp"])
+
+
+# ---- what has run
+
+
+@dataclass
+class Record:
+    """Which cases of a part have passed and failed so far, kept in a file; `source` tells which code they ran on."""
+
+    path: Path
+    source: str
+    last: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(part: str, source: str) -> Record:
+        record = Record(STATE / f"{part}.jsonl", source)
+        lines = record.path.read_text().splitlines() if record.path.is_file() else []
+        record.last = {entry["case"]: entry for entry in map(json.loads, lines)}
+        return record
+
+    def add(self, case: str, passed: bool, seconds: float) -> None:
+        self.last[case] = {"case": case, "passed": passed, "seconds": round(seconds, 2), "source": self.source}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a") as file:
+            file.write(json.dumps(self.last[case]) + "\n")
+
+    def pending(self, cases: Iterable[str]) -> list[str]:
+        """Failed cases first, then those that have not run."""
+        rest = [case for case in cases if not self.last.get(case, {}).get("passed")]
+        return sorted(rest, key=lambda case: case not in self.last)
+
+    def summary(self, cases: Sequence[str]) -> str:
+        found = [self.last[case] for case in cases if case in self.last]
+        passed = [entry for entry in found if entry["passed"]]
+        older = sum(entry["source"] != self.source for entry in passed)
+        failed, where = len(found) - len(passed), f", {older:,} of them on other source" if older else ""
+        return f"{len(passed):,} of {len(cases):,} passed{where}, {failed:,} failed, {len(cases) - len(found):,} to run"
+
+
+def source_digest() -> str:
+    """Which code is proved: a hash of everything that can change a number."""
+    digest = blake2b(digest_size=6)
+    for path in sorted([*(ROOT / "megalite").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# ---- slices
+
+
+def run_slice(name: str, part: Part, record: Record, deadline: float) -> int:
+    """Run cases until time is up; returns how many failed."""
+    cases, started, ran, failed = part.cases(), time.monotonic(), 0, 0
+    for case in record.pending(cases):
+        if time.monotonic() + part.longest_s > deadline:
+            break
+        began = time.monotonic()
+        try:
+            part.prove(case)
+            passed = True
+        except Exception as error:  # a slice goes on: the case is named and runs again in the next one
+            what = f"{type(error).__name__}: {str(error)[-ERROR_TAIL:]}"
+            print(f"FAILED {name}/{case}\n{what}\nreproduce: python -m tests.matrix --reproduce {name}/{case}", flush=True)
+            passed = False
+        record.add(case, passed, time.monotonic() - began)
+        ran, failed = ran + 1, failed + (not passed)
+    print(f"{name}: {ran:,} run in {time.monotonic() - started:.0f} s; {record.summary(cases)}", flush=True)
+    return failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description="Run a slice of the long form of the tests.")
+    parser.add_argument("--minutes", type=float, default=9.0, help="end the slice after this long")
+    parser.add_argument("--part", choices=PARTS, help="only this part")
+    parser.add_argument("--fresh", action="store_true", help="forget what has passed")
+    parser.add_argument("--reproduce", metavar="PART/CASE", help="run one case and show its whole error")
+    options = parser.parse_args(argv)
+    start_fork_server()
+    deadline, source, ranks = time.monotonic() + 60 * options.minutes, source_digest(), RankPool()
+    chosen = [options.reproduce.split("/")[0]] if options.reproduce else [options.part] if options.part else list(PARTS)
+    if not set(chosen) <= set(PARTS):
+        parser.error(f"--reproduce = {options.reproduce}: the part is one of {', '.join(PARTS)}")
+    failed = 0
+    try:
+        for name in chosen:
+            with tempfile.TemporaryDirectory(prefix="matrix_") as directory:
+                part: Part = PARTS[name](Path(directory), ranks)
+                if options.reproduce:
+                    case = options.reproduce.removeprefix(f"{name}/")
+                    if case not in part.cases():
+                        parser.error(f"--reproduce = {options.reproduce} is no case")
+                    part.prove(case)
+                    print(f"{options.reproduce} passed")
+                else:
+                    if options.fresh:
+                        (STATE / f"{name}.jsonl").unlink(missing_ok=True)
+                    failed += run_slice(name, part, Record.read(name, source), deadline)
+    finally:
+        ranks.close()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
