@@ -118,8 +118,7 @@ def _rank_of(name: str, delta: Tensor, placement: list[list[Any]]) -> int | None
     worst = [int(index) for index in torch.unravel_index(delta.argmax(), delta.shape)]
     for rank, rectangles in enumerate(placement):
         for stored, offsets, sizes in rectangles:
-            inside = all(low <= at < low + size for at, low, size in zip(worst, offsets, sizes, strict=True))
-            if stored == name and inside:
+            if stored == name and all(low <= at < low + size for at, low, size in zip(worst, offsets, sizes, strict=True)):
                 return rank
     return None
 

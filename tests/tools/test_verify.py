@@ -1,0 +1,75 @@
+"""Verification: equal layouts say so, and a doctored recording is named by step, tensor and rank."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megalite.config.load import from_dict
+from megalite.training.verification import compare, run_ranks, single_process
+from tests.distributed.configs import config_of, write_tokens
+from tests.distributed.layouts import NAMED
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), 101)
+
+
+@pytest.fixture(scope="module")
+def recordings(prefix, tmp_path_factory) -> tuple[Path, Path]:
+    """Both sides of a comparison: tp 2 and one process."""
+    config = from_dict(config_of({**NAMED, "pp": 1, "dp": 1, "microbatches": 1, "zero": 0}, prefix))
+    directory = tmp_path_factory.mktemp("recordings")
+    run_ranks(config, STEPS, directory / "layout")
+    run_ranks(single_process(config), STEPS, directory / "single")
+    return directory / "layout", directory / "single"
+
+
+def test_equal_runs_have_no_difference(recordings):
+    assert compare(*recordings, relative=1e-5, absolute=2e-5) is None
+
+
+def test_names_the_step_tensor_and_rank_that_differ(recordings, tmp_path):
+    layout, single = recordings
+    doctored = tmp_path / "doctored"
+    doctored.mkdir()
+    for file in layout.iterdir():
+        (doctored / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(doctored / "step_2.safetensors")
+    tensors["weight/layers.1.attention.q.weight"][-1, 0] += 0.5  # the last row lies on the second tp rank
+    save_file(tensors, doctored / "step_2.safetensors")
+    found = compare(doctored, single, relative=1e-5, absolute=2e-5)
+    assert found is not None
+    assert (found.step, found.tensor, found.rank) == (2, "layers.1.attention.q.weight", 1)
+    assert found.error == pytest.approx(0.5, rel=1e-3)
+    scalars = json.loads((doctored / "scalars.json").read_text())
+    scalars[0]["grad_norm"] *= 1.1
+    (doctored / "scalars.json").write_text(json.dumps(scalars))
+    found = compare(doctored, single, relative=1e-5, absolute=2e-5)
+    assert found is not None and (found.step, found.tensor, found.rank) == (1, "grad_norm", None)
+
+
+def run_tool(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "tools/verify.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+
+
+def test_command_line(prefix):
+    options = ["--model.preset", "tiny", "--model.num_hidden_layers", "2", "--data.train", prefix, "--data.sequence_length", "16"]
+    done = run_tool("--pp", "2", "--steps", "2", "--json", *options, "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"equal": True, "steps": 2, "layout": {"tp": 1, "pp": 2, "dp": 1, "cp": 1}, "difference": None}
+
+
+def test_wrong_configuration_is_one_message(prefix):
+    done = run_tool("--tp", "3", "--model.preset", "tiny", "--data.train", prefix)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "parallel.tp = 3" in done.stderr and "Traceback" not in done.stderr
