@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
-from megalite.training.launch import choose_device, configure_process, start_process_group, world_size
+from megalite.training.launch import choose_device, configure_process, leave, start_process_group, world_size
 
 
 def main() -> None:
@@ -42,13 +39,6 @@ def main() -> None:
         print(f"{describe(mesh.layout)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
     fit(trainer)
     trainer.close()
-
-
-def leave() -> None:
-    """End the process at once: tearing torch down takes seconds a rank and changes nothing any more."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import Tensor
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.training import build
-from megalite.training.launch import choose_device, configure_process, start_process_group
+from megalite.training.launch import choose_device, configure_process, leave, start_process_group
 from megalite.training.trainer import Trainer, global_tensors
 
 
@@ -127,6 +127,7 @@ def main() -> None:
     """A rank of a recorded run: `python -m megalite.training.verification DIRECTORY STEPS`."""
     directory = Path(sys.argv[1])
     record(from_dict(json.loads((directory / "config.json").read_text())), int(sys.argv[2]), directory)
+    leave()
 
 
 if __name__ == "__main__":
