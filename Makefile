@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint install
+.PHONY: demo test test-matrix lint install
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/installed-demo
@@ -16,6 +16,10 @@ demo: $(VENV)/installed-demo
 # One thread: sums must not depend on a machine's cores.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# The long form, hours in all: each call runs a slice of under ten minutes and the next continues. MATRIX='--part random' takes one part.
+test-matrix: install
+	$(BIN)/python -m tests.matrix --minutes 9 $(MATRIX)
 
 lint: install
 	$(BIN)/ruff check .
