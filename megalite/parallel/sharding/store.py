@@ -93,7 +93,7 @@ class ParameterStore:
         wide = torch.promote_types(dtype, torch.float32)
         weights = torch.zeros(layout.size, dtype=dtype, device=device)
         grads = torch.zeros(layout.size, dtype=wide, device=device) if layout.trainable and training else None
-        start, stop = layout.shard(self.mesh.data.rank) if self.zero else (0, layout.size)
+        start, stop = layout.shard(self.mesh.data.rank) if self.zero and layout.trainable else (0, layout.size)
         master = weights[start:stop] if wide == dtype else torch.zeros(stop - start, dtype=wide, device=device)
         memory = BucketMemory(layout, weights, grads, start, stop, master)
         for slot in layout.slots:
