@@ -1,0 +1,113 @@
+"""Every key of the configuration is read by something that acts on it: a key that is only checked, or not even that, promises nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from megalite.config.schema import Config
+from tests.structure.sources import PROGRAM, ROOT
+
+SECTIONS = {section.name: section.type.__name__ for section in fields(Config)}
+KEYS = {f"{section.name}.{key.name}" for section in fields(Config) for key in fields(section.type)}
+SCHEMA, LOADING = ROOT / "megalite" / "config" / "schema.py", ROOT / "megalite" / "config" / "load.py"
+
+
+def unread(sources: Iterable[str], loading: str, schema: str) -> set[str]:
+    """Keys that no source reads. In `loading`, which turns keys into other keys, the text "section.key" is a read too."""
+    derived = derived_keys(ast.parse(schema))
+    read = {node.value for node in ast.walk(ast.parse(loading)) if isinstance(node, ast.Constant)}
+    for source in sources:
+        for found in reads(ast.parse(source)):
+            read |= {found} | derived.get(found, set())
+    return KEYS - read
+
+
+def reads(tree: ast.Module) -> Iterator[str]:
+    """section.attribute of every attribute that is taken from a configuration section, or from a name that stands for one."""
+    names = aliases(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            for section in {section_of(node.value), *names.get(ast.unparse(node.value), ())} - {None}:
+                yield f"{section}.{node.attr}"
+
+
+def section_of(node: ast.expr) -> str | None:
+    """`config.train`, `self.config.train` … → train."""
+    if (
+        isinstance(node, ast.Attribute)
+        and node.attr in SECTIONS
+        and ast.unparse(node.value).split(".")[-1].strip("_") in ("config", "saved", "c")
+    ):
+        return node.attr
+    return None
+
+
+def aliases(tree: ast.Module) -> dict[str, set[str]]:
+    """Names, in one file, that stand for a section: annotated with its class, or assigned from it."""
+    found: dict[str, set[str]] = {}
+
+    def bind(target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for one, other in zip(target.elts, value.elts, strict=True):
+                bind(one, other)
+            return
+        branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+        for branch in branches:
+            named = section_of(branch)
+            if named is None and isinstance(branch, ast.Name | ast.Attribute):  # an alias of an alias, as in self.model = model
+                found.setdefault(ast.unparse(target), set()).update(found.get(ast.unparse(branch), ()))
+            if named is not None:
+                found.setdefault(ast.unparse(target), set()).add(named)
+
+    def annotate(name: str, annotation: ast.expr | None) -> None:
+        words = set(ast.unparse(annotation).replace("'", "").replace('"', "").split(" | ")) if annotation else set()
+        for section, kind in SECTIONS.items():
+            if kind in words:
+                found.setdefault(name, set()).add(section)
+                found.setdefault(f"self.{name}", set()).add(section)  # a dataclass's field
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            annotate(node.arg, node.annotation)
+        elif isinstance(node, ast.AnnAssign):
+            annotate(ast.unparse(node.target), node.annotation)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            bind(node.targets[0], node.value)
+    return found
+
+
+def derived_keys(schema: ast.Module) -> dict[str, set[str]]:
+    """section.method → the keys that a property or method of the section's class reads."""
+    found: dict[str, set[str]] = {}
+    for kind in (node for node in schema.body if isinstance(node, ast.ClassDef)):
+        for section in (section for section, name in SECTIONS.items() if name == kind.name):
+            for method in (node for node in kind.body if isinstance(node, ast.FunctionDef)):
+                taken = [node for node in ast.walk(method) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"]
+                found[f"{section}.{method.name}"] = {f"{section}.{node.attr}" for node in taken}
+    return found
+
+
+def acting(paths: Iterable[Path]) -> list[str]:
+    """The sources that act on the configuration; megalite/config/ only defines and checks it."""
+    return [path.read_text() for path in paths if LOADING.parent not in path.parents]
+
+
+def test_every_key_is_read():
+    assert unread(acting(PROGRAM), LOADING.read_text(), SCHEMA.read_text()) == set()
+
+
+def test_reads_are_found_by_section_and_nowhere_else():
+    source = """
+def step(config, metrics, options: OptimizerConfig, train: TrainConfig | None):
+    model, data = config.model, config.data
+    model.head_size, data.shuffle, options.eps, train.steps, self.config.run.seed
+    metrics.lr, metrics.tp, config.tp
+    config.logging.interval = 3
+"""
+    missing = unread([source], "preset = given.get('model.preset')", SCHEMA.read_text())
+    read = {"model.head_dim", "model.hidden_size", "model.num_attention_heads", "model.preset"}
+    assert KEYS - missing == read | {"data.shuffle", "optimizer.eps", "train.steps", "run.seed"}

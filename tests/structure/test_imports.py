@@ -1,0 +1,103 @@
+"""What an import costs and needs: little time, nothing heavy before it is used, no Triton, and no clash over the name `kernels`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data.indexed import IndexedWriter
+from tests.structure.sources import ROOT, python
+
+SECONDS = 0.3
+NEVER_WHILE_TRAINING = (
+    *("transformers", "datasets", "sentencepiece", "matplotlib", "torch.distributed.checkpoint", "torch.distributed.tensor"),
+    *("torch.distributed.fsdp", "torch._dynamo", "torch.optim", "torch.utils.checkpoint"),
+)
+ONE_STEP = """
+import json, sys, time
+import torch
+started, before = time.process_time(), set(sys.modules)
+import pretrain
+from megalite.training import build
+from megalite.training.fit import fit
+from megalite.training.trainer import Trainer
+seconds = time.process_time() - started
+config = pretrain.load_config(["--data.train", sys.argv[1], "--run.dir", sys.argv[2], "--model.preset", "tiny"], world_size=1)
+result = Trainer(config, build.make_mesh(config), "cpu").step()
+print(json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - before), "loss": result.loss}))
+"""
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+import megalite, megalite_kernels
+for package in (megalite, megalite_kernels):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+"""
+WITHOUT = """
+import importlib.abc, sys
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+DUMMY_KERNELS = """
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    anything = {"__init__": lambda self, *args, **options: None, "__call__": lambda self, decorated: decorated}
+    return type(name, (), anything)
+"""
+
+
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What a process has imported, beyond torch, once it has trained one step."""
+    directory = tmp_path_factory.mktemp("tokens")
+    with IndexedWriter(directory / "tokens", 257) as writer:
+        writer.add(np.arange(10_000) % 257, [10_000])
+        writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte"})
+    return json.loads(python(ONE_STEP, str(directory / "tokens"), str(directory)).splitlines()[-1])
+
+
+def test_importing_until_the_first_step_is_quick(first_step, tmp_path: Path):
+    """In processor time, which other processes do not change; the fixture's process has compiled the bytecode."""
+    again = python(ONE_STEP.split("config =")[0] + "print(seconds)")
+    assert min(first_step["seconds"], float(again)) < SECONDS
+
+
+@pytest.mark.parametrize("module", NEVER_WHILE_TRAINING)
+def test_nothing_heavy_is_imported_while_training(first_step, module: str):
+    assert {"megalite.training.trainer", "megalite.optimizer.adamw", "jsonargparse"} <= set(first_step["modules"]), "it has trained"
+    assert module not in first_step["modules"]
+
+
+def test_everything_imports_without_triton_and_the_packages_of_extras():
+    extras = ("triton", "transformers", "datasets", "sentencepiece", "pyarrow", "matplotlib", "tensorboard", "wandb")
+    python(WITHOUT + EVERY_MODULE, *extras)
+    assert python(WITHOUT + "try:\n    import triton\nexcept ImportError:\n    print('hidden')", "triton") == "hidden\n", "hiding works"
+
+
+def test_a_distribution_called_kernels_does_not_clash(tmp_path: Path):
+    """transformers imports that distribution's package where it is installed; our directory of the same name must not stand in its way."""
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text(DUMMY_KERNELS)
+    information = tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    (information / "RECORD").write_text("kernels/__init__.py,,\n")
+    (information / "top_level.txt").write_text("kernels\n")
+    code = """
+import kernels
+from transformers import LlamaForCausalLM
+from transformers.utils import is_kernels_available
+print(kernels.__file__, is_kernels_available(), megalite_kernels.__file__)
+"""
+    found = python(EVERY_MODULE + code, first_on_path=tmp_path, cwd=ROOT).split()
+    assert found[:2] == [str(tmp_path / "kernels" / "__init__.py"), "True"]
+    assert Path(found[2]) == ROOT / "kernels" / "megalite_kernels" / "__init__.py"

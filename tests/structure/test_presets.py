@@ -1,0 +1,54 @@
+"""Every file in configs/ is a run that would start, on the number of ranks that it is made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megalite.config import load_config
+from megalite.data.indexed import IndexedWriter
+from megalite.model.parameters import model_specs
+from megalite.parallel.spec import parameter_count
+from megalite.training import build
+from tests.structure.sources import ROOT
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+RANKS = {"quickstart": 8, "llama-3-8b": 64, "llama-3-70b": 512}
+LAYOUT = {"quickstart": ["--tp", "2", "--pp", "2", "--dp", "2"]}
+PARAMETERS = {  # by hand, norms and biases included; both Llama 3 as published
+    "quickstart": 4096 * 128 + 4 * (128 * (128 * 2 + 64 * 2) + 3 * 128 * 352 + 2 * 128) + 128,
+    "shakespeare-char": (257 + 64) * 128 + 4 * (12 * 128**2 + 4 * 128) + 2 * 128,
+    "llama-25m": 2 * 8192 * 512 + 6 * (512 * (512 * 2 + 256 * 2) + 3 * 512 * 1376 + 2 * 512) + 512,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+}
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    prefix = tmp_path / "tokens"
+    with IndexedWriter(prefix, 257) as writer:
+        writer.add(np.arange(300_000) % 257, [300_000])
+        writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte"})
+    return str(prefix)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_preset_would_start_and_has_the_size_that_it_says(path: Path, tokens: str):
+    name = path.stem
+    vocabulary = ["--model.vocab_size", "4096"] if name == "quickstart" else []
+    config = load_config(["--config", str(path), "--data.train", tokens, *vocabulary, *LAYOUT.get(name, [])], world_size=RANKS.get(name, 1))
+    assert parameter_count(model_specs(config.model)) == PARAMETERS[name]
+    assert sum(build.partition(config)) == config.model.num_hidden_layers
+    microbatches = build.microbatch_count(config)
+    assert build.schedule(config, microbatches).placement  # the validator has passed it
+    assert config.run.name == name
+
+
+def test_the_large_presets_name_their_layout():
+    for name in ("llama-3-8b", "llama-3-70b"):
+        sizes = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["parallel"]
+        assert sizes["tp"] * sizes["pp"] * sizes["dp"] == RANKS[name]
