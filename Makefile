@@ -17,7 +17,7 @@ demo: $(VENV)/installed-demo
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# The long form, hours in all: each call runs a slice of under ten minutes and the next continues. MATRIX='--part random' takes one part.
+# The long form, days in all on two cores: each call runs a slice of under ten minutes, the next continues. MATRIX='--part random' takes one part.
 test-matrix: install
 	$(BIN)/python -m tests.matrix --minutes 9 $(MATRIX)
 

@@ -18,7 +18,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -144,7 +144,7 @@ class Stress:
         prove_undisturbed(case, STRESS_STEPS.get(case, OTHER_STRESS_STEPS), range(1, 2), LONGEST_DELAY_S, self._prefix, self._ranks)
 
 
-PARTS = {"random": Random, "stress": Stress, "layouts": Layouts}
+PARTS: dict[str, Callable[[Path, RankPool], Part]] = {"random": Random, "stress": Stress, "layouts": Layouts}
 
 
 def _world(case: Case) -> int:
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name in chosen:
             with tempfile.TemporaryDirectory(prefix="matrix_") as directory:
-                part: Part = PARTS[name](Path(directory), ranks)
+                part = PARTS[name](Path(directory), ranks)
                 if options.reproduce:
                     case = options.reproduce.removeprefix(f"{name}/")
                     if case not in part.cases():

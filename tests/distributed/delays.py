@@ -25,7 +25,7 @@ from tests.distributed.layouts import Case
 from tests.distributed.pool import RankContext, RankPool
 
 SHARE = 0.15  # of the places where a delay is possible
-MODEL = {"tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 8, "masked": True, "dropout": 0.1}
+MODEL: Case = {"tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 8, "masked": True, "dropout": 0.1}
 FULL: Case = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4}
 LAYOUTS: dict[str, Case] = {
     "tp2-pp2-dp2": FULL,
