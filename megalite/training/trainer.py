@@ -133,13 +133,17 @@ class Trainer:
             "fingerprint": self.train_data.fingerprint,
             "config": to_dict(self.config),
         }
-        for memory in self.store.buckets:
-            for unit in memory.layout.units:
-                self.store.wait_for(unit)
+        self._finish_gathering()
         checkpoint.save(directory, self.optimizer.to_save(), state, self.mesh)
         if self.config.checkpoint.keep is not None:
             checkpoint.prune(directory.parent, self.config.checkpoint.keep, self.mesh)
         return directory
+
+    def _finish_gathering(self) -> None:
+        """Wait for the updated weights that are still on their way."""
+        for memory in self.store.buckets:
+            for unit in memory.layout.units:
+                self.store.wait_for(unit)
 
     def _check_plan(self) -> None:
         """Every rank must have built the same schedule: compare its hash before anything is sent."""
@@ -216,6 +220,8 @@ class Trainer:
         return (total[0] / total[1]).item()
 
     def close(self) -> None:
+        """Leave nothing under way: a message that nobody awaits would be taken for the next one on its communicator."""
+        self._finish_gathering()
         self.loader.close()
 
 

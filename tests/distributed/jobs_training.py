@@ -21,6 +21,13 @@ def make_trainer(context: Any, config: dict[str, Any]) -> Trainer:
     return Trainer(made, mesh_of(context, made))
 
 
+def settle(trainer: Trainer) -> None:
+    """Wait for the weights that the last step has sent."""
+    for memory in trainer.store.buckets:
+        for unit in memory.layout.units:
+            trainer.store.wait_for(unit)
+
+
 def numbers(results: list[StepResult]) -> dict[str, Any]:
     return {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
 
@@ -97,10 +104,11 @@ def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_st
             results.append(trainer.step())
             if step == broken_step:
                 kept.append(global_tensors(trainer, STATE))
-        skipped = [result.skipped for result in results]
-        return {**numbers(results), "skipped": skipped, "count": trainer.skipped, "kept": kept}
     finally:
         trainer.close()
+    under_way = sum(memory.gathering is not None for memory in trainer.store.buckets)
+    skipped = [result.skipped for result in results]
+    return {**numbers(results), "skipped": skipped, "count": trainer.skipped, "kept": kept, "under_way": under_way}
 
 
 def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, Any]:
@@ -114,12 +122,11 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
     sizes = {axis.name: axis.size for axis in (mesh.tp, mesh.dp, mesh.data, mesh.world, mesh.pp, mesh.kv_replica, mesh.tied_pair) if axis}
     try:
         trainer.step()
-        for memory in store.buckets:
-            for unit in memory.layout.units:
-                store.wait_for(unit)
+        settle(trainer)
         mesh.traffic.clear()
         with profile() as recorded:
             trainer.step()
+            settle(trainer)  # torch crashes where a message outlives the profiler that saw it start
         traffic = dict(mesh.traffic)
     finally:
         trainer.close()

@@ -78,9 +78,9 @@ def test_the_comparison_sees_another_order_of_additions(ranks, prefix):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", [{"microbatches": 2}, {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 2}])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True}])
 def test_a_repeated_run_is_itself(layout, precision, ranks, prefix):
-    case = {**BASE, "tied": True, "kv_heads": 1, **layout}
+    case = {**BASE, "tied": True, "kv_heads": 1, "microbatches": 2, **layout}
     one, other = (run(ranks, prefix, case, precision, train={"grad_clip": 0.5}) for _ in range(2))
     assert_bitwise(one, other)
     assert one[0]["grad_norms"] == other[0]["grad_norms"]

@@ -25,7 +25,7 @@ HEAD = Counter({("all_reduce", "tp"): 1, ("all_gather", "tp"): 1})  # its input 
 HEAD_SP = Counter({("all_gather", "tp"): 3, ("reduce_scatter", "tp"): 1})  # its input twice and the statistics; its input gradient
 # Per layer and microbatch:
 LAYER = Counter({("all_reduce", "tp"): 4})  # forward: attention output, mlp output; backward: the inputs of both
-LAYER_SP = Counter({("all_gather", "tp"): 4 + 2, ("reduce_scatter", "tp"): 4})  # the same as pairs, and both inputs gathered again in backward
+LAYER_SP = Counter({("all_gather", "tp"): 4 + 2, ("reduce_scatter", "tp"): 4})  # the same as pairs, and in backward both inputs again
 # Per step:
 NORM = Counter({("all_reduce", "world"): 1})  # gradient norm, loss, waiting time and stop requests together
 TOKENS = Counter({("all_reduce", "data"): 1})  # the count of valid tokens, where some can be ignored

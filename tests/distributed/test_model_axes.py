@@ -36,7 +36,9 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "layers without rope, llama3 rope, biases": {
         "model": {"no_rope_layers": [1, 3], "rope_scaling": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}
     },
-    "no positions, layer norm, dropout": {"model": {"position": "none", "norm": "layer", "attention_dropout": 0.2, "residual_dropout": 0.2}},
+    "no positions, layer norm, dropout": {
+        "model": {"position": "none", "norm": "layer", "attention_dropout": 0.2, "residual_dropout": 0.2},
+    },
     "label smoothing, z-loss": {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}},
 }
 LAYOUTS: dict[str, Case] = {

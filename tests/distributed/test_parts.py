@@ -148,6 +148,7 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(rank, ranks, pre
         assert found["losses"] == got[0]["losses"] and all(loss < 10 for loss in found["losses"])
         before, after = found["kept"]
         assert all(torch.equal(value, after[name]) for name, value in before.items())
+        assert found["under_way"] == 0, "a closed trainer has awaited every message: the next user of its groups would get them"
     norms = got[0]["grad_norms"]
     assert norms[2] == float("inf") and all(norm < 100 for norm in norms[:2] + norms[3:])
 
@@ -188,3 +189,5 @@ def test_messages_arrive_in_order_and_their_memory_is_freed(stages, schedule, ra
     for stage, found in enumerate(got):
         assert found["received"] == [2**stage * (index + 1) for index in range(microbatches)]
         assert found["alive"] == 0
+    if schedule == "gpipe":  # every output has been sent long before the last backward, and none is kept for it
+        assert got[0]["alive_in_backward"][-1] == 0 and len(got[0]["alive_in_backward"]) == microbatches

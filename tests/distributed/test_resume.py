@@ -76,7 +76,7 @@ def test_resuming_is_bitwise_the_run_that_never_stopped(layout, precision, ranks
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-9)])
 @pytest.mark.parametrize("saved", LAYOUTS)
 @pytest.mark.parametrize("other", OTHERS)
-def test_resuming_on_another_topology_continues_with_the_same_numbers(other, saved, precision, tolerance, ranks, prefix, straight, tmp_path):
+def test_another_topology_continues_with_the_same_numbers(other, saved, precision, tolerance, ranks, prefix, straight, tmp_path):
     expected = straight(saved, precision)
     config = configuration(OTHERS[other], prefix, precision, tmp_path, checkpoint={"load": expected["directory"]})
     got = ranks.run(world(OTHERS[other]), jobs_training.resume, config, HALF)[0]

@@ -1,0 +1,99 @@
+"""What a checkpoint may be resumed with, and what is refused and how, in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megalite.config.load import from_dict
+from megalite.config.schema import ConfigError
+from megalite.training import build
+from megalite.training.trainer import Trainer
+from tests.distributed.configs import SINGLE, config_of, write_tokens
+
+CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "microbatches": 4}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), 96)
+
+
+@pytest.fixture(scope="module")
+def other_prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("other"), 96, seed=9)
+
+
+def trainer(prefix: str, run: dict[str, Any], **changes: dict[str, Any]) -> Trainer:
+    config = config_of(CASE, prefix, run=run)
+    config["checkpoint"] = {}
+    made = from_dict({section: {**values, **changes.get(section, {})} for section, values in config.items()})
+    return Trainer(made, build.make_mesh(made))
+
+
+@pytest.fixture(scope="module")
+def run(prefix, tmp_path_factory) -> dict[str, Any]:
+    """A run of three steps, with a checkpoint after the second and after the third."""
+    named = {"dir": str(tmp_path_factory.mktemp("runs")), "name": "first"}
+    made = trainer(prefix, named)
+    for step in range(1, STEPS + 1):
+        made.step()
+        if step > 1:
+            made.save()
+    made.close()
+    return named
+
+
+def test_auto_takes_the_newest_none_starts_afresh_and_a_path_is_a_path(prefix, run):
+    older = f"{run['dir']}/first/checkpoints/step_00000002"
+    for load, step in (("auto", 3), ("none", 0), (older, 2)):
+        made = trainer(prefix, run, checkpoint={"load": load})
+        made.close()
+        assert (made.step_done, made.samples) == (step, 32 * step)
+    fresh = trainer(prefix, {**run, "name": "second"})
+    fresh.close()
+    assert fresh.step_done == 0
+
+
+REFUSED = {
+    "another width": ({"model": {"intermediate_size": 64}}, "model.intermediate_size was 48, is 64"),
+    "two changes": ({"model": {"rope_theta": 1e6, "tie_word_embeddings": True}}, r"tie_word_embeddings was False, is True; .*rope_theta"),
+    "another horizon": ({"train": {"steps": 40}}, r"train\.steps = 40.*was made for 20.*checkpoint\.allow = \[horizon\]"),
+    "another sequence length": ({"data": {"sequence_length": 8}}, r"other data.*checkpoint\.allow = \[data\]"),
+    "another order": ({"data": {"shuffle": False}}, r"other data.*checkpoint\.allow = \[data\]"),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_changed_run_is_refused_by_name(change, prefix, run):
+    changes, message = REFUSED[change]
+    with pytest.raises(ConfigError, match=message):
+        trainer(prefix, run, **changes)
+
+
+def test_other_data_is_refused_and_may_be_allowed(other_prefix, run):
+    with pytest.raises(ConfigError, match="other data"):
+        trainer(other_prefix, run)
+    made = trainer(other_prefix, run, checkpoint={"allow": ["data"]})
+    assert made.step_done == 3 and made.step().step == 4
+    made.close()
+
+
+def test_allowing_one_change_allows_no_other(prefix, other_prefix, run):
+    longer = {"train": {"steps": 40}}
+    with pytest.raises(ConfigError, match=r"train\.steps"):
+        trainer(prefix, run, **longer, checkpoint={"allow": ["data"]})
+    with pytest.raises(ConfigError, match="other data"):
+        trainer(other_prefix, run, checkpoint={"allow": ["horizon"]})
+    with pytest.raises(ConfigError, match="another model"):
+        trainer(prefix, run, model={"intermediate_size": 64}, checkpoint={"allow": ["data", "horizon"]})
+    trainer(prefix, run, **longer, checkpoint={"allow": ["horizon"]}).close()
+
+
+def test_what_does_not_change_the_mathematics_may_change(prefix, run):
+    """Recomputation, buckets and the micro-batch size are free; so is the learning rate, which is the user's to steer."""
+    made = trainer(prefix, run, train={"recompute": "full", "micro_batch_size": 4}, parallel={"bucket_mb": 1.0}, optimizer={"lr": 1e-4})
+    made.close()
+    assert made.step_done == 3
