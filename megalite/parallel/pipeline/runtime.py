@@ -61,7 +61,7 @@ class _Run:
     products: dict[Key, Tensor] = field(default_factory=dict)  # outputs and input gradients on their way to another stage
     arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
     weight_work: dict[Key, list[Callable[[], None]]] = field(default_factory=dict)
-    sends: list[tuple[Any, Tensor]] = field(default_factory=list)
+    sends: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
     waited: float = 0.0
 
 
@@ -100,7 +100,7 @@ class Runtime:
         with torch.set_grad_enabled(training):
             for action in schedule.actions[self.mesh.pp.rank]:
                 self._handlers[action.kind](run, schedule, action)
-        for work, _ in run.sends:
+        for work, _ in run.sends.values():
             self._await(run, work)
         return run.loss, run.waited
 
@@ -128,6 +128,7 @@ class Runtime:
         if action.stage < schedule.stages - 1:
             local = run.products.pop((action.stage + 1, action.microbatch), None)
             run.gradients.pop(key).value = self._arrived(run, Kind.RECEIVE_BACKWARD, key, local)
+            self._release_output(run, key)
         torch.autograd.backward(run.roots.pop(key))
         run.weight_work[key] = self.stages[action.stage].take_weight_work()
         if action.stage > 0:
@@ -145,9 +146,17 @@ class Runtime:
         run.arriving[action.kind, (action.stage, action.microbatch)] = (work, buffer)
 
     def _send(self, run: _Run, schedule: Schedule, action: Action) -> None:
-        tensor = run.products.pop((action.stage, action.microbatch)).contiguous()
-        run.sends = [(work, held) for work, held in run.sends if not work.is_completed()]
-        run.sends.append((self._transfer(dist.isend, tensor, schedule, action), tensor))
+        key = (action.stage, action.microbatch)
+        tensor = run.products.pop(key).contiguous()
+        run.sends = {sent: (work, held) for sent, (work, held) in run.sends.items() if not work.is_completed()}
+        run.sends[action.kind, key] = (self._transfer(dist.isend, tensor, schedule, action), tensor)
+
+    @staticmethod
+    def _release_output(run: _Run, key: Key) -> None:
+        """Free an output whose gradient is here, and which has therefore arrived: gloo tells that to nobody who does not wait."""
+        work, _ = run.sends.pop((Kind.SEND_FORWARD, key), (None, None))
+        if work is not None:
+            work.wait()
 
     def _transfer(self, operation: Callable[..., Any], tensor: Tensor, schedule: Schedule, action: Action) -> Any:
         """Start a message on its channel: on NCCL as a batch of one, which uses the channel's own communicator instead of a lazy pair."""
