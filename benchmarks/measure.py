@@ -1,0 +1,70 @@
+"""What a measured process does: time steps and matrix products, and read its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NoReturn
+
+import torch
+
+
+def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
+    """Seconds of each of `steps` calls, after `warmup` that do not count."""
+    for _ in range(warmup):
+        step()
+    seconds = []
+    for _ in range(steps):
+        started = perf_counter()
+        step()
+        seconds.append(perf_counter() - started)
+    return seconds
+
+
+def product_peak(size: int, dtype: torch.dtype, repeats: int = 8) -> float:
+    """FLOP/s of the fastest of some products of two [size, size] matrices, under the process's settings."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    out = torch.empty_like(a)
+    return 2.0 * size**3 / min(timed(lambda: torch.mm(a, b, out=out), 2, repeats))
+
+
+class Memory:
+    """The most resident memory since this object was made, above what was resident then. Linux alone knows; elsewhere None."""
+
+    def __init__(self) -> None:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: imports may have had a higher one
+        self._base = _resident("VmRSS")
+
+    def peak_above(self) -> int | None:
+        """Bytes."""
+        peak = _resident("VmHWM")
+        return None if peak is None or self._base is None else peak - self._base
+
+
+def _resident(field: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
+
+
+def read_spec() -> dict[str, Any]:
+    """What this process is to run: the JSON file that is its only argument."""
+    spec: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    return spec
+
+
+def finish(spec: dict[str, Any], result: dict[str, Any] | None) -> NoReturn:
+    """Hand the result back (None on ranks that have none) and end at once: tearing torch down takes seconds a rank."""
+    if result is not None:
+        Path(spec["result"]).write_text(json.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

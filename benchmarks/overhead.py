@@ -1,0 +1,147 @@
+"""Small models, where what surrounds the matrix products rules: a character model on one process, and a small Llama on five layouts.
+
+Each run trains through the trainer on random tokens. Beside its speed stands that of its matrix products alone, measured by the same ranks
+right after it: the share says what everything else costs, communication included. Several ranks have one thread each, so that on a machine
+with two cores the layouts share what one process has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import report
+
+GPT = {  # nanoGPT's settings for a CPU: no biases, tied embeddings, no dropout
+    "vocab_size": 65,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "position": "learned",
+    "norm": "layer",
+    "hidden_act": "gelu",
+    "gated_mlp": False,
+    "tie_word_embeddings": True,
+}
+LLAMA = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+SMALLER = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 8}
+COLUMNS = {
+    "model": "model",
+    "layout": "layout",
+    "ranks": "ranks",
+    "threads": "threads_per_rank",
+    "ms/step": "ms_per_step:,.1f",
+    "tokens/s": "tokens_per_second:,.0f",
+    "products alone": "product_tokens_per_second:,.0f",
+    "share": "share_of_products:.1%",
+}
+
+
+@dataclass
+class Run:
+    """A model on a layout, and what its processes gave, one result a round."""
+
+    name: str
+    model: dict[str, Any]
+    batch: tuple[int, int]  # global, micro
+    steps: tuple[int, int]  # warm-up, timed
+    layout: dict[str, int] = field(default_factory=dict)
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.get("tp", 1) * self.layout.get("pp", 1) * self.layout.get("dp", 1)
+
+    @property
+    def layout_name(self) -> str:
+        return "×".join(f"{axis.upper()}{size}" for axis, size in self.layout.items()) or "one process"
+
+
+def runs(smoke: bool) -> list[Run]:
+    if smoke:
+        tiny = Run("llama", LLAMA | SMALLER, (4, 2), (1, 2), {"tp": 2})
+        return [Run("gpt", GPT | SMALLER, (4, 4), (1, 2)), tiny]
+    layouts: list[dict[str, int]] = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 2, "pp": 2, "dp": 2}]
+    return [Run("gpt", GPT, (12, 12), (20, 100)), *(Run("llama", LLAMA, (64, 4), (2, 6), layout) for layout in layouts)]
+
+
+def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Run everything, the runs taking turns, and return the figures with what they depend on."""
+    compared = runs(smoke)
+    with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
+        configs = [_config(run, Path(scratch)) for run in compared]
+        for number in range(1, rounds + 1):
+            for run, config in zip(compared, configs, strict=True):
+                progress(f"round {number} of {rounds}: {run.name}, {run.layout_name}")
+                warmup, steps = run.steps
+                spec = {
+                    "config": config,
+                    "warmup_steps": warmup,
+                    "steps": steps,
+                    "product_steps": steps,
+                    "peak_size": 128 if smoke else 1024,
+                }
+                run.results.append(report.launch("benchmarks.ours", spec, ranks=run.ranks, threads=threads if run.ranks == 1 else 1))
+    rows = [_row(run, threads) for run in compared]
+    return {"threads": threads, "protocol": {"rounds": rounds}, "results": rows, "targets": targets(rows)}
+
+
+def _config(run: Run, scratch: Path) -> dict[str, Any]:
+    length = run.model["max_position_embeddings"]
+    total, micro = run.batch
+    return {
+        "run": {"dir": str(scratch), "name": run.name},
+        "model": run.model,
+        "parallel": {"tp": 1, "pp": 1, "dp": 1, **run.layout},
+        "data": {"train": report.write_random_tokens(scratch, run.model["vocab_size"], 16 * total * length), "sequence_length": length},
+        "train": {"steps": 1000, "global_batch_size": total, "micro_batch_size": micro},
+        "checkpoint": {"load": "none"},
+    }
+
+
+def _row(run: Run, threads: int) -> dict[str, Any]:
+    """A run's figures, medians over all steps of all rounds, with its configuration."""
+    seconds, products = (median(value for result in run.results for value in result[key]) for key in ("seconds", "product_seconds"))
+    length = run.model["max_position_embeddings"]
+    tokens = run.batch[0] * length
+    return {
+        "model": run.name,
+        "layout": run.layout_name,
+        "ranks": run.ranks,
+        "threads_per_rank": threads if run.ranks == 1 else 1,
+        "matmul": run.results[0]["matmul"],
+        "ms_per_step": 1e3 * seconds,
+        "tokens_per_second": tokens / seconds,
+        "product_tokens_per_second": tokens / products,
+        "share_of_products": products / seconds,
+        "step_ms": [[1e3 * value for value in result["seconds"]] for result in run.results],
+        "config": {
+            "model": run.model,
+            "precision": "fp32",
+            "sequence_length": length,
+            "global_batch_size": run.batch[0],
+            "micro_batch_size": run.batch[1],
+        },
+    }
+
+
+def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All three axes together are meant to keep most of the speed of data parallelism alone, on the same cores."""
+    speed = {row["layout"]: row["tokens_per_second"] for row in rows if row["model"] == "llama"}
+    if not {"TP2×PP2×DP2", "DP2"} <= speed.keys():
+        return []
+    ratio = speed["TP2×PP2×DP2"] / speed["DP2"]
+    return [{"target": "speed of TP2×PP2×DP2 / DP2", "measured": ratio, "wanted": "≥ 0.7", "met": ratio >= 0.7}]

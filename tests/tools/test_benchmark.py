@@ -1,0 +1,159 @@
+"""tools/benchmark.py at tiny sizes: what it runs, what its JSON says, and that the figures follow from what was measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from benchmarks import overhead, report, step
+from benchmarks.ours import linear_shapes, step_products
+from megalite.config.load import from_dict
+from megalite.mesh import Mesh
+from megalite.training import build
+from megalite.training.flops import model_flops_per_token
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
+    monkeypatch.syspath_prepend(TOOLS)
+    found: Callable[[list[str]], None] = importlib.import_module("benchmark").main
+    return found
+
+
+@pytest.fixture
+def run(main: Callable[[list[str]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """run(*arguments) → the JSON on stdout, which must be what is in the one file written."""
+
+    def call(*arguments: str) -> dict[str, Any]:
+        main([*arguments, "--smoke", "--rounds", "1", "--threads", "1", "--machine", "here", "--output", str(tmp_path), "--json"])
+        content: dict[str, Any] = json.loads(capsys.readouterr().out)
+        (file,) = tmp_path.iterdir()
+        assert file.name == f"here-{arguments[0]}.json"
+        assert json.loads(file.read_text()) == content
+        return content
+
+    return call
+
+
+def check_surroundings(content: dict[str, Any], tmp_path: Path) -> None:
+    """Machine, cores and versions stand beside the figures; where it ran does not."""
+    import torch
+
+    assert content["machine"].keys() == {"cpu", "cores", "instructions", "memory_gib", "system"}
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"].keys() == {"python", "megalite", "commit", "torch", "numpy", "transformers"}
+    text = json.dumps(content)
+    assert platform.node() not in text
+    assert str(tmp_path) not in text and str(Path.home()) not in text and "/tmp" not in text
+
+
+def test_step_compares_with_transformers_under_both_settings(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    content = run("step", "--precision", "fp32")
+    check_surroundings(content, tmp_path)
+    rows = content["results"]
+    assert [(row["run"], row["peer"]) for row in rows] == [
+        ("megalite fp32", False),
+        ("transformers fp32", True),
+        ("transformers fp32", True),
+    ]
+    assert [row["matmul"] for row in rows[1:]] == ["highest", "medium"]
+    config = from_dict({"model": content["config"]["model"]})
+    for row in rows:
+        assert len(row["step_ms"]) == 1 and len(row["step_ms"][0]) == content["protocol"]["steps"]
+        assert row["ms_per_step"] == pytest.approx(median(row["step_ms"][0]))
+        assert row["tokens_per_second"] == pytest.approx(2 * 16 / (row["ms_per_step"] / 1e3))
+        assert row["model_gflops"] == pytest.approx(row["tokens_per_second"] * model_flops_per_token(config.model, 16) / 1e9)
+        assert 0 < row["share_of_peak"] == pytest.approx(row["model_gflops"] / row["peak_gflops"])
+        assert 0 < row["peak_rss_above_import_mib"] < 500
+    assert [target["wanted"] for target in content["targets"]] == ["≥ 1.5", "≥ 1.0", "≤ 0.85"]
+    assert content["targets"][0]["measured"] == pytest.approx(rows[1]["ms_per_step"] / rows[0]["ms_per_step"])
+
+
+def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    content = run("overhead")
+    check_surroundings(content, tmp_path)
+    assert [(row["model"], row["layout"], row["ranks"]) for row in content["results"]] == [("gpt", "one process", 1), ("llama", "TP2", 2)]
+    for row in content["results"]:
+        tokens = row["config"]["global_batch_size"] * row["config"]["sequence_length"]
+        assert row["tokens_per_second"] == pytest.approx(tokens / (median(row["step_ms"][0]) / 1e3))
+        assert 0 < row["share_of_products"] == pytest.approx(row["tokens_per_second"] / row["product_tokens_per_second"])
+
+
+def test_targets_are_judged_by_their_ratios() -> None:
+    """Worked by hand: at the same setting 90/100 is too slow; memory is compared with the smaller of the peers."""
+
+    def row(peer: bool, matmul: str, speed: float, memory: float) -> dict[str, Any]:
+        figures = {"tokens_per_second": speed, "peak_rss_above_import_mib": memory}
+        return {"precision": "fp32", "compiled": False, "peer": peer, "matmul": matmul, **figures}
+
+    found = step.targets([row(False, "medium", 90, 80), row(True, "highest", 50, 120), row(True, "medium", 100, 100)])
+    assert [(target["measured"], target["met"]) for target in found] == [(1.8, True), (0.9, False), (0.8, True)]
+    speeds = {"one process": 90.0, "DP2": 100.0, "TP2×PP2×DP2": 69.0}
+    (target,) = overhead.targets([{"model": "llama", "layout": name, "tokens_per_second": speed} for name, speed in speeds.items()])
+    assert (target["measured"], target["met"]) == (0.69, False)
+
+
+@pytest.mark.parametrize("model", [overhead.GPT, overhead.LLAMA, {**overhead.LLAMA, "num_key_value_heads": 2}], ids=["gpt", "llama", "gqa"])
+def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> None:
+    """torch's own counter on the products of a step against the formula for the model: the tables that are looked up do not multiply."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    length = model["max_position_embeddings"]
+    config = from_dict(
+        {
+            "model": model,
+            "parallel": {"tp": 1, "pp": 1, "dp": 1},
+            "data": {"sequence_length": length},
+            "train": {"global_batch_size": 4, "micro_batch_size": 2},
+        }
+    )
+    mesh = Mesh(build.layout(config))
+    products = step_products(config, mesh)
+    with FlopCounterMode(display=False) as counter:
+        products()
+    padded = linear_shapes(config, mesh)[0 if model.get("tie_word_embeddings") else -1][0] - model["vocab_size"]  # rows of the head
+    extra = 6 * padded * model["hidden_size"]
+    assert counter.get_total_flops() == 4 * length * (model_flops_per_token(config.model, length) + extra)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["step", "--rounds", "0"], "--rounds 0: there must be at least one"),
+        (["overhead", "--threads", "0"], "--threads 0: there must be at least one"),
+        (["step", "--machine", "a/b"], "--machine a/b becomes a part of a file name"),
+        (["step", "--precision", "fp64"], "invalid choice: 'fp64'"),
+        (["kernels"], "invalid choice: 'kernels'"),
+    ],
+)
+def test_wrong_options_end_with_one_message(
+    main: Callable[[list[str]], None], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_run_that_fails_says_why() -> None:
+    with pytest.raises(report.BenchmarkError, match="(?s)benchmarks.ours on 1 ranks failed.*KeyError"):
+        report.launch("benchmarks.ours", {}, threads=1)
+
+
+def test_the_table_aligns_and_shows_what_is_missing() -> None:
+    rows: list[dict[str, Any]] = [{"name": "a", "speed": 1234.5}, {"name": "longer", "speed": None}]
+    assert report.table(rows, {"run": "name", "tokens/s": "speed:,.0f"}).splitlines() == [
+        "run     tokens/s",
+        "a          1,234",
+        "longer         -",
+    ]
