@@ -37,7 +37,7 @@ LAYOUT_STEPS = 5  # what a layout changes shows in the first steps; the pairwise
 RANDOM_CASES = 500
 STRESS_STEPS = {"tp2-pp2-dp2": 200}
 OTHER_STRESS_STEPS = 50
-LONGEST_DELAY_S = 0.005
+LONGEST_DELAY_S = 0.003
 
 
 class Part(Protocol):
@@ -125,7 +125,7 @@ class Random:
 class Stress:
     """Long runs under random delays, bit for bit the undelayed ones."""
 
-    longest_s = 150.0
+    longest_s = 300.0
 
     def __init__(self, directory: Path, ranks: RankPool):
         from tests.distributed import delays
