@@ -13,7 +13,9 @@ from megalite.training.launch import choose_device, configure_process, leave, st
 def main() -> None:
     config = load_config(world_size=world_size())
 
+    from megalite.checkpoint import CheckpointError
     from megalite.config.rules import check
+    from megalite.data import dataset
     from megalite.mesh import describe
     from megalite.training import build
     from megalite.training.fit import fit
@@ -24,6 +26,7 @@ def main() -> None:
     try:
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
+        dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
     except ConfigError as error:
         exit_with(str(error))
     configure_process(device, config.run.deterministic)
@@ -31,7 +34,7 @@ def main() -> None:
     mesh = build.make_mesh(config)
     try:
         trainer = Trainer(config, mesh, device)
-    except ConfigError as error:  # a checkpoint that this run must not continue: every rank finds the same
+    except (ConfigError, CheckpointError) as error:  # a checkpoint that this run must not continue: every rank finds the same
         exit_with(str(error))
     if mesh.rank == 0:
         write_config(config, trainer.run_dir)
