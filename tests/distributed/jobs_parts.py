@@ -122,13 +122,15 @@ class _Double(torch.autograd.Function):
     """Saves nothing; its output's memory tells when it is freed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, made: list[weakref.ref[Any]]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stage: CountingStage) -> Tensor:
         buffer = np.empty(x.shape, dtype=np.float32)
-        made.append(weakref.ref(buffer))  # the tensor's memory is the array's: it dies with the last tensor on it
+        ctx.stage, ctx.buffer = stage, weakref.ref(buffer)
+        stage.made.append(ctx.buffer)  # the tensor's memory is the array's: it dies with the last tensor on it
         return torch.from_numpy(buffer).copy_(x * 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.stage.freed_before_backward.append(ctx.buffer() is None)
         return grads[0] * 2, None
 
 
@@ -138,7 +140,8 @@ class CountingStage:
     def __init__(self, rank: int, last: bool):
         self.rank, self.last = rank, last
         self.made: list[weakref.ref[Any]] = []
-        self.alive_in_backward: list[int] = []
+        self.alive_after_backward: list[int] = []
+        self.freed_before_backward: list[bool] = []
         self.received: list[float] = []
         self.parameter = torch.ones((), requires_grad=True)
 
@@ -150,7 +153,7 @@ class CountingStage:
         if self.last:
             return x.sum() * loss_scale
         x = x.float() * self.parameter if self.rank == 0 else x
-        out: Tensor = _Double.apply(x, self.made)
+        out: Tensor = _Double.apply(x, self)
         return out
 
     def alive(self) -> int:
@@ -158,7 +161,7 @@ class CountingStage:
 
     def take_weight_work(self) -> list[Any]:
         """Called after each backward."""
-        self.alive_in_backward.append(self.alive())
+        self.alive_after_backward.append(self.alive())
         return []
 
 
@@ -178,6 +181,7 @@ def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, 
         "loss": loss.item(),
         "received": stage.received,
         "alive": stage.alive(),
-        "alive_in_backward": stage.alive_in_backward,
+        "alive_after_backward": stage.alive_after_backward,
+        "freed_before_backward": stage.freed_before_backward,
         "gradient": None if gradient is None else gradient.item(),
     }

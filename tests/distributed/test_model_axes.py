@@ -22,6 +22,7 @@ GPT2 = {
     **{"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
 }
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+# Listed layers differ from one half to the other, so that a stage that counts its own layers is found out.
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {"model": GPT2},
     "full-width qk-norm, post norm": {"model": {"qk_norm": "full", "norm_placement": "post", "num_key_value_heads": 1}},
@@ -29,12 +30,12 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "both norms, offset, soft-caps, windows": {
         "model": {
             **{"norm_placement": "both", "norm_offset": 1.0, "attention_softcap": 5.0, "logit_softcap": 3.0, "embedding_scale": 5.7},
-            **{"sliding_window": 5, "sliding_window_layers": [0, 2], "attention_scale": 0.3, "hidden_act": "gelu_pytorch_tanh"},
+            **{"sliding_window": 5, "sliding_window_layers": [0, 3], "attention_scale": 0.3, "hidden_act": "gelu_pytorch_tanh"},
             "tie_word_embeddings": True,
         }
     },
     "layers without rope, llama3 rope, biases": {
-        "model": {"no_rope_layers": [1, 3], "rope_scaling": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}
+        "model": {"no_rope_layers": [1, 2], "rope_scaling": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}
     },
     "no positions, layer norm, dropout": {
         "model": {"position": "none", "norm": "layer", "attention_dropout": 0.2, "residual_dropout": 0.2},
