@@ -96,8 +96,10 @@ class Mesh:
         self.traffic: Counter[tuple[str, str]] = Counter()
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self.world = self._axis("world", layout.peers(self.rank, AXES))
-        self.tp, self.cp, self.dp, self.pp = (self._axis(name, layout.peers(self.rank, (name,))) for name in reversed(AXES))
-        self.data, self.model = (self._axis(name, layout.peers(self.rank, PRODUCTS[name])) for name in ("data", "model"))
+        self.tp, self.cp, self.dp = (self._axis(name, layout.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
+        self.data = self._axis("data", layout.peers(self.rank, PRODUCTS["data"]))
+        pp_ranks = layout.peers(self.rank, ("pp",))
+        self.pp = MeshAxis("pp", pp_ranks.index(self.rank), layout.pp, pp_ranks, None, self.traffic)  # talks through its channels alone
         first = self.tp.rank - self.tp.rank % kv_replicas
         self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
         self.tied_pair = self._tied_pair(tied)
@@ -128,9 +130,9 @@ class Mesh:
 
     @staticmethod
     def _new_group(ranks: tuple[int, ...]) -> ProcessGroup:
-        """Only the members take part: at a thousand ranks nobody waits for groups that are not its own.
+        """Only the members meet: at a thousand ranks nobody waits for groups that are not its own.
 
-        Every rank meets its groups axis by axis in the same order, so members never wait for each other in a circle.
+        Every rank makes its groups axis by axis in the same order, and equally many, so members never wait for each other in a circle.
         """
         import torch.distributed as dist
 
@@ -146,6 +148,12 @@ class Mesh:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         for group in (*self._groups.values(), *self.channels.values()):
             dist.all_reduce(torch.ones(1, device=device), group=group)
+        for group in self.channels.values() if device.type == "cuda" else ():  # NCCL connects senders and receivers apart from collectives
+            neighbours = [self.pp.ranks[(self.pp.rank + step) % self.pp.size] for step in (1, -1)]
+            sends = [dist.P2POp(dist.isend, torch.ones(1, device=device), peer, group) for peer in neighbours]
+            receives = [dist.P2POp(dist.irecv, torch.ones(1, device=device), peer, group) for peer in reversed(neighbours)]
+            for work in dist.batch_isend_irecv([*sends, *receives]):
+                work.wait()
 
 
 def describe(layout: Layout) -> str:

@@ -36,12 +36,16 @@ def main(argv: list[str] | None = None) -> int:
     layout = vars(sizes.parse_known_args(rest)[0])
     defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]  # the proof settings
     config = load_config([*defaults, *rest], world_size=math.prod(layout.values()))
+    import torch
+
     from megalite.training.verification import compare, run_ranks, single_process
+
+    on_cpu = torch.cuda.device_count() < math.prod(layout.values())  # both runs on the same kind of device
 
     with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch:
         try:
-            run_ranks(config, own.steps, Path(scratch, "layout"))
-            run_ranks(single_process(config), own.steps, Path(scratch, "single"))
+            run_ranks(config, own.steps, Path(scratch, "layout"), on_cpu)
+            run_ranks(single_process(config), own.steps, Path(scratch, "single"), on_cpu)
         except ConfigError as error:
             exit_with(str(error))
         relative, absolute = TOLERANCES[config.train.precision]

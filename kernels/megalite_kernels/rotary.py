@@ -69,13 +69,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
 def split_rotary(packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Packed [S, B, (hq + 2·hk)·D], laid out q|k|v, into q [S, B, hq, D], k and v [S, B, hk, D], with q and k rotated.
 
-    The results may be views, v of `packed` itself. Without tables (cos is None) nothing is rotated and all three are views.
+    The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing is rotated, and they are
+    views of `packed` itself.
     """
     heads = packed.unflatten(-1, (hq + 2 * hk, head_dim))
-    rotated = heads[:, :, : hq + hk]
     if cos is not None and sin is not None:
-        rotated = rotate(rotated, cos, sin)
-    return rotated[:, :, :hq], rotated[:, :, hq:], heads[:, :, hq + hk :]
+        source, heads = heads, torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+        _rotate_into(heads[:, :, : hq + hk], source[:, :, : hq + hk], cos, sin, 1)
+        heads[:, :, hq + hk :].copy_(source[:, :, hq + hk :])
+    return heads[:, :, :hq], heads[:, :, hq : hq + hk], heads[:, :, hq + hk :]
 
 
 def split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:

@@ -126,5 +126,5 @@ class Attention(nn.Module):
             "document_start": context.document_start,
             "softcap": model.attention_softcap,
             "dropout": dropout,
-            "recompute": self.options.recompute == "selective",
+            "recompute": self.options.recompute == "selective" or not torch.is_grad_enabled(),
         }

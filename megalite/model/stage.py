@@ -108,6 +108,10 @@ class Stage(nn.Module):
         self.weights.wait_for(head_unit(self.model_config))
         return self.head(x, microbatch.targets, loss_scale)
 
+    def defer_weight_work(self, deferred: bool) -> None:
+        """Whether backward leaves weight-gradient products for the schedule's W actions."""
+        self.weights.gradients.deferred = deferred
+
     def take_weight_work(self) -> list[Callable[[], None]]:
         """The weight-gradient products that the last backward put off."""
         return self.weights.gradients.take()

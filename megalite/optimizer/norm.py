@@ -24,17 +24,17 @@ class GradientNorm:
 
     def __init__(self, store: ParameterStore, mesh: Mesh):
         self.mesh = mesh
+        self.device = store.buckets[0].weights.device
         self.chunks: list[Tensor] = []
         for memory, rectangle, offset in store.counted_once():
             if memory.grads is not None:
                 flat = memory.grads[offset + rectangle.start : offset + rectangle.stop]
-                self.chunks.extend(flat.split(CHUNK))
+                self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])  # on a GPU a launch costs more than accuracy gains
 
     def __call__(self, others: Sequence[float | Tensor]) -> tuple[Tensor, Tensor]:
         """The norm (0-d fp64) and the sums of `others` over the world (1-d fp64), in one collective."""
-        device = self.chunks[0].device if self.chunks else "cpu"
-        squares = squared_sum(self.chunks) if self.chunks else torch.zeros((), dtype=torch.float64)
-        numbers = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in (squares, *others)]
+        squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
+        numbers = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in (squares, *others)]
         total = all_reduce(torch.stack(numbers), self.mesh.world).wait()
         return total[0].sqrt(), total[1:]
 

@@ -1,16 +1,12 @@
 """Collectives over a mesh axis, started and awaited apart, so that communication runs beside computation.
 
+The layers of `parallel.tensor` use them in both directions and say which: a collective and its gradient stand side by side.
+
 Every operation returns a `Pending`; its `wait()` gives the result. On an axis of size 1 nothing is communicated.
 NCCL uses torch.distributed's collectives. gloo's own collectives hand each call to a worker thread and add in an order that depends on
 where a byte lies in the buffer; here, on gloo, each rank exchanges directly with each other rank and adds in rank order. That is 2–3 times
 faster on one host, and the sum of an element depends on nothing but the values: all-reduce, reduce-scatter and any bucket layout agree
 bit for bit.
-
-The differentiable forms pair each forward with its backward communication:
-
-    reduce_from_axis          forward all-reduce         backward identity         (leaves a row-parallel region)
-    gather_sequence           forward all-gather dim 0   backward reduce-scatter   (enters a column-parallel region)
-    scatter_sequence          forward reduce-scatter     backward all-gather       (leaves a row-parallel region)
 """
 
 from __future__ import annotations
@@ -57,8 +53,8 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis) ->
 
 
 def _ordered_sum(parts: list[Tensor]) -> Tensor:
-    """Sum in list order, in at least fp32."""
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    """Sum in list order; floating-point numbers in at least fp32."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32) if parts[0].is_floating_point() else parts[0].dtype
     if parts[0].dtype != wide:
         return torch.stack(parts).sum(0, dtype=wide).to(parts[0].dtype)
     total = parts[0] + parts[1]
@@ -67,14 +63,17 @@ def _ordered_sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
-    """The sum over the axis, in a new tensor, or in `into` (which may be x itself)."""
+def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable: bool = False) -> Pending:
+    """The sum over the axis, in a new tensor, or in `into` (which may be x itself).
+
+    `disposable` says that the caller has no further use of x: NCCL then reduces it in place.
+    """
     if axis.size == 1:
         return Pending([], lambda: x)
     axis.traffic["all_reduce", axis.name] += 1
     x = x.contiguous()
     if not _is_gloo(axis):
-        out = x.clone() if into is None else into if into is x else into.copy_(x)
+        out = x if disposable or into is x else x.clone() if into is None else into.copy_(x)
         return Pending([dist.all_reduce(out, group=axis.group, async_op=True)], lambda: out)
     if axis.size == 2 or x.nbytes <= WHOLE_EXCHANGE_BYTES or x.numel() % axis.size:
         parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
@@ -131,53 +130,3 @@ def all_gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending
         return _gather(x, axis, into)
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
     return Pending([all_gather_into(out, x, group=axis.group, async_op=True)], lambda: out, x)
-
-
-class _ReduceFromAxis(torch.autograd.Function):
-    """Forward: all-reduce.  Backward: identity, since every rank goes on with the same sum and so has its whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        return all_reduce(x, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _GatherSequence(torch.autograd.Function):
-    """Forward: all-gather along the sequence.  Backward: reduce-scatter, since each rank's input gradient is a partial sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:  # [seq/tp, batch, …] -> [seq, batch, …]
-        ctx.axis = axis
-        return all_gather(x, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grads[0], ctx.axis).wait(), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    """Forward: reduce-scatter along the sequence.  Backward: all-gather, since each rank's part came from every rank's partial sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:  # [seq, batch, …] -> [seq/tp, batch, …]
-        ctx.axis = axis
-        return reduce_scatter(x, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.axis).wait(), None
-
-
-def reduce_from_axis(x: Tensor, axis: MeshAxis) -> Tensor:
-    return x if axis.size == 1 else _ReduceFromAxis.apply(x, axis)
-
-
-def gather_sequence(x: Tensor, axis: MeshAxis) -> Tensor:
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
-
-
-def scatter_sequence(x: Tensor, axis: MeshAxis) -> Tensor:
-    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)

@@ -47,24 +47,23 @@ class Weight:
         self.grad = grad
         self._queue = queue
         self._on_complete = on_complete
-        self._remaining = 0
+        self._expected = self._remaining = 0
         self._fresh = True
         self._apart: Tensor | None = None  # a second accumulator, see keep_apart
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this step's contributions; the first of them overwrites what the last step left."""
-        self._remaining = microbatches * self.spec.contributions
+        self._expected = self._remaining = microbatches * self.spec.contributions
         self._fresh = True
         if self._apart is not None:
             self._apart.zero_()
 
-    def keep_apart(self) -> None:
-        """Give the embedding's use of a tied tensor an accumulator of its own, added once at the end of the step.
+    def keep_apart(self, buffer: Tensor) -> None:
+        """Accumulate the embedding's use of a tied tensor in a buffer of its own, which the store reduces and adds at the end of the step.
 
         The sum then has the order that two pipeline stages produce, head + embedding: equal bit for bit under every pp.
         """
-        assert self.grad is not None
-        self._apart = torch.zeros_like(self.grad)
+        self._apart = buffer
 
     def accumulate_product(self, grad_output: Tensor, inputs: Tensor) -> None:
         """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or when the schedule says so."""
@@ -110,22 +109,25 @@ class Weight:
 
     def _contributed(self) -> None:
         self._remaining -= 1
+        if self._remaining < 0:
+            raise RuntimeError(f"{self.spec.name}: more than {self._expected} gradient contributions in one step")
         if self._remaining == 0:
-            self.complete()
+            self._complete()
 
-    def complete(self) -> None:
-        """The gradient is final: also called for a tensor that the step did not use, whose gradient is then zero."""
+    def _complete(self) -> None:
         assert self.grad is not None
         if self._fresh:
             self.grad.zero_()
-        if self._apart is not None:
-            self.grad.add_(self._apart)
-        self._remaining = 0
         self._on_complete()
 
-    @property
-    def is_complete(self) -> bool:
-        return self._remaining == 0
+    def finish_step(self) -> None:
+        """Give a tensor that the step did not use a zero gradient. Raises where contributions are missing: training on would be wrong."""
+        if 0 < self._remaining < self._expected:
+            done = self._expected - self._remaining
+            raise RuntimeError(f"{self.spec.name}: {done} of {self._expected} gradient contributions arrived in this step")
+        if self._remaining:
+            self._remaining = 0
+            self._complete()
 
 
 def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs, stage_units
 from megalite.model.stage import Stage
-from megalite.parallel.pipeline.communication import channels, with_communication
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channels, with_communication
 from megalite.parallel.pipeline.partition import balanced, explicit, layer_costs
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.schedule import Schedule, build
@@ -45,7 +45,7 @@ def partition(config: Config) -> list[int]:
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
     """The validated list of actions of every rank, messages included."""
     plan = with_communication(build(config.parallel.schedule, config.parallel.pp, microbatches, forward_only=forward_only))
-    validate(plan)
+    validate(plan, OUTSTANDING_SENDS)
     return plan
 
 

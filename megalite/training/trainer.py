@@ -34,7 +34,7 @@ GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the sa
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, the same numbers on every rank."""
+    """One optimizer step: the same numbers on every rank, but for the times, which are this rank's."""
 
     step: int  # 1-based
     loss: float  # mean over every valid token of the global batch
@@ -61,6 +61,7 @@ class Trainer:
         self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
         self.microbatches = build.microbatch_count(config)
         self.schedule = build.schedule(config, self.microbatches)
+        self.forward_schedule = build.schedule(config, self.microbatches, forward_only=True)
         self.parts = build.build_parts(config, mesh, self.device)
         self.store = self.parts.store
         self.optimizer = AdamW(self.store, config.optimizer)
@@ -133,21 +134,15 @@ class Trainer:
             "fingerprint": self.train_data.fingerprint,
             "config": to_dict(self.config),
         }
-        self._finish_gathering()
+        self.store.finish_gathering()
         checkpoint.save(directory, self.optimizer.to_save(), state, self.mesh)
         if self.config.checkpoint.keep is not None:
             checkpoint.prune(directory.parent, self.config.checkpoint.keep, self.mesh)
         return directory
 
-    def _finish_gathering(self) -> None:
-        """Wait for the updated weights that are still on their way."""
-        for memory in self.store.buckets:
-            for unit in memory.layout.units:
-                self.store.wait_for(unit)
-
     def _check_plan(self) -> None:
-        """Every rank must have built the same schedule: compare its hash before anything is sent."""
-        value = torch.tensor([int(self.schedule.hash[:12], 16)], dtype=torch.float64, device=self.device)
+        """Every rank must have built the same schedule: compare its hash (32 bits: fp64 sums them exactly) before anything is sent."""
+        value = torch.tensor([int(self.schedule.hash[:8], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
             raise RuntimeError(f"rank {self.mesh.rank} built another pipeline schedule than other ranks: were all given the same options?")
@@ -203,7 +198,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over every valid token of the validation batches: summed over ranks, then divided."""
         assert self.validation_data is not None, "data.validation is not set"
-        plan = build.schedule(self.config, self.microbatches, forward_only=True)
+        plan = self.forward_schedule
         loader = self._loader(self.validation_data, self.validation_data.samples_per_epoch)
         has_loss = self.mesh.pp.rank == plan.placement[-1] and self.mesh.tp.rank == 0
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # summed loss, tokens
@@ -221,7 +216,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave nothing under way: a message that nobody awaits would be taken for the next one on its communicator."""
-        self._finish_gathering()
+        self.store.finish_gathering()
         self.loader.close()
 
 

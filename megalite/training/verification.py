@@ -81,7 +81,7 @@ def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[
     return everyone
 
 
-def run_ranks(config: Config, steps: int, directory: Path) -> None:
+def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False) -> None:
     """Start the configuration's ranks with torchrun, each calling `record`. Raises ConfigError with the ranks' output where they fail."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(to_dict(config)))
@@ -89,6 +89,8 @@ def run_ranks(config: Config, steps: int, directory: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "megalite.training.verification", str(directory), str(steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if on_cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"the run on {ranks} ranks failed:\n{done.stderr[-4000:]}")

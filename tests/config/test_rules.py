@@ -236,7 +236,7 @@ def test_defaults_are_legal():
 @pytest.mark.parametrize("heads, kv, ffn", [(8, 8, 16), (8, 2, 24), (12, 3, 48), (6, 6, 9), (12, 4, 12)])
 def test_tensor_parallel_sizes_are_those_that_split_evenly(heads: int, kv: int, ffn: int):
     for tp in range(1, 2 * heads):
-        # Written from the layout: rank r owns the query heads [r * heads / tp, (r + 1) * heads / tp), and every key-value head that they read.
+        # Written from the layout: rank r owns the query heads [r * heads / tp, (r + 1) * heads / tp), and each key-value head they read.
         owned = [range(rank * heads // tp, (rank + 1) * heads // tp) for rank in range(tp)]
         read = [{head * kv // heads for head in mine} for mine in owned]
         equal = len({len(mine) for mine in owned}) == 1 and len(owned[0]) > 0 and len({len(mine) for mine in read}) == 1

@@ -130,7 +130,8 @@ class _Double(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.stage.freed_before_backward.append(ctx.buffer() is None)
+        ctx.stage.freed_in_backward.append(ctx.buffer() is None)
+        ctx.stage.alive_in_backward.append(ctx.stage.alive())
         return grads[0] * 2, None
 
 
@@ -140,8 +141,8 @@ class CountingStage:
     def __init__(self, rank: int, last: bool):
         self.rank, self.last = rank, last
         self.made: list[weakref.ref[Any]] = []
-        self.alive_after_backward: list[int] = []
-        self.freed_before_backward: list[bool] = []
+        self.alive_in_backward: list[int] = []
+        self.freed_in_backward: list[bool] = []
         self.received: list[float] = []
         self.parameter = torch.ones((), requires_grad=True)
 
@@ -159,9 +160,13 @@ class CountingStage:
     def alive(self) -> int:
         return sum(buffer() is not None for buffer in self.made)
 
+    def defer_weight_work(self, deferred: bool) -> None:
+        assert not deferred, "these schedules run backward whole"
+
+    def defer_weight_work(self, deferred: bool) -> None:
+        assert not deferred
+
     def take_weight_work(self) -> list[Any]:
-        """Called after each backward."""
-        self.alive_after_backward.append(self.alive())
         return []
 
 
@@ -181,7 +186,7 @@ def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, 
         "loss": loss.item(),
         "received": stage.received,
         "alive": stage.alive(),
-        "alive_after_backward": stage.alive_after_backward,
-        "freed_before_backward": stage.freed_before_backward,
+        "alive_in_backward": stage.alive_in_backward,
+        "freed_in_backward": stage.freed_in_backward,
         "gradient": None if gradient is None else gradient.item(),
     }

@@ -192,5 +192,5 @@ def test_messages_arrive_in_order_and_their_memory_is_freed(stages, schedule, ra
     for stage, found in enumerate(got[:-1]):  # only what the schedule has in flight, without the microbatch whose backward has run
         in_flight = microbatches if schedule == "gpipe" else stages - stage
         limits = [min(in_flight - 1, microbatches - done) for done in range(1, microbatches + 1)]
-        assert all(alive <= limit for alive, limit in zip(found["alive_after_backward"], limits, strict=True))
-        assert found["freed_before_backward"] == [True] * microbatches, "neither the graph nor a send keeps an output"
+        assert all(alive <= limit for alive, limit in zip(found["alive_in_backward"], limits, strict=True))
+        assert found["freed_in_backward"] == [True] * microbatches, "neither the graph nor a send keeps an output"

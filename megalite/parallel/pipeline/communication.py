@@ -24,6 +24,8 @@ from typing import Literal, NamedTuple
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.pipeline.simulator import simulate
 
+OUTSTANDING_SENDS = 4  # sends that a rank may leave incomplete: bounds the memory that messages hold
+
 
 class Channel(NamedTuple):
     """One communicator over the pipeline axis: what travels on it, and whether to higher (up) or lower (down) ranks."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.batch import Microbatch
 from megalite.mesh import Mesh
-from megalite.parallel.pipeline.communication import channel_of
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 
 Key = tuple[int, int]  # stage, microbatch
@@ -97,6 +97,8 @@ class Runtime:
         spent waiting for other stages.
         """
         run = _Run(microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
+        for stage in self.stages.values():
+            stage.defer_weight_work(Kind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):
             for action in schedule.actions[self.mesh.pp.rank]:
                 self._handlers[action.kind](run, schedule, action)
@@ -130,7 +132,8 @@ class Runtime:
             run.gradients.pop(key).value = self._arrived(run, Kind.RECEIVE_BACKWARD, key, local)
             self._release_output(run, key)
         torch.autograd.backward(run.roots.pop(key))
-        run.weight_work[key] = self.stages[action.stage].take_weight_work()
+        if Kind.WEIGHT in schedule.passes:
+            run.weight_work[key] = self.stages[action.stage].take_weight_work()
         if action.stage > 0:
             gradient = run.inputs.pop(key).grad
             assert gradient is not None
@@ -150,6 +153,9 @@ class Runtime:
         tensor = run.products.pop(key).contiguous()
         run.sends = {sent: (work, held) for sent, (work, held) in run.sends.items() if not work.is_completed()}
         run.sends[action.kind, key] = (self._transfer(dist.isend, tensor, schedule, action), tensor)
+        while len(run.sends) > OUTSTANDING_SENDS:  # gloo reports nothing as complete to those who do not wait
+            work, _ = run.sends.pop(next(iter(run.sends)))
+            self._await(run, work)
 
     @staticmethod
     def _release_output(run: _Run, key: Key) -> None:

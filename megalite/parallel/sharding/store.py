@@ -12,7 +12,7 @@ Gradients arrive already divided by the global token count, so every reduction i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,8 +38,9 @@ class BucketMemory:
     start: int
     stop: int
     master: Tensor  # [stop - start], at least fp32
+    apart: Tensor | None = None  # [size], a tied tensor's second accumulator, see Weight.keep_apart
     incomplete: int = 0
-    reduction: Pending | None = None
+    reductions: list[Pending] = field(default_factory=list)
     gathering: Pending | None = None
 
     @property
@@ -83,9 +84,8 @@ class ParameterStore:
         self._by_unit: dict[int, list[BucketMemory]] = {}
         layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
         self.buckets = [self._allocate(layout, dtype, device, training) for layout in layouts]
-        for weight in self.weights.values():
-            if keep_tied_apart and weight.grad is not None and weight.spec.contributions > 1:
-                weight.keep_apart()
+        for memory in self.buckets if keep_tied_apart else ():
+            self._keep_apart(memory)
         self._partial = list(self._owned_parts(lambda segment: segment.partial))
         self._replicated = list(self._owned_parts(lambda segment: segment.replicas > 1))
 
@@ -103,6 +103,13 @@ class ParameterStore:
         for unit in layout.units:
             self._by_unit.setdefault(unit, []).append(memory)
         return memory
+
+    def _keep_apart(self, memory: BucketMemory) -> None:
+        """Give a tensor that embedding and head share a second gradient bucket, reduced like the first and added at the end."""
+        for slot in memory.layout.slots:
+            if memory.grads is not None and slot.spec.contributions > 1:
+                memory.apart = torch.zeros_like(memory.grads)
+                self.weights[slot.spec.name].keep_apart(memory.apart[slot.start : slot.stop].view(slot.shape))
 
     def __getitem__(self, name: str) -> Weight:
         return self.weights[name]
@@ -173,6 +180,11 @@ class ParameterStore:
                 memory.gathering.wait()
                 memory.gathering = None
 
+    def finish_gathering(self) -> None:
+        """Wait for every weight that is still on its way."""
+        for unit in self._by_unit:
+            self.wait_for(unit)
+
     # ---- gradients
 
     def begin_step(self, microbatches: int) -> None:
@@ -194,27 +206,29 @@ class ParameterStore:
         axis = self.mesh.data
         if axis.size == 1:
             return
-        assert memory.grads is not None
-        if self.zero:
-            memory.reduction = reduce_scatter(memory.grads, axis, memory.owned_grads)
-        else:
-            memory.reduction = all_reduce(memory.grads, axis, memory.grads)
+        for buffer in (memory.grads, memory.apart):
+            if buffer is not None:
+                own = buffer[memory.start : memory.stop]
+                started = reduce_scatter(buffer, axis, own) if self.zero else all_reduce(buffer, axis, buffer)
+                memory.reductions.append(started)
 
     def finish_gradients(self) -> None:
         """Wait for the reductions, then sum what tp ranks, key-value replicas and tied copies hold parts of."""
         for weight in self.weights.values():
-            if weight.grad is not None and not weight.is_complete:
-                weight.complete()
+            if weight.grad is not None:
+                weight.finish_step()
         for memory in self.buckets:
-            if memory.reduction is not None:
-                memory.reduction.wait()
-                memory.reduction = None
+            while memory.reductions:
+                memory.reductions.pop(0).wait()
+            if memory.apart is not None:
+                memory.owned_grads.add_(memory.apart[memory.start : memory.stop])
         _sum_coalesced(self._partial, self.mesh.tp)
         _sum_coalesced(self._replicated, self.mesh.kv_replica)
         if self.mesh.tied_pair is not None:
             for memory in self.buckets:
                 if memory.layout.slots[0].spec.tied:
-                    all_reduce(memory.owned_grads, self.mesh.tied_pair, memory.owned_grads).wait()
+                    owned = memory.owned_grads
+                    all_reduce(owned, self.mesh.tied_pair, owned).wait()
 
     def _owned_parts(self, wanted: Callable[[Segment], bool]) -> Iterator[Tensor]:
         """Views of this rank's owned gradients of the wanted segments."""

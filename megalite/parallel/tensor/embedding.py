@@ -50,10 +50,8 @@ class _Embed(torch.autograd.Function):
         if layer.scale is not None:
             grad = grad * layer.scale
         if layer.tp.size > 1:
-            keep = ~outside.reshape(-1)
-            layer.weight.accumulate_rows(rows.reshape(-1)[keep], grad.flatten(0, 1)[keep])
-        else:
-            layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1))
+            grad = grad.masked_fill(outside.unsqueeze(-1), 0)  # other ranks' tokens add zero to row 0: no shape depends on the data
+        layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1))
         return None, None, None, None
 
 

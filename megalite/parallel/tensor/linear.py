@@ -58,7 +58,7 @@ class _Column(torch.autograd.Function):
         reduction = None
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(grad, layer.weight.tensor)
-            reduction = (reduce_scatter if layer.sequence_parallel else all_reduce)(dx, layer.tp)
+            reduction = reduce_scatter(dx, layer.tp) if layer.sequence_parallel else all_reduce(dx, layer.tp, disposable=True)
         _accumulate_linear(layer.weight, layer.bias, grad, x if gathering is None else gathering.wait())
         return (None if reduction is None else reduction.wait()), None, None
 
@@ -105,7 +105,8 @@ class _Row(torch.autograd.Function):
         else:
             ctx.save_for_backward(x, inputs)
         out = _matmul(inputs, weight)
-        out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()
+        summed = reduce_scatter(out, layer.tp) if layer.sequence_parallel else all_reduce(out, layer.tp, disposable=True)
+        out = summed.wait()
         return out if layer.bias is None else out.add_(layer.bias.tensor)
 
     @staticmethod
