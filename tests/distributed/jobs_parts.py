@@ -163,9 +163,6 @@ class CountingStage:
     def defer_weight_work(self, deferred: bool) -> None:
         assert not deferred, "these schedules run backward whole"
 
-    def defer_weight_work(self, deferred: bool) -> None:
-        assert not deferred
-
     def take_weight_work(self) -> list[Any]:
         return []
 

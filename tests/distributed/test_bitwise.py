@@ -36,6 +36,11 @@ PAIRS: dict[str, tuple[Case, Case, Case]] = {
         for mode, sp in (("selective", True), ("full", True), ("every-2", False))
     },
     "tied, pp 1 and 2, deterministic": ({"tied": True, "microbatches": 4, "deterministic": True}, {"pp": 1}, {"pp": 2}),
+    "tied, dp 2, pp 1 and 2, deterministic": (
+        {"tied": True, "dp": 2, "zero": 1, "microbatches": 4, "deterministic": True},
+        {"pp": 1},
+        {"pp": 2},
+    ),
     "tied, tp 2, pp 1 and 4, deterministic": ({"tied": True, "tp": 2, "microbatches": 4, "deterministic": True}, {"pp": 1}, {"pp": 4}),
 }
 

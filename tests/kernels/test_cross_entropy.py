@@ -41,7 +41,7 @@ def torch_loss(logits, targets, smoothing, z, grad_scale):
 @pytest.mark.parametrize("smoothing, z", [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
 @pytest.mark.parametrize("tokens, vocab, ranks, padded", [(37, 65, 1, 65), (37, 65, 2, 40), (64, 65, 4, 32), (50, 301, 3, 128)])
 def test_as_torch_on_any_number_of_ranks(tokens, vocab, ranks, padded, smoothing, z, dtype, as_exact_as, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 700)  # several chunks, the last one short
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 700)  # several chunks, the last one short
     logits = (4 * torch.randn(tokens, vocab)).to(dtype)
     targets = torch.randint(0, vocab, (tokens,))
     targets[3::5] = IGNORE
