@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,11 +136,19 @@ def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has used: allocated tensors on a GPU; on a CPU the resident set, mapped files included."""
+    """The most memory this rank has used: allocated tensors on a GPU; on a CPU the resident set, mapped files included.
+
+    Linux's VmHWM belongs to this program; getrusage, all that others have, may still hold the peak of the process that started it.
+    """
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return 1024 * int(line.split()[1])
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 from megalite.training import metrics
@@ -180,5 +181,8 @@ print(peak_memory_bytes(torch.device("cpu")) - before)
 
 
 def test_peak_memory_grows_with_what_is_used() -> None:
-    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)  # a heap that nobody has used
+    """In a process whose heap nobody has used, started by one that has held more."""
+    held = torch.ones(2**27)  # fp32: 512 MiB, more than torch's import takes
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
+    del held
     assert 2**26 < int(done.stdout) < 2**28
