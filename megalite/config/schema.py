@@ -181,7 +181,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Compute precision; bf16 keeps fp32 master weights and accumulates in fp32; fp64 is for proof on CPU."""
     recompute: str = "none"
-    """Activations recomputed in backward: none, selective (attention and activation), full (every layer), or every-K (every K-th layer)."""
+    """Activations recomputed in backward: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
     compile: bool = False
     """Compile the pure functions between linears with torch.compile."""
     grad_clip: float = 1.0

@@ -35,11 +35,9 @@ class FeedForward(nn.Module):
         super().__init__()
         name = f"layers.{layer}.mlp"
         optional, sequence_parallel = weights.weights.get, options.sequence_parallel
-        activation, selective = Activation(model.hidden_act, model.gated_mlp, options.regions), options.recompute == "selective"
+        activation = Activation(model.hidden_act, model.gated_mlp, options.regions)
         self.up = ColumnParallelLinear(weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel)
-        self.down = RowParallelLinear(
-            weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation, selective
-        )
+        self.down = RowParallelLinear(weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x))

@@ -89,7 +89,8 @@ class Activation:
     def forward(self, x: Tensor) -> Tensor:
         return self._forward(x, self.name)
 
-    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
+    def backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of x, and act(x) again."""
         return self._backward(grad, x, self.name)
 
 
@@ -99,12 +100,8 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear) -> Tensor:
         ctx.layer = layer
-        inputs = x if layer.activation is None else layer.activation.forward(x)
-        if layer.activation is None or layer.recompute:
-            ctx.save_for_backward(x)
-        else:
-            ctx.save_for_backward(x, inputs)
-        out = _matmul(inputs, weight)
+        ctx.save_for_backward(x)
+        out = _matmul(x if layer.activation is None else layer.activation.forward(x), weight)
         summed = reduce_scatter(out, layer.tp) if layer.sequence_parallel else all_reduce(out, layer.tp, disposable=True)
         out = summed.wait()
         return out if layer.bias is None else out.add_(layer.bias.tensor)
@@ -116,13 +113,10 @@ class _Row(torch.autograd.Function):
             layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad.dtype))
         if layer.sequence_parallel:
             grad = all_gather(grad, layer.tp).wait()
-        x, *rest = ctx.saved_tensors
-        dx = _input_gradient(grad, layer.weight.tensor) if ctx.needs_input_grad[0] else None
-        if layer.activation is None:
-            inputs = x
-        else:
-            inputs = rest[0] if rest else layer.activation.forward(x)
-            dx = None if dx is None else layer.activation.backward(dx, x)
+        (inputs,) = ctx.saved_tensors
+        dx = _input_gradient(grad, layer.weight.tensor)
+        if layer.activation is not None:
+            dx, inputs = layer.activation.backward(dx, inputs)
         _accumulate_linear(layer.weight, None, grad, inputs)
         return dx, None, None
 
@@ -131,7 +125,7 @@ class RowParallelLinear(nn.Module):
     """Linear layer whose inputs are split over tp: [seq, batch, in/tp] -> [seq, batch, out], summed over tp.
 
     With sequence parallelism the output is [seq/tp, batch, out]. The bias is added once, after the sum. `activation` is applied to the
-    input first; with `recompute` its output is not kept but computed again in backward.
+    input first; its output is not kept but computed again in backward.
     """
 
     def __init__(
@@ -141,12 +135,11 @@ class RowParallelLinear(nn.Module):
         tp: MeshAxis,
         sequence_parallel: bool,
         activation: Activation | None = None,
-        recompute: bool = False,
     ):
         super().__init__()
         self.weight, self.bias, self.tp = weight, bias, tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.activation, self.recompute = activation, recompute
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         return _Row.apply(x, self.weight.tensor, self)
