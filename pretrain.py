@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from megalite.config.load import exit_with, load_config
+from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import ConfigError
 from megalite.training.launch import choose_device, configure_process, leave, start_process_group, world_size
 
@@ -20,7 +20,7 @@ def main() -> None:
     from megalite.training import build
     from megalite.training.fit import fit
     from megalite.training.metrics import check_packages
-    from megalite.training.trainer import Trainer, write_config
+    from megalite.training.trainer import Trainer
 
     device = choose_device()
     try:

@@ -14,21 +14,15 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import overhead, report, step
+from megalite.config.arguments import Parser
 
 COLUMNS = {"step": step.COLUMNS, "overhead": overhead.COLUMNS}
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
-
-
-class Parser(argparse.ArgumentParser):
-    """Ends with one message and status 2, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(prog="benchmark.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(prog="benchmark.py", description=__doc__)
     common = Parser(add_help=False)
     common.add_argument("--rounds", type=int, default=3, help="how often the compared runs take turns (default 3)")
     common.add_argument("--threads", type=int, default=2, help="threads of a run that is one process (default 2)")

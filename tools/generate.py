@@ -14,23 +14,17 @@ import math
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint import CheckpointError
+from megalite.config.arguments import Parser
 from megalite.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
     from megalite.training.generation import LanguageModel
-
-
-class Parser(argparse.ArgumentParser):
-    """Ends with one message and status 2, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(prog="generate.py", description=__doc__)
     add = made.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a checkpoint, or the directory of a run")
     add("--prompt", required=True, metavar="TEXT", help="the text to continue; empty starts a document")

@@ -16,24 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
+from megalite.config.arguments import Parser
 from megalite.data.indexed import DataError
 from megalite.data.prepare import Progress, Summary, prepare
 from megalite.data.sources import open_inputs
 
 
-class Parser(argparse.ArgumentParser):
-    """Ends with one message and status 2, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def parser() -> argparse.ArgumentParser:
-    made = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(description=__doc__)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = made.add_argument
     add("--input", **several, required=True, metavar="PATH|GLOB|hf:NAME", help="what to read; hf:NAME[:CONFIG] goes through `datasets`")

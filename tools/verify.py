@@ -7,7 +7,6 @@ Exit status: 0 equal within the tolerances, 1 a difference, 2 a wrong configurat
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.arguments import Parser
 from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
 
@@ -24,13 +24,13 @@ TOLERANCES = {"fp32": (1e-5, 2e-5), "fp64": (1e-9, 1e-9), "bf16": (2e-2, 2e-2)} 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools/verify.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="verify.py", description=__doc__)
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     own, rest = parser.parse_known_args(argv)
     if own.steps < 1:
         exit_with(f"--steps = {own.steps}: there must be at least one step to compare.")
-    sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    sizes = Parser(prog="verify.py", add_help=False, allow_abbrev=False)
     for axis in ("tp", "pp", "dp", "cp"):
         sizes.add_argument(f"--{axis}", type=int, default=1)
     layout = vars(sizes.parse_known_args(rest)[0])

@@ -97,6 +97,12 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=140)
 
 
+def write_config(config: Config, run_dir: Path) -> None:
+    """Store the resolved configuration in the run's directory."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+
+
 def flatten(tree: Any, source: str) -> dict[str, Any]:
     """{section: {key: value}} → {section.key: value}. Raises ConfigError on anything that is no known option; source says where."""
     if not isinstance(tree, dict):

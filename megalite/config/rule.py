@@ -89,3 +89,13 @@ def bounded(options: dict[str, str], test: Callable[[float], bool], why: str, le
         return Rule(f"{option} in range", option, broken, why, legal)
 
     return [rule(f"{section}.{name}") for section, names in options.items() for name in names.split()]
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def around(value: int, step: int) -> list[int]:
+    """The multiples of step next to value, at least one step."""
+    below = value // step * step
+    return [multiple for multiple in (below, below + step) if multiple > 0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
 from megalite.parallel.sharding.store import BucketMemory, ParameterStore
-from megalite.parallel.spec import FlatRectangle, Rectangle
+from megalite.parallel.spec import Rectangle
 
 STATE = ("weight", "exp_avg", "exp_avg_sq")
 
@@ -34,13 +34,12 @@ class AdamW:
     def __init__(self, store: ParameterStore, options: OptimizerConfig):
         self.store, self.options = store, options
         self._moments = {
-            index: _Moments(torch.zeros_like(memory.master), torch.zeros_like(memory.master))
-            for index, memory in enumerate(store.buckets)
+            memory: _Moments(torch.zeros_like(memory.master), torch.zeros_like(memory.master))
+            for memory in store.buckets
             if memory.layout.trainable
         }
         self._groups: dict[bool, list[tuple[Tensor, ...]]] = {True: [], False: []}
-        for index, moments in self._moments.items():
-            memory = store.buckets[index]
+        for memory, moments in self._moments.items():
             for start, stop, decays in memory.layout.decay_ranges(memory.start, memory.stop):
                 own = slice(start - memory.start, stop - memory.start)
                 tensors = (memory.master, memory.owned_grads, moments.exp_avg, moments.exp_avg_sq)
@@ -69,25 +68,24 @@ class AdamW:
     def _states(self, memory: BucketMemory) -> Iterator[tuple[str, Tensor]]:
         """The owned range of every stored quantity of a bucket."""
         yield "weight", memory.master
-        index = next(index for index, other in enumerate(self.store.buckets) if other is memory)
-        if index in self._moments:
-            yield "exp_avg", self._moments[index].exp_avg
-            yield "exp_avg_sq", self._moments[index].exp_avg_sq
-
-    def _rectangles(self, found: Iterator[tuple[BucketMemory, FlatRectangle, int]], kinds: Sequence[str]) -> Iterator[Rectangle]:
-        for memory, flat, offset in found:
-            for kind, values in self._states(memory):
-                if kind in kinds:
-                    yield memory.rectangle(kind, values, flat, offset)
+        if memory in self._moments:
+            yield "exp_avg", self._moments[memory].exp_avg
+            yield "exp_avg_sq", self._moments[memory].exp_avg_sq
 
     def to_save(self, kinds: Sequence[str] = STATE) -> list[Rectangle]:
         """This rank's share of the checkpoint: over all ranks each element of weights and moments exactly once."""
-        return list(self._rectangles(self.store.counted_once(), kinds))
+        return [
+            memory.rectangle(kind, values, flat, offset)
+            for memory, flat, offset in self.store.counted_once()
+            for kind, values in self._states(memory)
+            if kind in kinds
+        ]
 
     def to_load(self) -> list[Rectangle]:
         """Everything that this rank keeps and that a checkpoint must fill, copies and replicas included."""
         return [
-            rectangle
+            memory.rectangle(kind, values, flat, offset)
             for memory in self.store.buckets
-            for rectangle in self._rectangles(self.store.held(memory, memory.start, memory.stop), STATE)
+            for flat, offset in self.store.held(memory, memory.start, memory.stop)
+            for kind, values in self._states(memory)
         ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import torch
 
-from megalite.config.rules import duration_seconds
+from megalite.config.rules.training import duration_seconds
 from megalite.training.console import Console
 from megalite.training.flops import throughput
 from megalite.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
@@ -23,18 +24,17 @@ def fit(trainer: Trainer) -> None:
     gc.collect()
     gc.freeze()  # what lives until the end is not walked again
     gc.disable()
-    writer = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else None
+    recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
-    with StopRequest(limit) as request, console:
+    with StopRequest(limit) as request, console, recording as writer:
         if trainer.step_done:
             console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
         while trainer.step_done < config.train.steps:
             result = trainer.step(stop=request.reason is not None)
             last = result.stop or result.step == config.train.steps
-            if lead:
+            if writer is not None:
                 metrics = measured(trainer, result)
                 console.step(metrics)
-                assert writer is not None
                 writer.step(metrics)
             if _is_due(config.validation.interval, result.step, result.step == config.train.steps):
                 loss = trainer.evaluate()
@@ -50,8 +50,6 @@ def fit(trainer: Trainer) -> None:
                 break
         if saved_at == config.train.steps and trainer.step_done == saved_at:
             console.message(f"done: {trainer.run_dir}")
-    if writer is not None:
-        writer.close()
 
 
 def _is_due(interval: int | None, step: int, at_end: bool) -> bool:

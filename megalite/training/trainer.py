@@ -9,15 +9,13 @@ import gc
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalite import checkpoint
 from megalite.batch import IGNORE_INDEX, Microbatch
-from megalite.config.load import from_dict, to_dict, to_yaml
-from megalite.config.schema import Config, ConfigError
+from megalite.config.load import to_dict
+from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh import Mesh
@@ -28,6 +26,7 @@ from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.spec import parameter_count
 from megalite.training import build
+from megalite.training.resuming import check_resume
 
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
 
@@ -218,45 +217,3 @@ class Trainer:
         """Leave nothing under way: a message that nobody awaits would be taken for the next one on its communicator."""
         self.store.finish_gathering()
         self.loader.close()
-
-
-def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
-    """Refuse to resume with another model, other data or another horizon, unless `checkpoint.allow` lists the change."""
-    saved = from_dict(state["config"])
-    allow = config.checkpoint.allow
-    shape, saved_shape = (
-        {name: value for name, value in to_dict(each)["model"].items() if name not in ("preset", "from_hf", "init_from")}
-        for each in (config, saved)
-    )
-    changed = [f"model.{name} was {saved_shape.get(name)}, is {shape[name]}" for name in shape if saved_shape.get(name) != shape[name]]
-    if changed:
-        raise ConfigError(f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run another run.name.")
-    if state["fingerprint"] != fingerprint and "data" not in allow:
-        raise ConfigError(f"checkpoint.load = {directory} was made with other data. Accept it with checkpoint.allow = [data].")
-    if saved.train.steps != config.train.steps and "horizon" not in allow and config.optimizer.decay != "constant":
-        raise ConfigError(
-            f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning rate would change. "
-            "Accept it with checkpoint.allow = [horizon]."
-        )
-
-
-def write_config(config: Config, run_dir: Path) -> None:
-    """Store the resolved configuration in the run's directory."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
-
-
-def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Tensor]:
-    """Whole global tensors by name, on every rank: for proofs and small models, since all of them come to each rank's memory."""
-    import torch.distributed as dist
-
-    own = [(part.name, part.global_shape, part.offsets, part.tensor.cpu().clone()) for part in trainer.optimizer.to_save(kinds)]
-    gathered = [own]
-    if trainer.mesh.world.size > 1:
-        gathered = [own] * trainer.mesh.world.size
-        dist.all_gather_object(gathered, own)
-    found: dict[str, Tensor] = {}
-    for name, shape, offsets, tensor in (part for parts in gathered for part in parts):
-        whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
-        whole[tuple(slice(low, low + size) for low, size in zip(offsets, tensor.shape, strict=True))] = tensor
-    return found

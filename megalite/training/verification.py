@@ -21,7 +21,7 @@ from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.training import build
 from megalite.training.launch import choose_device, configure_process, leave, start_process_group
-from megalite.training.trainer import Trainer, global_tensors
+from megalite.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,22 @@ def record(config: Config, steps: int, directory: Path) -> None:
     if trainer.mesh.rank == 0:
         (directory / "scalars.json").write_text(json.dumps(scalars))
         (directory / "placement.json").write_text(json.dumps(placement))
+
+
+def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Tensor]:
+    """Whole global tensors by name, on every rank: for proofs and small models, since all of them come to each rank's memory."""
+    import torch.distributed as dist
+
+    own = [(part.name, part.global_shape, part.offsets, part.tensor.cpu().clone()) for part in trainer.optimizer.to_save(kinds)]
+    gathered = [own]
+    if trainer.mesh.world.size > 1:
+        gathered = [own] * trainer.mesh.world.size
+        dist.all_gather_object(gathered, own)
+    found: dict[str, Tensor] = {}
+    for name, shape, offsets, tensor in (part for parts in gathered for part in parts):
+        whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
+        whole[tuple(slice(low, low + size) for low, size in zip(offsets, tensor.shape, strict=True))] = tensor
+    return found
 
 
 def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:

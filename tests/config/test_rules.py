@@ -97,7 +97,6 @@ ROWS = [
         ("Legal values: 1, 2. Nearest: 2.",),
     ),
     Row("tp divides the feed-forward", {"parallel.tp": 4, "model.intermediate_size": 90}, {"parallel.tp": 2}, ("= 90", "Nearest: 2.")),
-    Row("sequence_parallel needs tp", {"parallel.sequence_parallel": True}, {"parallel.tp": 2}, ("true needs parallel.tp > 1",)),
     Row(
         "sequence_parallel divides the sequence",
         {"parallel.sequence_parallel": True, "parallel.tp": 4, "data.sequence_length": 30},

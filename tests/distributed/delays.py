@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config.load import from_dict
-from megalite.training.trainer import Trainer, global_tensors
+from megalite.training.trainer import Trainer
+from megalite.training.verification import global_tensors
 from tests.distributed.configs import SINGLE, config_of
 from tests.distributed.jobs import mesh_of
 from tests.distributed.layouts import Case

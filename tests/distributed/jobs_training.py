@@ -12,7 +12,8 @@ from torch.autograd.profiler import profile
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.optimizer.adamw import STATE
-from megalite.training.trainer import StepResult, Trainer, global_tensors
+from megalite.training.trainer import StepResult, Trainer
+from megalite.training.verification import global_tensors
 from tests.distributed.jobs import mesh_of
 
 
@@ -138,7 +139,7 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
         else:
             expected["c10d::send"] += count * (sizes[axis] - 1)
             expected["c10d::recv_"] += count * (sizes[axis] - 1)
-    owned = [rectangle.segment for memory in store.buckets for _, rectangle, _ in store.held(memory, memory.start, memory.stop)]
+    owned = [rectangle.segment for memory in store.buckets for rectangle, _ in store.held(memory, memory.start, memory.stop)]
     holds = {"partial": any(segment.partial for segment in owned), "replicated": any(segment.replicas > 1 for segment in owned)}
     place = {"pp": mesh.pp.rank, "buckets": len(store.buckets)}
     return {"traffic": traffic, "observed": dict(observed), "expected": dict(expected), **holds, **place}

@@ -143,7 +143,7 @@ SCALINGS = (
 def _parallel(random: Random, tp: int, pp: int, layers: int) -> Options:
     cuts = [0, *sorted(random.sample(range(1, layers), pp - 1)), layers]
     return {
-        "parallel.sequence_parallel": tp > 1 and random.random() < 0.5,
+        "parallel.sequence_parallel": random.random() < 0.5,
         "parallel.zero": random.choice((0, 1)),
         "parallel.bucket_mb": random.choice((1e-4, 0.01, 25.0)),
         "parallel.schedule": random.choice(("gpipe", "1f1b")),

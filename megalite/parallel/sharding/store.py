@@ -25,7 +25,7 @@ from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment,
 from megalite.parallel.weight import Weight, WeightGradients
 
 
-@dataclass
+@dataclass(eq=False)
 class BucketMemory:
     """A bucket's buffers. `master` covers [start, stop), the range whose optimizer state this rank keeps.
 
@@ -142,7 +142,7 @@ class ParameterStore:
         return [
             memory.rectangle("weight", memory.master, flat, offset)
             for memory in self.buckets
-            for _, flat, offset in self.held(memory, memory.start, memory.stop)
+            for flat, offset in self.held(memory, memory.start, memory.stop)
         ]
 
     def _segment_ranges(self) -> Iterator[tuple[BucketMemory, Segment, int]]:
@@ -247,19 +247,18 @@ class ParameterStore:
         this rank's shard, under every ZeRO stage; its tp share is that of the owning tp rank.
         """
         for memory in self.buckets:
-            yield from self.held(memory, *memory.layout.shard(self.mesh.data.rank), owned_only=True)
+            for flat, offset in self.held(memory, *memory.layout.shard(self.mesh.data.rank)):
+                if flat.segment.is_owner(self.mesh.tp.rank):
+                    yield memory, flat, offset
 
-    def held(
-        self, memory: BucketMemory, start: int, stop: int, owned_only: bool = False
-    ) -> Iterator[tuple[BucketMemory, FlatRectangle, int]]:
-        """The rectangles of global tensors that lie in [start, stop) of a bucket."""
+    def held(self, memory: BucketMemory, start: int, stop: int) -> Iterator[tuple[FlatRectangle, int]]:
+        """The rectangles of global tensors that lie in [start, stop) of a bucket, each with its stored tensor's place in the bucket."""
         tp = self.mesh.tp
         for slot in memory.layout.slots:
             low, high = max(start, slot.start) - slot.start, min(stop, slot.stop) - slot.start
             if low < high:
                 for rectangle in rectangles(slot.spec, tp.rank, tp.size, low, high):
-                    if not owned_only or rectangle.segment.is_owner(tp.rank):
-                        yield memory, rectangle, slot.start
+                    yield rectangle, slot.start
 
 
 def _sum_coalesced(parts: list[Tensor], axis: MeshAxis) -> None:

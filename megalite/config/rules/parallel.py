@@ -1,0 +1,118 @@
+"""The mesh: sizes that divide the model and fill the world."""
+
+from collections.abc import Sequence
+
+from megalite.config.rule import Facts, Rule, around, divisors
+
+
+def legal_tp(c: Facts) -> list[int]:
+    """Tensor-parallel sizes that the model allows: whole heads, key-value heads divided or replicated evenly, even feed-forward."""
+    kv = c.model.kv_heads
+    return [tp for tp in divisors(c.model.num_attention_heads) if c.model.intermediate_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
+
+
+def _example_partition(c: Facts) -> str:
+    layers, (each, rest) = c.model.num_hidden_layers, divmod(c.model.num_hidden_layers, c.parallel.pp)
+    return f"For {layers} layers on {c.parallel.pp} stages, for example: {[each + (stage < rest) for stage in range(c.parallel.pp)]}."
+
+
+def _mesh(c: Facts) -> str:
+    return f"tp * pp * cp = {c.parallel.tp} * {c.parallel.pp} * {c.parallel.cp} = {_model_ranks(c)}"
+
+
+def _model_ranks(c: Facts) -> int:
+    return c.parallel.tp * c.parallel.pp * c.parallel.cp
+
+
+def _legal_dp(c: Facts) -> Sequence[int] | str:
+    ranks, world = _model_ranks(c), c.world_size
+    if world % ranks == 0:
+        return [world // ranks]
+    starts = " or ".join(map(str, around(world, ranks)))
+    return (
+        f"Start {starts} processes, or choose tp, pp and cp so that their product divides {world}: {', '.join(map(str, divisors(world)))}."
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "tp divides heads",
+        "parallel.tp",
+        broken=lambda c: c.model.num_attention_heads % c.parallel.tp,
+        why=lambda c: f"does not divide model.num_attention_heads = {c.model.num_attention_heads}: each rank must hold whole heads",
+        legal=legal_tp,
+    ),
+    Rule(
+        "tp fits key-value heads",
+        "parallel.tp",
+        broken=lambda c: c.model.kv_heads % c.parallel.tp and c.parallel.tp % c.model.kv_heads,
+        why=lambda c: (
+            f"neither divides model.num_key_value_heads = {c.model.kv_heads} nor is a multiple of it: "
+            "key-value heads are divided, or replicated evenly"
+        ),
+        legal=legal_tp,
+    ),
+    Rule(
+        "tp divides the feed-forward",
+        "parallel.tp",
+        broken=lambda c: c.model.intermediate_size % c.parallel.tp,
+        why=lambda c: f"does not divide model.intermediate_size = {c.model.intermediate_size}: each rank holds an equal part",
+        legal=legal_tp,
+    ),
+    Rule(
+        "sequence_parallel divides the sequence",
+        "data.sequence_length",
+        broken=lambda c: c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp,
+        why=lambda c: f"is not a multiple of parallel.tp = {c.parallel.tp}, as parallel.sequence_parallel needs",
+        legal=lambda c: around(c.data.sequence_length, c.parallel.tp),
+    ),
+    Rule(
+        "cp is one",
+        "parallel.cp",
+        broken=lambda c: c.parallel.cp != 1,
+        why="is not supported yet: ring attention is planned",
+        legal="Legal value: 1. To spread a long sequence, use parallel.tp with parallel.sequence_parallel.",
+    ),
+    Rule(
+        "pp within layers",
+        "parallel.pp",
+        broken=lambda c: c.parallel.pp > c.model.num_hidden_layers,
+        why=lambda c: f"exceeds model.num_hidden_layers = {c.model.num_hidden_layers}: each stage holds at least one layer",
+        legal=lambda c: range(1, c.model.num_hidden_layers + 1),
+    ),
+    Rule(
+        "partition has a number for each stage",
+        "parallel.partition",
+        broken=lambda c: c.parallel.partition is not None and len(c.parallel.partition) != c.parallel.pp,
+        why=lambda c: f"has {len(c.parallel.partition or [])} entries for parallel.pp = {c.parallel.pp} stages",
+        legal=_example_partition,
+    ),
+    Rule(
+        "partition leaves no stage empty",
+        "parallel.partition",
+        broken=lambda c: c.parallel.partition is not None and min(c.parallel.partition) < 1,
+        why="leaves a stage without a layer",
+        legal=_example_partition,
+    ),
+    Rule(
+        "partition holds every layer",
+        "parallel.partition",
+        broken=lambda c: c.parallel.partition is not None and sum(c.parallel.partition) != c.model.num_hidden_layers,
+        why=lambda c: f"holds {sum(c.parallel.partition or [])} layers, but model.num_hidden_layers = {c.model.num_hidden_layers}",
+        legal=_example_partition,
+    ),
+    Rule(
+        "the mesh fills the world",
+        "parallel.dp",
+        broken=lambda c: c.parallel.dp is None or _model_ranks(c) * c.parallel.dp != c.world_size,
+        why=lambda c: f"does not fill the run's {c.world_size} process{'es' if c.world_size > 1 else ''} with {_mesh(c)}",
+        legal=_legal_dp,
+    ),
+    Rule(
+        "zero stage",
+        "parallel.zero",
+        broken=lambda c: c.parallel.zero not in (0, 1),
+        why=lambda c: "is not supported yet: ZeRO-2 and ZeRO-3 are planned" if c.parallel.zero in (2, 3) else "is not a ZeRO stage",
+        legal=[0, 1],
+    ),
+)
