@@ -148,10 +148,20 @@ class ParallelConfig:
     """ZeRO stage: 0 replicates optimizer state over dp, 1 shards master weights and moments (2 and 3 are planned)."""
     bucket_mb: float = 25.0
     """Gradients are reduced in buckets of at least this many MB (fp32); whole layers are never cut apart."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Pipeline schedule."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half"] = "1f1b"
+    """Pipeline schedule; tools/bubble_calc.py --compare shows what each costs in time and memory."""
+    virtual_stages: int | None = None
+    """Stages on each pipeline rank, for schedule interleaved (default 2); zb-v and v-half have 2, the others 1."""
+    schedule_costs: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0, 0.0])
+    """What a schedule with a split backward is planned for: duration of forward, input and weight gradient of a rank, and of a message."""
     partition: list[int] | None = None
     """Layers of each stage, first to last, for example [3, 5, 5, 3]; by default balanced by cost, embedding and head counted."""
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline, over all ranks."""
+        own = {"interleaved": self.virtual_stages or 2, "zb-v": 2, "v-half": 2}
+        return self.pp * own.get(self.schedule, 1)
 
 
 @dataclass

@@ -6,6 +6,7 @@ The trainer, verification and generation build the same parts here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -14,9 +15,10 @@ from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs, stage_units
 from megalite.model.stage import Stage
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channels, with_communication
+from megalite.parallel.pipeline.generator import build, placement
 from megalite.parallel.pipeline.partition import balanced, explicit, layer_costs
 from megalite.parallel.pipeline.runtime import Runtime
-from megalite.parallel.pipeline.schedule import Schedule, build
+from megalite.parallel.pipeline.schedule import Costs, Schedule
 from megalite.parallel.pipeline.validator import validate
 from megalite.parallel.sharding.store import ParameterStore
 
@@ -37,14 +39,16 @@ def partition(config: Config) -> list[int]:
     """Layers of each stage: as configured, else balanced by cost with embedding and head counted."""
     model, parallel = config.model, config.parallel
     if parallel.partition is not None:
-        return explicit(parallel.partition, model.num_hidden_layers, parallel.pp)
+        return explicit(parallel.partition, model.num_hidden_layers, parallel.stages)
     layers, embedding, head = layer_costs(model, config.data.sequence_length)
-    return balanced(layers, parallel.pp, embedding, head)
+    return balanced(layers, parallel.stages, embedding, head)
 
 
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
     """The validated list of actions of every rank, messages included."""
-    plan = with_communication(build(config.parallel.schedule, config.parallel.pp, microbatches, forward_only=forward_only))
+    options = config.parallel
+    costs = Costs(*options.schedule_costs)
+    plan = with_communication(build(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only))
     validate(plan, OUTSTANDING_SENDS)
     return plan
 
@@ -70,9 +74,10 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
     """Allocate this rank's parameters (zero until initialised or loaded; gradients where it trains) and the stages that use them."""
     model, parallel, train = config.model, config.parallel, config.train
     dtype = DTYPES[train.precision]
-    units = stage_units(partition(config), mesh.pp.rank)
+    split, own = partition(config), placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    units = {stage: stage_units(split, stage) for stage, rank in enumerate(own) if rank == mesh.pp.rank}
     store = ParameterStore(
-        model_specs(model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=units),
+        model_specs(model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(chain(*units.values()))),
         mesh,
         zero=parallel.zero,
         dtype=dtype,
@@ -81,7 +86,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         keep_tied_apart=config.run.deterministic,
         training=training,
     )
-    stages = {mesh.pp.rank: Stage(config, units, store, mesh, dtype)}
+    stages = {stage: Stage(config, own_units, store, mesh, dtype) for stage, own_units in units.items()}
     length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
     shape = (length, train.micro_batch_size, model.hidden_size)
     return Parts(store, stages, Runtime(stages, mesh, shape, dtype, device))

@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.batch import Microbatch
 from megalite.config.load import from_dict
-from megalite.config.schema import Config
+from megalite.config.schema import Config, ParallelConfig
 from megalite.model.stage import Stage
 from megalite.training import build
 
@@ -93,11 +93,10 @@ def draw(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
 
 def in_one_process(config: Config) -> Config:
     """The same model without parallelism, one row at a time. Computes in the precision that the checkpoint stores."""
-    parallel = replace(config.parallel, tp=1, pp=1, dp=1, cp=1, sequence_parallel=False, zero=0, partition=None)
     train = replace(config.train, global_batch_size=1, micro_batch_size=1, recompute="none", compile=False)
     if train.precision == "bf16":
         train.precision = "fp32"
-    return replace(config, parallel=parallel, train=train)
+    return replace(config, parallel=ParallelConfig(dp=1, zero=0), train=train)
 
 
 def find(path: Path) -> Path:

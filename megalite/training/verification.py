@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.load import from_dict, to_dict
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.training import build
 from megalite.training.launch import choose_device, configure_process, leave, start_process_group
 from megalite.training.trainer import Trainer
@@ -42,7 +42,7 @@ class Difference:
 def single_process(config: Config) -> Config:
     """The same mathematics on one process: same model, data and global batch, no parallelism."""
     alone = from_dict(to_dict(config))
-    alone.parallel = replace(alone.parallel, tp=1, pp=1, dp=1, cp=1, sequence_parallel=False, zero=0, partition=None)
+    alone.parallel = ParallelConfig(dp=1, zero=0)
     alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size)
     return alone
 

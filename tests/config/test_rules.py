@@ -31,6 +31,8 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size"), (0, 1)),
     "validation.interval": (0, None),
+    "parallel.virtual_stages": (0, 1),
+    "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
     "model.vocab_size": (0, 257),
     "model.hidden_size": (0, 8),
     "model.num_attention_heads": (0, 1),
@@ -104,7 +106,19 @@ ROWS = [
         ("Nearest: 28 or 32.",),
     ),
     Row("cp is one", {"parallel.cp": 2}, {"parallel.cp": 1}, ("ring attention is planned", "Legal value: 1.")),
-    Row("pp within layers", {"parallel.pp": 5}, {"parallel.pp": 4}, ("model.num_hidden_layers = 4", "Nearest: 4.")),
+    Row(
+        "virtual stages belong to the schedule",
+        {"parallel.virtual_stages": 2},
+        {"parallel.schedule": "interleaved"},
+        ("parallel.schedule = 1f1b, which has 1",),
+    ),
+    Row("a layer for each stage", {"parallel.pp": 5}, {"parallel.pp": 4}, ("model.num_hidden_layers = 4", "Nearest: 4.")),
+    Row(
+        "four schedule costs",
+        {"parallel.schedule_costs": [1.0, 1.0, 1.0]},
+        {"parallel.schedule_costs": [1.0, 2.0, 0.0, 0.1]},
+        ("[1, 1, 1, 0]",),
+    ),
     Row(
         "partition has a number for each stage", {"parallel.pp": 2, "parallel.partition": [4]}, {"parallel.partition": [3, 1]}, ("[2, 2]",)
     ),

@@ -17,8 +17,8 @@ from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.norm import GradientNorm
 from megalite.parallel.pipeline.communication import channels, with_communication
+from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
-from megalite.parallel.pipeline.schedule import build
 from megalite.parallel.spec import Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
 from megalite.training.build import build_parts

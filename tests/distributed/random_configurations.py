@@ -20,7 +20,7 @@ import yaml
 
 from megalite.config.load import OPTIONS, Arguments, from_dict, nest, resolve, to_dict
 from megalite.config.rules import check
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.optimizer.schedule import batch_scale
 from megalite.training.launch import configure_process
 from megalite.training.trainer import Trainer
@@ -318,7 +318,7 @@ def assert_refused(drawn: Draw, message: str) -> str:
 def on_one_process(config: Config) -> Config:
     """The same mathematics, with nothing of what may not change it."""
     alone = from_dict(to_dict(config))
-    alone.parallel = replace(alone.parallel, tp=1, pp=1, dp=1, zero=0, sequence_parallel=False, partition=None, bucket_mb=25.0)
+    alone.parallel = ParallelConfig(dp=1, zero=0)
     alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size, recompute="none")
     alone.run = replace(alone.run, deterministic=False)
     return alone

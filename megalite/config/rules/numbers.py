@@ -3,7 +3,7 @@
 from megalite.config.rule import Rule, bounded
 
 _SIZES = {
-    "parallel": "tp pp dp cp",
+    "parallel": "tp pp dp cp virtual_stages",
     "model": "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings sliding_window",
     "data": "sequence_length",
@@ -18,7 +18,12 @@ _POSITIVE = {
     "parallel": "bucket_mb",
     "optimizer": "eps",
 }
-_NOT_NEGATIVE = {"run": "seed", "train": "grad_clip z_loss", "optimizer": "lr min_lr warmup_steps weight_decay"}
+_NOT_NEGATIVE = {
+    "run": "seed",
+    "parallel": "schedule_costs",
+    "train": "grad_clip z_loss",
+    "optimizer": "lr min_lr warmup_steps weight_decay",
+}
 _FRACTIONS = {"model": "embedding_dropout attention_dropout residual_dropout", "train": "label_smoothing", "optimizer": "betas"}
 
 RULES: tuple[Rule, ...] = (

@@ -12,8 +12,9 @@ def legal_tp(c: Facts) -> list[int]:
 
 
 def _example_partition(c: Facts) -> str:
-    layers, (each, rest) = c.model.num_hidden_layers, divmod(c.model.num_hidden_layers, c.parallel.pp)
-    return f"For {layers} layers on {c.parallel.pp} stages, for example: {[each + (stage < rest) for stage in range(c.parallel.pp)]}."
+    layers, stages = c.model.num_hidden_layers, c.parallel.stages
+    each, rest = divmod(layers, stages)
+    return f"For {layers} layers on {stages} stages, for example: {[each + (stage < rest) for stage in range(stages)]}."
 
 
 def _mesh(c: Facts) -> str:
@@ -74,17 +75,34 @@ RULES: tuple[Rule, ...] = (
         legal="Legal value: 1. To spread a long sequence, use parallel.tp with parallel.sequence_parallel.",
     ),
     Rule(
-        "pp within layers",
+        "virtual stages belong to the schedule",
+        "parallel.virtual_stages",
+        broken=lambda c: c.parallel.virtual_stages is not None and c.parallel.virtual_stages * c.parallel.pp != c.parallel.stages,
+        why=lambda c: f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.parallel.stages // c.parallel.pp}",
+        legal="Leave it out, or set parallel.schedule to interleaved.",
+    ),
+    Rule(
+        "a layer for each stage",
         "parallel.pp",
-        broken=lambda c: c.parallel.pp > c.model.num_hidden_layers,
-        why=lambda c: f"exceeds model.num_hidden_layers = {c.model.num_hidden_layers}: each stage holds at least one layer",
-        legal=lambda c: range(1, c.model.num_hidden_layers + 1),
+        broken=lambda c: c.parallel.stages > c.model.num_hidden_layers,
+        why=lambda c: (
+            f"makes {c.parallel.stages} stages under parallel.schedule = {c.parallel.schedule}, but model.num_hidden_layers = "
+            f"{c.model.num_hidden_layers}: each stage holds at least one layer"
+        ),
+        legal=lambda c: range(1, c.model.num_hidden_layers * c.parallel.pp // c.parallel.stages + 1) or "Choose parallel.schedule 1f1b.",
+    ),
+    Rule(
+        "four schedule costs",
+        "parallel.schedule_costs",
+        broken=lambda c: len(c.parallel.schedule_costs) != 4 or sum(c.parallel.schedule_costs[:3]) == 0,
+        why="is not forward, input gradient, weight gradient and message, of which one that computes takes time",
+        legal="Give four numbers, for example [1, 1, 1, 0].",
     ),
     Rule(
         "partition has a number for each stage",
         "parallel.partition",
-        broken=lambda c: c.parallel.partition is not None and len(c.parallel.partition) != c.parallel.pp,
-        why=lambda c: f"has {len(c.parallel.partition or [])} entries for parallel.pp = {c.parallel.pp} stages",
+        broken=lambda c: c.parallel.partition is not None and len(c.parallel.partition) != c.parallel.stages,
+        why=lambda c: f"has {len(c.parallel.partition or [])} entries for {c.parallel.stages} stages",
         legal=_example_partition,
     ),
     Rule(

@@ -1,18 +1,17 @@
 """A pipeline schedule as data: which rank computes which stage for which microbatch, in which order. Imports no torch.
 
-A schedule is a pure function of (name, stages, microbatches): a placement (stage → rank) and one list of actions for each rank.
-The very same object is printed, validated, simulated, drawn and executed, so what the tools predict is what runs.
+A schedule is a pure function of (name, ranks, microbatches, virtual stages, costs), see `generator.build`: a placement (stage → rank) and
+one list of actions for each rank. The very same object is printed, validated, simulated, drawn and executed, so what the tools predict is
+what runs.
 Nothing that reads a schedule may assume that a stage's number is its rank, or that the loss is on the last rank: `placement` says it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 
@@ -56,6 +55,18 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}.{self.microbatch}{peer}"
 
 
+class Costs(NamedTuple):
+    """How long one microbatch takes on a rank's whole share of the model (a virtual stage takes its part of it), in any unit.
+
+    A plan is made for these durations; it never depends on measured ones, which would differ between ranks.
+    """
+
+    forward: float = 1.0
+    input_backward: float = 1.0
+    weight_backward: float = 1.0
+    comm: float = 0.0  # latency of one message between two ranks
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A plan for one step.
@@ -67,7 +78,8 @@ class Schedule:
         microbatches: forward passes of one step.
         placement: the rank of each stage.
         actions: for each rank, what it does, in order.
-        activation_limit: for each rank, the promise of how many (stage, microbatch) activations it holds at most.
+        activation_limit: for each rank, the promise of how many (stage, microbatch) activations it holds at most, from their forward to
+            the end of their last pass.
         passes: the compute kinds that every microbatch goes through on every stage; FORWARD alone is evaluation.
     """
 
@@ -114,9 +126,10 @@ def dependencies(action: Action, stages: int) -> list[Action]:
 def peak_activations(schedule: Schedule, until: Kind = Kind.BACKWARD) -> list[int]:
     """For each rank, the most (stage, microbatch) activations held at once, each from its forward to the end of its `until` pass.
 
-    `until=Kind.WEIGHT` counts what a split backward keeps for the weight gradient too. In evaluation nothing outlives its forward.
+    `until=Kind.WEIGHT` counts what a split backward keeps for the weight gradient too; where the backward is whole, nothing outlives it.
+    In evaluation nothing outlives its forward.
     """
-    last = until if until in schedule.passes else Kind.FORWARD
+    last = until if until in schedule.passes else schedule.passes[-1]
     peaks = []
     for actions in schedule.actions:
         held = peak = 0
@@ -126,59 +139,3 @@ def peak_activations(schedule: Schedule, until: Kind = Kind.BACKWARD) -> list[in
             held -= action.kind is last
         peaks.append(peak)
     return peaks
-
-
-def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """GPipe (Huang et al. 2019): every forward, then every backward.
-
-    Backward runs in ascending order, not mirrored as in the paper: gradients then add in the same order under every schedule, bit for bit.
-    """
-    return [Action(kind, stage, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(microbatches)]
-
-
-def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """1F1B (Narayanan et al. 2019): warm up, alternate, drain. At most `stages - stage` activations are held."""
-    warmup = min(stages - stage - 1, microbatches)
-    forward, backward = ([Action(kind, stage, i) for i in range(microbatches)] for kind in (Kind.FORWARD, Kind.BACKWARD))
-    alternate = chain.from_iterable(zip(forward[warmup:], backward, strict=False))
-    return [*forward[:warmup], *alternate, *backward[microbatches - warmup :]]
-
-
-class Generator(NamedTuple):
-    """A schedule with one stage for each rank: a stage's actions, and the activations that it promises to hold at most."""
-
-    actions: Callable[[int, int, int], Sequence[Action]]  # (stage, stages, microbatches)
-    activations: Callable[[int, int, int], int]
-
-
-SCHEDULES = {
-    "gpipe": Generator(gpipe, lambda stage, stages, microbatches: microbatches),
-    "1f1b": Generator(one_f_one_b, lambda stage, stages, microbatches: min(stages - stage, microbatches)),
-}
-
-
-def build(name: str, stages: int, microbatches: int, forward_only: bool = False) -> Schedule:
-    """The schedule of compute actions; `with_communication` adds the sends and receives.
-
-    Args:
-        forward_only: keep only the forwards, in the same order, for evaluation.
-
-    Raises:
-        ScheduleError: the name is unknown, or a size is below 1.
-    """
-    if name not in SCHEDULES:
-        raise ScheduleError(f"parallel.schedule = {name!r} is not a schedule. Choose one of: {', '.join(SCHEDULES)}.")
-    for what, size in (("parallel.pp", stages), ("the number of microbatches of a step", microbatches)):
-        if size < 1:
-            raise ScheduleError(f"{what} = {size}: a pipeline needs at least 1.")
-    generator, each = SCHEDULES[name], tuple(range(stages))
-    actions = tuple(tuple(generator.actions(stage, stages, microbatches)) for stage in each)
-    limit = tuple(generator.activations(stage, stages, microbatches) for stage in each)
-    schedule = Schedule(name, stages, stages, microbatches, each, actions, limit)
-    return _forward_only(schedule) if forward_only else schedule
-
-
-def _forward_only(schedule: Schedule) -> Schedule:
-    """Dropping the other passes keeps the order valid, since a forward depends on forwards alone."""
-    actions = tuple(tuple(action for action in actions if action.kind is Kind.FORWARD) for actions in schedule.actions)
-    return replace(schedule, actions=actions, activation_limit=(1,) * schedule.ranks, passes=(Kind.FORWARD,))

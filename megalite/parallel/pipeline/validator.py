@@ -32,7 +32,8 @@ def validate(schedule: Schedule, outstanding_sends: int | None = None) -> None:
         _check_complete(schedule, rank)
         _check_order(schedule, rank)
     _Execution(schedule, outstanding_sends).run()
-    for rank, (peak, limit) in enumerate(zip(peak_activations(schedule), schedule.activation_limit, strict=True)):
+    peaks = peak_activations(schedule, until=schedule.passes[-1])
+    for rank, (peak, limit) in enumerate(zip(peaks, schedule.activation_limit, strict=True)):
         if peak > limit:
             raise ScheduleError(f"rank {rank}: holds {peak} activations at once, but {schedule.name} promises at most {limit}.")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, ScheduleError, build, peak_activations
+from megalite.parallel.pipeline.generator import build
+from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, peak_activations
 from megalite.parallel.pipeline.simulator import draw, simulate
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
@@ -38,7 +39,7 @@ def test_published_bubbles_and_peaks_of_1f1b(stages, microbatches, bubble):
     assert peak_activations(schedule) == list(range(stages, 0, -1))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_bubble_and_peak_of_every_size(name):
     """Both schedules idle for p - 1 of every microbatch's time over m of them (Narayanan et al. 2021); they differ in memory."""
     for stages in range(1, 9):
@@ -121,11 +122,11 @@ def test_bad_input_is_named(arguments, message):
 
 
 def test_the_hash_tells_plans_apart_and_nothing_else():
-    plans = [build(*plan) for plan in (("gpipe", 2, 3), ("1f1b", 2, 3), ("1f1b", 3, 2), ("1f1b", 2, 4), ("1f1b", 2, 3, True))]
+    plans = [build(*plan) for plan in (("gpipe", 2, 3), ("1f1b", 2, 3), ("1f1b", 3, 2), ("1f1b", 2, 4), ("1f1b", 2, 3, None, None, True))]
     one = plans[1]
     plans += [replace(one, placement=(1, 0)), replace(one, actions=one.actions[::-1]), replace(one, passes=(F, B, W))]
     assert len({plan.hash for plan in plans}) == len(plans)
-    program = "from megalite.parallel.pipeline.schedule import build; print(build('1f1b', 2, 3).hash)"
+    program = "from megalite.parallel.pipeline.generator import build; print(build('1f1b', 2, 3).hash)"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     elsewhere = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT, env=environment)
     assert elsewhere.strip() == build("1f1b", 2, 3).hash
@@ -145,7 +146,7 @@ def test_drawing_places_every_bar_in_its_time():
     assert rows[0].startswith("rank 0  F0.0|..........F3.0|B3.0|") and rows[1].startswith("rank 1  .....F1.0|F2.0|..........B2.0|B1.0|")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_documentation_shows_what_the_code_does(name):
     page = (ROOT / "docs" / "pipeline.md").read_text()
     assert draw(simulate(build(name, 4, 8))) in page

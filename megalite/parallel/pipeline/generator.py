@@ -1,0 +1,68 @@
+"""From a name and sizes to a schedule: the order of each rank, and the weight passes in its gaps. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megalite.parallel.pipeline.orders import RECIPES, Shape
+from megalite.parallel.pipeline.schedule import Costs, Kind, Schedule, ScheduleError
+from megalite.parallel.pipeline.weight_passes import with_weight_passes
+
+SCHEDULES = tuple(RECIPES)
+
+
+def chunks_of(name: str, virtual_stages: int | None = None) -> int:
+    """Stages on each rank: as asked for, else 2 where there is a choice.
+
+    Raises:
+        ScheduleError: the schedule is unknown, or has another number of its own.
+    """
+    if name not in RECIPES:
+        raise ScheduleError(f"parallel.schedule = {name!r} is not a schedule. Choose one of: {', '.join(SCHEDULES)}.")
+    own = RECIPES[name].chunks
+    if virtual_stages is not None and (virtual_stages < 1 or own not in (None, virtual_stages)):
+        legal = f"{name} has {own}: leave it out" if own else "give 1 or more"
+        raise ScheduleError(f"parallel.virtual_stages = {virtual_stages}: {legal}.")
+    return virtual_stages or own or 2
+
+
+def placement(name: str, ranks: int, virtual_stages: int | None = None) -> tuple[int, ...]:
+    """The rank of each stage. Raises ScheduleError as `build` does."""
+    return RECIPES[name].placement(Shape(ranks, 1, chunks_of(name, virtual_stages)))
+
+
+def build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None = None,
+    costs: Costs | None = None,
+    forward_only: bool = False,
+) -> Schedule:
+    """The schedule of compute actions; `with_communication` adds the sends and receives.
+
+    Args:
+        virtual_stages: stages on each rank, for `interleaved` (default 2); the others have their own number.
+        costs: what the weight passes of a split backward are placed by (default: every pass takes as long, messages no time).
+        forward_only: keep only the forwards, in the same order, for evaluation.
+
+    Raises:
+        ScheduleError: the name is unknown, or a size is below 1 or does not belong to the schedule.
+    """
+    for what, size in (("parallel.pp", ranks), ("the number of microbatches of a step", microbatches)):
+        if size < 1:
+            raise ScheduleError(f"{what} = {size}: a pipeline needs at least 1.")
+    shape = Shape(ranks, microbatches, chunks_of(name, virtual_stages))
+    recipe = RECIPES[name]
+    actions = tuple(tuple(recipe.order(rank, shape)) for rank in range(ranks))
+    limit = tuple(min(recipe.activations(rank, shape), microbatches * shape.chunks) for rank in range(ranks))
+    schedule = Schedule(name, ranks, ranks * shape.chunks, microbatches, recipe.placement(shape), actions, limit)
+    if forward_only:
+        return _forward_only(schedule)
+    return with_weight_passes(schedule, costs or Costs()) if recipe.splits else schedule
+
+
+def _forward_only(schedule: Schedule) -> Schedule:
+    """Dropping the other passes keeps the order valid, since a forward depends on forwards alone."""
+    actions = tuple(tuple(action for action in actions if action.kind is Kind.FORWARD) for actions in schedule.actions)
+    return replace(schedule, actions=actions, activation_limit=(1,) * schedule.ranks, passes=(Kind.FORWARD,))

@@ -1,0 +1,170 @@
+"""In which order each rank runs its forwards and backwards, under every schedule. Imports no torch.
+
+Each order is a closed form of a few lines. Where a schedule splits the backward, the weight passes are not in it: `weight_passes.py` puts
+them into the gaps, since where the gaps are depends on how long things take. That is why the zero-bubble schedules need no generator of
+their own: zb-h1 and zb-h2 are 1f1b with more forwards up front, zb-v is 1f1b on a model folded in two.
+
+Forwards and backwards of a stage run in ascending microbatch order under every schedule: gradients then add in the same order, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import NamedTuple
+
+from megalite.parallel.pipeline.schedule import Action, Kind
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+
+class Shape(NamedTuple):
+    """Sizes of a schedule: ranks of the pipeline axis, microbatches of a step, chunks (stages on each rank)."""
+
+    ranks: int
+    microbatches: int
+    chunks: int
+
+
+def looped(shape: Shape) -> tuple[int, ...]:
+    """Rank of each stage, round and round: the last rank hands over to the first."""
+    return tuple(range(shape.ranks)) * shape.chunks
+
+
+def folded(shape: Shape) -> tuple[int, ...]:
+    """Rank of each stage, there and back in a V: rank 0 holds the first and the last stage."""
+    there = tuple(range(shape.ranks))
+    return there + there[::-1]
+
+
+def gpipe(rank: int, shape: Shape) -> list[Action]:
+    """GPipe (Huang et al. 2019): every forward, then every backward. Backward ascends, not mirrored as in the paper."""
+    return [Action(kind, rank, i) for kind in (F, B) for i in range(shape.microbatches)]
+
+
+def alternating(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    return [*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]]
+
+
+def one_f_one_b(rank: int, shape: Shape) -> list[Action]:
+    """1F1B (Narayanan et al. 2019): warm up, alternate, drain. Stage s holds at most p - s activations."""
+    return _ahead(rank, shape, shape.ranks - rank - 1)
+
+
+def zb_h2(rank: int, shape: Shape) -> list[Action]:
+    """ZB-H2 (Qi et al. 2023): 2(p - s) - 1 forwards in flight, enough to work while the first gradient travels down and up again."""
+    return _ahead(rank, shape, 2 * (shape.ranks - rank - 1))
+
+
+def _ahead(rank: int, shape: Shape, warmup: int) -> list[Action]:
+    forwards, backwards = ([Action(kind, rank, i) for i in range(shape.microbatches)] for kind in (F, B))
+    return alternating(forwards, backwards, min(warmup, shape.microbatches))
+
+
+def groups(shape: Shape) -> list[range]:
+    """The microbatches in groups that pass through one chunk after the other.
+
+    A group of fewer than p leaves ranks idle at every change of chunk, so as many groups as have p each, of sizes as equal as possible,
+    the larger ones first.
+    """
+    count = max(1, shape.microbatches // shape.ranks)
+    size, rest = divmod(shape.microbatches, count)
+    starts = [size * group + min(group, rest) for group in range(count + 1)]
+    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def interleaved_warmup(rank: int, shape: Shape) -> int:
+    """Forwards before the first backward (Narayanan et al. 2021): every chunk but the last of a group, and a way down and up the ranks."""
+    largest = len(groups(shape)[0])
+    return min(2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * largest, shape.microbatches * shape.chunks)
+
+
+def interleaved(rank: int, shape: Shape) -> list[Action]:
+    """Interleaved 1F1B (Narayanan et al. 2021): group by group, within a group chunk by chunk, forwards ascending, backwards descending."""
+    chunks = range(shape.chunks)
+    forwards = [Action(F, chunk * shape.ranks + rank, i) for group in groups(shape) for chunk in chunks for i in group]
+    backwards = [Action(B, chunk * shape.ranks + rank, i) for group in groups(shape) for chunk in reversed(chunks) for i in group]
+    return alternating(forwards, backwards, interleaved_warmup(rank, shape))
+
+
+class _Folded:
+    """Builds a rank's order on the V: its downward stage and its upward one, each action as often as there are microbatches."""
+
+    def __init__(self, rank: int, shape: Shape):
+        self.down, self.up = rank, 2 * shape.ranks - 1 - rank
+        self.actions: list[Action] = []
+        self._next = {(kind, stage): 0 for kind in (F, B) for stage in (self.down, self.up)}
+        self._microbatches = shape.microbatches
+
+    def put(self, *wanted: tuple[Kind, int]) -> None:
+        """Append the next microbatch of each (kind, stage), where one is left whose forward is done."""
+        for kind, stage in wanted:
+            microbatch = self._next[kind, stage]
+            limit = self._microbatches if kind is F else self._next[F, stage]
+            if microbatch < limit:
+                self.actions.append(Action(kind, stage, microbatch))
+                self._next[kind, stage] += 1
+
+
+def zb_v(rank: int, shape: Shape) -> list[Action]:
+    """ZB-V (Qi et al. 2023): downward forwards until the first microbatch is back, then both halves in turn."""
+    order = _Folded(rank, shape)
+    order.put(*[(F, order.down)] * (2 * (shape.ranks - rank) - 1))
+    order.put(*[(F, order.up), (F, order.down)] * rank)
+    order.put(*[(F, order.up), (B, order.up)] * (shape.ranks - rank))
+    while len(order.actions) < 4 * shape.microbatches:
+        order.put((F, order.down), (B, order.down), (F, order.up), (B, order.up))
+    return order.actions
+
+
+def v_half(rank: int, shape: Shape) -> list[Action]:
+    """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): one microbatch's pattern, repeated every six passes.
+
+    Downward forwards and upward backwards start two passes later from rank to rank, the two others one pass. Modulo three the first two
+    then never meet the other two, on any rank; each pair is kept apart by three passes more. A microbatch lives about 3p passes of a
+    stage in all: half as long as under 1F1B.
+    """
+    p, period = shape.ranks, 6
+
+    def at_least(time: int, residue: int) -> int:
+        return time + (residue - time) % period
+
+    forward_up = 2 * (p - 1) + 1  # on the last rank, which turns it at once
+    backward_up = at_least(forward_up + p, 3)  # on rank 0
+    backward_down = at_least(backward_up + 2 * (p - 1) + 1, forward_up + 3)  # on the last rank
+    down, up = rank, 2 * p - 1 - rank
+    times = {
+        (F, down): 2 * rank,
+        (F, up): forward_up + p - 1 - rank,
+        (B, up): backward_up + 2 * rank,
+        (B, down): backward_down + p - 1 - rank,
+    }
+    placed = [(time + period * i, Action(*what, i)) for what, time in times.items() for i in range(shape.microbatches)]
+    return [action for _, action in sorted(placed)]
+
+
+class Recipe(NamedTuple):
+    """What makes a schedule: where its stages lie, each rank's order, and how many activations a rank may hold.
+
+    `chunks` is the number of stages on each rank, None where it may be chosen. `splits` says that the backward is in two passes.
+    """
+
+    order: Callable[[int, Shape], list[Action]]
+    activations: Callable[[int, Shape], int]
+    placement: Callable[[Shape], tuple[int, ...]] = looped
+    chunks: int | None = 1
+    splits: bool = False
+
+
+RECIPES = {
+    "gpipe": Recipe(gpipe, lambda rank, shape: shape.microbatches),
+    "1f1b": Recipe(one_f_one_b, lambda rank, shape: shape.ranks - rank),
+    "interleaved": Recipe(interleaved, lambda rank, shape: interleaved_warmup(rank, shape) + 1, chunks=None),
+    "zb-h1": Recipe(one_f_one_b, lambda rank, shape: shape.ranks, splits=True),
+    "zb-h2": Recipe(zb_h2, lambda rank, shape: 2 * shape.ranks - 1, splits=True),
+    "zb-v": Recipe(zb_v, lambda rank, shape: 2 * shape.ranks, folded, chunks=2, splits=True),
+    "v-half": Recipe(v_half, lambda rank, shape: shape.ranks + 2, folded, chunks=2, splits=True),
+}
+"""Every schedule by its name. The limits hold in (stage, microbatch) activations, at most all that there are."""
