@@ -82,6 +82,37 @@ def received_from(receive: Action) -> Action:
     return Action(Kind.BACKWARD, receive.stage + 1, receive.microbatch)
 
 
+def forward_prefix(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, how many actions at the start of its list can be run twice: forwards and their messages, before any backward.
+
+    Closed over messages: what a prefix receives is sent by a prefix. All ranks can therefore throw away what their prefixes did, and what
+    they sent to each other, and start again.
+    """
+    forward = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    lengths = [next((i for i, action in enumerate(actions) if action.kind not in forward), len(actions)) for actions in schedule.actions]
+    while True:
+        sent = {
+            (rank, action.peer, action.stage + 1, action.microbatch)
+            for rank, actions in enumerate(schedule.actions)
+            for action in actions[: lengths[rank]]
+            if action.is_send
+        }
+        shorter = [
+            next(
+                (
+                    i
+                    for i, action in enumerate(actions[: lengths[rank]])
+                    if action.kind is Kind.RECEIVE_FORWARD and (action.peer, rank, action.stage, action.microbatch) not in sent
+                ),
+                lengths[rank],
+            )
+            for rank, actions in enumerate(schedule.actions)
+        ]
+        if shorter == lengths:
+            return tuple(lengths)
+        lengths = shorter
+
+
 def with_communication(schedule: Schedule) -> Schedule:
     """The schedule with its sends and receives.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.batch import Microbatch
 from megalite.mesh import Mesh
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of, forward_prefix
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 
 Key = tuple[int, int]  # stage, microbatch
@@ -89,22 +89,59 @@ class Runtime:
         }
 
     def run(
-        self, schedule: Schedule, microbatches: Sequence[Microbatch], *, step: int, loss_scale: float, training: bool = True
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        *,
+        step: int,
+        loss_scale: float,
+        training: bool = True,
+        validate: Callable[[], bool] | None = None,
     ) -> tuple[Tensor, float]:
         """Execute this rank's actions.
+
+        `validate` is called after the forwards with which the rank starts. False says that the weights have changed since, on every
+        rank: what was done so far is thrown away, and done again.
 
         Returns the summed loss times loss_scale of the microbatches whose last stage is here (0-d fp64, zero elsewhere), and the seconds
         spent waiting for other stages.
         """
-        run = _Run(microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
+        run = self._begin(microbatches, step, loss_scale, training)
+        actions, prefix = schedule.actions[self.mesh.pp.rank], 0
         for stage in self.stages.values():
             stage.defer_weight_work(Kind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):
-            for action in schedule.actions[self.mesh.pp.rank]:
-                self._handlers[action.kind](run, schedule, action)
+            if validate is not None:
+                lengths = forward_prefix(schedule)
+                prefix = lengths[self.mesh.pp.rank]
+                self._execute(run, schedule, actions[:prefix])
+                if not validate():
+                    self._throw_away(run, schedule, lengths)
+                    run = self._begin(microbatches, step, loss_scale, training)
+                    self._execute(run, schedule, actions[:prefix])
+            self._execute(run, schedule, actions[prefix:])
         for work, _ in run.sends.values():
             self._await(run, work)
         return run.loss, run.waited
+
+    def _begin(self, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
+        return _Run(microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
+
+    def _execute(self, run: _Run, schedule: Schedule, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._handlers[action.kind](run, schedule, action)
+
+    def _throw_away(self, run: _Run, schedule: Schedule, lengths: Sequence[int]) -> None:
+        """Complete every message of the prefixes, so that none is taken for one of the second try."""
+        rank = self.mesh.pp.rank
+        for action in schedule.actions[rank][lengths[rank] :]:
+            if action.kind is Kind.RECEIVE_FORWARD:
+                assert action.peer is not None
+                send = Action(Kind.SEND_FORWARD, action.stage - 1, action.microbatch, rank)
+                if send in schedule.actions[action.peer][: lengths[action.peer]]:
+                    self._receive(run, schedule, action)
+        for work, _ in (*run.arriving.values(), *run.sends.values()):
+            work.wait()
 
     def _forward(self, run: _Run, schedule: Schedule, action: Action) -> None:
         key = (action.stage, action.microbatch)
