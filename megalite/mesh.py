@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 AXES = ("pp", "dp", "cp", "tp")
-PRODUCTS = {"data": ("dp", "cp"), "model": ("pp", "tp"), "world": AXES}
+PRODUCTS = {"data": ("dp", "cp"), "model": ("pp", "tp"), "stage": ("dp", "cp", "tp"), "world": AXES}
+TOTALS = ("totals_up", "totals_down")  # channels of sums that travel along the pipeline, and back
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,18 @@ class Mesh:
         kv_replicas: tp ranks that hold the same key-value head (1 where there are at least tp heads).
         tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
         channels: names of the point-to-point communicators over the pp axis, in the order of creation.
+        chained: whether totals travel along the pipeline instead of through the world: adds their channels, and an axis of a stage's ranks.
     """
 
-    def __init__(self, layout: Layout, *, kv_replicas: int = 1, tied: tuple[int, int] | None = None, channels: Sequence[str] = ()):
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        kv_replicas: int = 1,
+        tied: tuple[int, int] | None = None,
+        channels: Sequence[str] = (),
+        chained: bool = False,
+    ):
         import torch.distributed as dist
 
         self.layout = layout
@@ -103,7 +113,9 @@ class Mesh:
         first = self.tp.rank - self.tp.rank % kv_replicas
         self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
         self.tied_pair = self._tied_pair(tied)
-        self.channels = {name: self._new_group(self.pp.ranks) for name in channels} if self.pp.size > 1 else {}
+        names = [*channels, *(TOTALS if chained else ())]
+        self.channels = {name: self._new_group(self.pp.ranks) for name in names} if self.pp.size > 1 else {}
+        self.stage = self._axis("stage", layout.peers(self.rank, PRODUCTS["stage"])) if chained else None
         self._warm_up()
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:

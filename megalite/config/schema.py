@@ -154,6 +154,8 @@ class ParallelConfig:
     """Stages on each pipeline rank, for schedule interleaved (default 2); zb-v and v-half have 2, the others 1."""
     schedule_costs: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0, 0.0])
     """What a schedule with a split backward is planned for: duration of forward, input and weight gradient of a rank, and of a message."""
+    optimistic_step: bool = True
+    """Under zb-h2 and zb-v, update before the gradient norm of the whole model is known, and correct the update if it clips."""
     partition: list[int] | None = None
     """Layers of each stage, first to last, for example [3, 5, 5, 3]; by default balanced by cost, embedding and head counted."""
 

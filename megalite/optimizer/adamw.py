@@ -65,6 +65,18 @@ class AdamW:
                     grad_scale=divisor,
                 )
 
+    def _changing(self) -> list[Tensor]:
+        return [tensor for memory, own in self._moments.items() for tensor in (memory.master, own.exp_avg, own.exp_avg_sq)]
+
+    def copy_state(self) -> list[Tensor]:
+        """A copy of all that a step changes."""
+        return [tensor.clone() for tensor in self._changing()]
+
+    def restore_state(self, copies: Sequence[Tensor]) -> None:
+        """Undo the steps since `copy_state`; `publish` then makes the master weights the weights."""
+        for tensor, copy in zip(self._changing(), copies, strict=True):
+            tensor.copy_(copy)
+
     def _states(self, memory: BucketMemory) -> Iterator[tuple[str, Tensor]]:
         """The owned range of every stored quantity of a bucket."""
         yield "weight", memory.master

@@ -6,14 +6,16 @@ segment is taken on its owning tp rank and stage; one all-reduce over the world 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megalite_kernels.grad_norm import squared_sum
 from torch import Tensor
 
 from megalite.mesh import Mesh
-from megalite.parallel.collectives import all_reduce
+from megalite.parallel.collectives import all_reduce, message
 from megalite.parallel.sharding.store import ParameterStore
 
 CHUNK = 65_536
@@ -31,12 +33,58 @@ class GradientNorm:
                 flat = memory.grads[offset + rectangle.start : offset + rectangle.stop]
                 self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])  # on a GPU a launch costs more than accuracy gains
 
+    def own(self, others: Sequence[float | Tensor]) -> Tensor:
+        """This rank's part: its squares, then `others` (1-d fp64)."""
+        squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
+        return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in (squares, *others)])
+
     def __call__(self, others: Sequence[float | Tensor]) -> tuple[Tensor, Tensor]:
         """The norm (0-d fp64) and the sums of `others` over the world (1-d fp64), in one collective."""
-        squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
-        numbers = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in (squares, *others)]
-        total = all_reduce(torch.stack(numbers), self.mesh.world).wait()
+        total = all_reduce(self.own(others), self.mesh.world).wait()
         return total[0].sqrt(), total[1:]
+
+
+class NormChain:
+    """The same sums, added rank by rank along the pipeline: up to the last rank, and the total back down.
+
+    A rank waits only for those before it; those after it may still be computing. For each `start` call `total` once.
+    """
+
+    def __init__(self, norm: GradientNorm, mesh: Mesh):
+        assert mesh.stage is not None
+        self.norm, self.pp, self.stage, self.channels = norm, mesh.pp, mesh.stage, mesh.channels
+        self.is_last = mesh.pp.rank == mesh.pp.size - 1
+        self._total = torch.empty(0)
+        self._arriving: Any = None
+        self._sends: list[tuple[Any, Tensor]] = []
+
+    def start(self, others: Sequence[float | Tensor]) -> None:
+        """Add this rank's part to the chain. Collective over the ranks of a stage."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends = []
+        sums = all_reduce(self.norm.own(others), self.stage).wait()
+        if self.pp.rank > 0:
+            before = torch.empty_like(sums)
+            self._message(dist.irecv, before, -1, "totals_up").wait()
+            sums = before + sums
+        self._total = sums
+        if not self.is_last:
+            self._sends.append((self._message(dist.isend, sums, 1, "totals_up"), sums))
+            self._total = torch.empty_like(sums)
+            self._arriving = self._message(dist.irecv, self._total, 1, "totals_down")
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """The norm (0-d fp64) and the sums of the other numbers over the world (1-d fp64)."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        if self.pp.rank > 0:
+            self._sends.append((self._message(dist.isend, self._total, -1, "totals_down"), self._total))
+        return self._total[0].sqrt(), self._total[1:]
+
+    def _message(self, operation: Callable[..., Any], x: Tensor, step: int, channel: str) -> Any:
+        return message(operation, x, self.pp.ranks[self.pp.rank + step], self.channels[channel])
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor | None:

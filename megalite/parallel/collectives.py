@@ -63,6 +63,13 @@ def _ordered_sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
+def message(operation: Callable[..., Any], x: Tensor, peer: int, group: Any) -> Any:
+    """Start dist.isend or dist.irecv with a rank: on NCCL as a batch of one, which uses the group's own communicator, not a lazy pair."""
+    if dist.get_backend(group) == "gloo":
+        return operation(x, peer, group=group)
+    return dist.batch_isend_irecv([dist.P2POp(operation, x, peer, group)])[0]
+
+
 def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable: bool = False) -> Pending:
     """The sum over the axis, in a new tensor, or in `into` (which may be x itself).
 

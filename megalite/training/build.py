@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -53,12 +54,25 @@ def schedule(config: Config, microbatches: int, forward_only: bool = False) -> S
     return plan
 
 
+def ends_in_turn(config: Config) -> bool:
+    """Whether the ranks finish a step one after the other, so that none should wait for the last (`training.closing`)."""
+    return config.parallel.schedule in ("zb-h2", "zb-v") and config.parallel.pp > 1
+
+
+def mesh_options(config: Config) -> dict[str, Any]:
+    """What a mesh needs to know of a configuration besides the layout."""
+    plan = schedule(config, microbatch_count(config))
+    return {
+        "kv_replicas": kv_replicas(config.model, config.parallel.tp),
+        "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None,
+        "channels": tuple(channel.name for channel in channels(plan)),
+        "chained": ends_in_turn(config),
+    }
+
+
 def make_mesh(config: Config) -> Mesh:
     """Every group and channel that this configuration needs. Collective: called by every rank of the world."""
-    plan = schedule(config, microbatch_count(config))
-    tied = (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None
-    replicas = kv_replicas(config.model, config.parallel.tp)
-    return Mesh(layout(config), kv_replicas=replicas, tied=tied, channels=[channel.name for channel in channels(plan)])
+    return Mesh(layout(config), **mesh_options(config))
 
 
 @dataclass

@@ -30,23 +30,26 @@ def fit(trainer: Trainer) -> None:
         if trainer.step_done:
             console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
         while trainer.step_done < config.train.steps:
-            result = trainer.step(stop=request.reason is not None)
-            last = result.stop or result.step == config.train.steps
+            step = trainer.step_done + 1
+            end = step == config.train.steps
+            validating, saving = _is_due(config.validation.interval, step, end), end or _is_due(config.checkpoint.interval, step, end)
+            results = trainer.advance(stop=request.reason is not None, wait=validating or saving)
+            stop = any(result.stop for result in results)
             if writer is not None:
-                metrics = measured(trainer, result)
-                console.step(metrics)
-                writer.step(metrics)
-            if _is_due(config.validation.interval, result.step, result.step == config.train.steps):
+                for metrics in (measured(trainer, result) for result in results):
+                    console.step(metrics)
+                    writer.step(metrics)
+            if validating:
                 loss = trainer.evaluate()
-                console.validation(result.step, loss)
+                console.validation(step, loss)
                 if writer is not None:
-                    writer.validation(result.step, loss)
-            if last or _is_due(config.checkpoint.interval, result.step, False):
+                    writer.validation(step, loss)
+            if saving or stop:
                 directory = trainer.save()
-                saved_at = result.step
+                saved_at = step
                 console.message(f"saved {directory}")
-            if result.stop:
-                console.message(f"stopping after step {result.step}: {request.reason or 'another rank asked for it'}")
+            if stop:
+                console.message(f"stopping after step {step}: {request.reason or 'another rank asked for it'}")
                 break
         if saved_at == config.train.steps and trainer.step_done == saved_at:
             console.message(f"done: {trainer.run_dir}")

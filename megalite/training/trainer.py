@@ -21,11 +21,11 @@ from megalite.data.loader import Loader
 from megalite.mesh import Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
-from megalite.optimizer.norm import GradientNorm, clip_divisor
 from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.spec import parameter_count
 from megalite.training import build
+from megalite.training.closing import Closing, Update
 from megalite.training.resuming import check_resume
 
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
@@ -64,10 +64,9 @@ class Trainer:
         self.parts = build.build_parts(config, mesh, self.device)
         self.store = self.parts.store
         self.optimizer = AdamW(self.store, config.optimizer)
-        self.gradient_norm = GradientNorm(self.store, mesh)
+        self.closing = Closing(self.store, self.optimizer, mesh, config.train.grad_clip, chained=build.ends_in_turn(config))
         self.step_done = 0
         self.samples = 0  # global sample index of the next batch
-        self.skipped = 0
         self.loader = self._loader(self.train_data)
         self._start_weights()
         self._check_plan()
@@ -121,15 +120,16 @@ class Trainer:
         check_resume(self.config, self.train_data.fingerprint, state, directory)
         checkpoint.load(directory, self.optimizer.to_load())
         self.store.publish()
-        self.step_done, self.samples, self.skipped = state["step"], state["samples"], state["skipped"]
+        self.step_done, self.samples, self.closing.skipped = state["step"], state["samples"], state["skipped"]
 
     def save(self) -> Path:
         """Write a checkpoint of the last step. Collective."""
+        self.closing.settle()
         directory = self.run_dir / "checkpoints" / checkpoint.step_name(self.step_done)
         state = {
             "step": self.step_done,
             "samples": self.samples,
-            "skipped": self.skipped,
+            "skipped": self.closing.skipped,
             "fingerprint": self.train_data.fingerprint,
             "config": to_dict(self.config),
         }
@@ -149,39 +149,46 @@ class Trainer:
     # ---- one step
 
     def step(self, stop: bool = False) -> StepResult:
-        """One optimizer step. `stop` tells the other ranks that this one wants to stop; they learn it with the gradient norm."""
-        started = perf_counter()
-        step = self.step_done + 1
+        """One optimizer step, done when this returns. `stop` tells the other ranks that this one wants to stop."""
+        return self.advance(stop, wait=True)[-1]
+
+    def advance(self, stop: bool = False, wait: bool = False) -> list[StepResult]:
+        """One optimizer step; returns the results that are known now, in order.
+
+        Where the schedule lets ranks run ahead, the result of a step is known during the next one, unless `wait` asks for it now: before a
+        validation, a checkpoint and the end.
+        """
+        update = Update(self.step_done + 1, learning_rate(self.config, self.step_done + 1), perf_counter())
         microbatches = self.loader.step(self.samples)
-        tokens = self._valid_tokens(microbatches)
+        update.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
         self.store.begin_step(len(microbatches))
-        loss, waited = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=1.0 / max(tokens, 1))
+        validate = None if self.closing.pending is None else self.closing.validate
+        scale = 1.0 / max(update.tokens, 1)
+        loss, waited = self.parts.runtime.run(self.schedule, microbatches, step=update.step, loss_scale=scale, validate=validate)
         self.store.finish_gradients()
 
         counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)  # tp ranks hold the same loss
-        norm, (total_loss, total_waited, stops) = self.gradient_norm([counted, waited, float(stop)])
-        lr = learning_rate(self.config, step)
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            self.optimizer.step(step - self.skipped, lr, clip_divisor(norm, self.config.train.grad_clip))
-            self.store.publish()
-        self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
-        self.skipped += not finite
-        if step % GARBAGE_INTERVAL == 0:
+        self.closing.close(update, (counted, waited, float(stop)), wait or not self.config.parallel.optimistic_step)
+        self.step_done, self.samples = update.step, self.samples + self.config.train.global_batch_size
+        if update.step % GARBAGE_INTERVAL == 0:
             gc.collect()
-        seconds = perf_counter() - started
+        update.seconds = perf_counter() - update.started
+        return [self._result(done) for done in self.closing.take_known()]
+
+    def _result(self, update: Update) -> StepResult:
+        loss, waited, stops = update.sums.tolist()
         return StepResult(
-            step=step,
-            loss=total_loss.item(),
-            grad_norm=norm.item(),
-            lr=lr,
-            tokens=tokens,
-            seconds=seconds,
-            bubble_fraction=min(total_waited.item() / self.mesh.world.size / seconds, 1.0),
-            skipped=not finite,
-            stop=stops.item() > 0,
+            step=update.step,
+            loss=loss,
+            grad_norm=update.norm.item(),
+            lr=update.lr,
+            tokens=update.tokens,
+            seconds=update.seconds,
+            bubble_fraction=min(waited / self.mesh.world.size / update.seconds, 1.0),
+            skipped=not update.finite,
+            stop=stops > 0,
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
@@ -197,6 +204,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over every valid token of the validation batches: summed over ranks, then divided."""
         assert self.validation_data is not None, "data.validation is not set"
+        self.closing.settle()
         plan = self.forward_schedule
         loader = self._loader(self.validation_data, self.validation_data.samples_per_epoch)
         has_loss = self.mesh.pp.rank == plan.placement[-1] and self.mesh.tp.rank == 0
@@ -215,5 +223,6 @@ class Trainer:
 
     def close(self) -> None:
         """Leave nothing under way: a message that nobody awaits would be taken for the next one on its communicator."""
+        self.closing.settle()
         self.store.finish_gathering()
         self.loader.close()

@@ -13,7 +13,7 @@ from megalite.training.verification import global_tensors
 
 def mesh_of(context: Any, config: Any) -> Mesh:
     """The mesh of a configuration, kept between jobs: each further 8-rank group costs threads and file descriptors."""
-    wanted = (build.layout(config), config.model.tie_word_embeddings, config.model.kv_heads)
+    wanted = (build.layout(config), *build.mesh_options(config).values())
     if wanted not in context.cache:
         context.cache[wanted] = build.make_mesh(config)
     context.cache[wanted].traffic.clear()

@@ -49,7 +49,7 @@ def resume(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """A fresh trainer that starts from what `checkpoint.load` names."""
     trainer = make_trainer(context, config)
     try:
-        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.skipped}
+        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.closing.skipped}
         started = global_tensors(trainer, STATE)
         results = [trainer.step() for _ in range(steps)]
         return {"place": place, "started": started, **numbers(results), "tensors": global_tensors(trainer, STATE)}
@@ -109,7 +109,7 @@ def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_st
         trainer.close()
     under_way = sum(memory.gathering is not None for memory in trainer.store.buckets)
     skipped = [result.skipped for result in results]
-    return {**numbers(results), "skipped": skipped, "count": trainer.skipped, "kept": kept, "under_way": under_way}
+    return {**numbers(results), "skipped": skipped, "count": trainer.closing.skipped, "kept": kept, "under_way": under_way}
 
 
 def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megalite.batch import Microbatch
 from megalite.mesh import Mesh
+from megalite.parallel.collectives import message
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of, forward_prefix
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 
@@ -78,6 +79,7 @@ class Runtime:
     ):
         self.stages, self.mesh = stages, mesh
         self.activation_shape, self.dtype, self.device = tuple(activation_shape), dtype, device
+        self._prefixes: dict[str, tuple[int, ...]] = {}  # of schedules by their hash
         self._handlers: dict[Kind, Callable[[_Run, Schedule, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -112,7 +114,9 @@ class Runtime:
             stage.defer_weight_work(Kind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):
             if validate is not None:
-                lengths = forward_prefix(schedule)
+                if schedule.hash not in self._prefixes:
+                    self._prefixes[schedule.hash] = forward_prefix(schedule)
+                lengths = self._prefixes[schedule.hash]
                 prefix = lengths[self.mesh.pp.rank]
                 self._execute(run, schedule, actions[:prefix])
                 if not validate():
@@ -177,8 +181,9 @@ class Runtime:
             run.products[key] = gradient
 
     def _weight(self, run: _Run, schedule: Schedule, action: Action) -> None:
-        for work in run.weight_work.pop((action.stage, action.microbatch)):
-            work()
+        with torch.no_grad():  # as in a backward, where the products of other schedules run
+            for work in run.weight_work.pop((action.stage, action.microbatch)):
+                work()
 
     def _receive(self, run: _Run, schedule: Schedule, action: Action) -> None:
         buffer = torch.empty(self.activation_shape, dtype=self.dtype, device=self.device)
@@ -202,14 +207,12 @@ class Runtime:
             work.wait()
 
     def _transfer(self, operation: Callable[..., Any], tensor: Tensor, schedule: Schedule, action: Action) -> Any:
-        """Start a message on its channel: on NCCL as a batch of one, which uses the channel's own communicator instead of a lazy pair."""
+        """Start a message on its channel."""
         group = self.mesh.channels[channel_of(action, self.mesh.pp.rank).name]
         assert action.peer is not None
         peer = self.mesh.pp.ranks[action.peer]
         self.mesh.traffic[operation.__name__, "pp"] += 1
-        if dist.get_backend(group) == "gloo":
-            return operation(tensor, peer, group=group)
-        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])[0]
+        return message(operation, tensor, peer, group)
 
     def _arrived(self, run: _Run, kind: Kind, key: Key, local: Tensor | None) -> Tensor:
         """The tensor that an action needs: made by another stage on this rank, or received."""

@@ -1,0 +1,130 @@
+"""How a step ends: the gradient norm, then the optimizer, with or without waiting for the whole pipeline.
+
+Under most schedules all ranks finish together, and one all-reduce gives everyone the norm. Under zb-h2 and zb-v ranks finish one after the
+other, and as long as none waits for the last one, the next step fills what would be a bubble (Qi et al. 2023, section 4). So there the norm
+travels as a chain: each rank adds its part to what comes from the rank before it, and the last rank sends the total back.
+
+A rank that does not wait for the total assumes that it will neither clip nor be infinite, keeps a copy of its shard of the optimizer
+state, and updates. When the total arrives, during the first forwards of the next step, it confirms that. If it does not, every rank
+restores its copy, updates as it should have, and does those forwards again. The result is that of waiting, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megalite.mesh import Mesh
+from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.norm import GradientNorm, NormChain, clip_divisor
+from megalite.parallel.sharding.store import ParameterStore
+
+STOPS = 2  # which of the summed numbers counts the ranks that want to stop
+
+
+@dataclass
+class Update:
+    """One optimizer step: what it is made of and, once all ranks have added their part, what is known of it."""
+
+    step: int  # 1-based
+    lr: float
+    started: float  # seconds on this rank's clock
+    seconds: float = 0.0
+    tokens: int = 0  # valid tokens of the global batch
+    norm: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, dtype=torch.float64))  # 0-d
+    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))  # over the world: loss, seconds waited, stops
+
+    @property
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.norm))
+
+
+class Closing:
+    """Ends steps on one rank.
+
+    Args:
+        chained: whether the schedule's ranks finish one after the other, so that a step may end before the total is known.
+    """
+
+    def __init__(self, store: ParameterStore, optimizer: AdamW, mesh: Mesh, grad_clip: float, *, chained: bool):
+        self.store, self.optimizer, self.grad_clip = store, optimizer, grad_clip
+        self.norm = GradientNorm(store, mesh)
+        self.chain = NormChain(self.norm, mesh) if chained else None
+        self.skipped = 0  # steps without an update, because their gradients were not finite
+        self.pending: Update | None = None  # a step whose total is on its way
+        self._known: list[Update] = []
+        self._copies: list[Tensor] = []
+        self._calm = False  # the last total neither clipped nor was infinite, and nobody wants to stop
+
+    def close(self, update: Update, numbers: Sequence[float | Tensor], wait: bool) -> None:
+        """Update the weights; `numbers` is this rank's part of the sums. Where a `pending` is left, `validate` or `settle` must follow."""
+        if self.chain is None:
+            update.norm, update.sums = self.norm(numbers)
+            self._known.append(update)
+            self._apply(update)
+            return
+        self.chain.start(numbers)
+        if wait or not self._calm:
+            self._learn(update)
+            self._apply(update)
+            return
+        self.pending = update
+        if self.chain.is_last:  # it knows the total already
+            self._learn(update)
+            self._apply(update)
+        else:
+            self._copies = self.optimizer.copy_state()
+            self._step(update, None)
+            self.store.publish()
+
+    def validate(self) -> bool:
+        """Learn the total of the step before; False where some rank's update was wrong. Afterwards the weights are right in both cases."""
+        update, self.pending = self.pending, None
+        assert update is not None and self.chain is not None
+        if self.chain.is_last:
+            return self._confirms(update)
+        self._learn(update)
+        right = self._confirms(update)
+        if not right:
+            self.store.finish_gathering()
+            self.optimizer.restore_state(self._copies)
+            self._apply(update)
+            if not update.finite:
+                self.store.publish()
+        self._copies = []
+        return right
+
+    def settle(self) -> None:
+        """Bring a step that is pending to its end. Collective."""
+        if self.pending is not None:
+            self.validate()
+
+    def take_known(self) -> list[Update]:
+        """The updates whose totals have become known since the last call, in order."""
+        known, self._known = self._known, []
+        return known
+
+    def _learn(self, update: Update) -> None:
+        assert self.chain is not None
+        update.norm, update.sums = self.chain.total()
+        self._known.append(update)
+        self._calm = self._confirms(update) and update.sums[STOPS].item() == 0
+
+    def _confirms(self, update: Update) -> bool:
+        """Whether an update without clipping is right."""
+        divisor = clip_divisor(update.norm, self.grad_clip)
+        return update.finite and (divisor is None or divisor.item() == 1.0)
+
+    def _apply(self, update: Update) -> None:
+        """Update the weights now that the norm is known."""
+        if update.finite:
+            self._step(update, clip_divisor(update.norm, self.grad_clip))
+            self.store.publish()
+        else:
+            self.skipped += 1
+
+    def _step(self, update: Update, divisor: Tensor | None) -> None:
+        self.optimizer.step(update.step - self.skipped, update.lr, divisor)

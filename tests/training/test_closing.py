@@ -1,0 +1,120 @@
+"""A step that ends before the whole pipeline knows its gradient norm gives what waiting gives, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.load import from_dict
+from megalite.optimizer.adamw import STATE
+from megalite.training.trainer import Trainer
+from megalite.training.verification import global_tensors
+from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.jobs import mesh_of
+from tests.distributed.layouts import Case
+
+STEPS = 6
+MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": True, "dropout": 0.1}
+LAYOUTS: dict[str, Case] = {
+    "pp 4": {"pp": 4, "microbatches": 8},
+    "tp 2, pp 2, dp 2": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4},
+    "pp 2, tied": {"pp": 2, "microbatches": 2, "tied": True},
+}
+
+
+EVENT_STEP = 3
+EVENTS = {"nothing": 1.0, "clips": 1e6, "infinite": torch.inf}  # factor on one gradient of the first stage in that step
+
+
+def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Train without waiting where the schedule lets it."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    finish, close, validate = trainer.store.finish_gradients, trainer.closing.close, trainer.closing.validate
+    log: list[Any] = []
+
+    def finish_and_break() -> None:
+        finish()
+        if trainer.step_done + 1 == EVENT_STEP and context.rank == 0:
+            next(memory for memory in trainer.store.buckets if memory.grads is not None).owned_grads[:64] *= factor
+
+    def logged_close(*args: Any) -> None:
+        close(*args)
+        log.append("ahead" if trainer.closing.pending is not None else "waited")
+
+    def logged_validate() -> bool:
+        log.append(validate())
+        return log[-1]
+
+    trainer.store.finish_gradients = finish_and_break  # type: ignore[method-assign]
+    trainer.closing.close, trainer.closing.validate = logged_close, logged_validate  # type: ignore[method-assign]
+    try:
+        results = [result for step in range(STEPS) for result in trainer.advance(wait=step == STEPS - 1)]
+        tensors = global_tensors(trainer, STATE)
+    finally:
+        trainer.close()
+    keys = [(result.step, result.loss, result.grad_norm, result.skipped, result.lr, result.tokens) for result in results]
+    return {"results": keys, "log": log, "tensors": tensors, "skipped": trainer.closing.skipped}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), MODEL["vocab_size"])
+
+
+CASES = [
+    *((event, schedule, "pp 4", "fp32") for event in EVENTS for schedule in ("zb-h2", "zb-v")),
+    *((event, "zb-v", "tp 2, pp 2, dp 2", "fp32") for event in ("clips", "infinite")),
+    ("clips", "zb-v", "tp 2, pp 2, dp 2", "bf16"),
+    ("clips", "zb-h2", "pp 2, tied", "fp32"),
+]
+
+
+@pytest.mark.parametrize("event, schedule, layout, precision", CASES)
+def test_running_ahead_is_waiting(event, schedule, layout, precision, ranks, prefix):
+    case = {**MODEL, **LAYOUTS[layout], "schedule": schedule}
+    found = {}
+    for optimistic in (True, False):
+        config = config_of(case, prefix, precision)
+        config["parallel"] |= {"schedule": schedule, "optimistic_step": optimistic}
+        config["optimizer"] |= {"lr": 1e-3}
+        config["train"]["grad_clip"] = 10.0
+        found[optimistic] = ranks.run(case["tp"] * case["pp"] * case["dp"], train, config, EVENTS[event])
+    ahead, waited = found[True], found[False]
+    assert [step for step, *_ in ahead[0]["results"]] == list(range(1, STEPS + 1))
+    assert all(repr(rank["results"]) == repr(waited[0]["results"]) for rank in (*ahead, *waited))  # repr: NaN is itself
+    assert all(torch.equal(value, waited[0]["tensors"][name]) for name, value in ahead[0]["tensors"].items())
+    assert set(waited[0]["log"]) == {"waited"}
+    logs = [rank["log"] for rank in ahead]
+    assert all(log == logs[0] for log in logs)
+    skipped = [skipped for _, _, _, skipped, *_ in ahead[0]["results"]]
+    assert skipped == [event == "infinite" and step == EVENT_STEP for step in range(1, STEPS + 1)]
+    assert ahead[0]["skipped"] == sum(skipped)
+    if event == "nothing":
+        assert logs[0] == ["waited", *["ahead", True] * (STEPS - 2), "waited"]
+    else:  # the step after the event waits for its own total, and those after it run ahead again
+        assert logs[0] == ["waited", "ahead", True, "ahead", False, "waited", "ahead", True, "waited"]
+
+
+def test_nothing_is_lost_between_runs_ahead_and_a_checkpoint(ranks, prefix):
+    """Saving, validating and closing bring a pending step to its end by themselves."""
+    case = {**MODEL, **LAYOUTS["pp 4"], "schedule": "zb-v"}
+    config = config_of(case, prefix)
+    config["parallel"]["schedule"] = "zb-v"
+    config["train"]["grad_clip"] = 10.0
+    assert all(ranks.run(4, settle_and_go_on, config))
+
+
+def settle_and_go_on(context: Any, config: dict[str, Any]) -> bool:
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    steps = []
+    for _ in range(4):
+        steps += [result.step for result in trainer.advance()]
+    pending = trainer.closing.pending is not None
+    trainer.closing.settle()
+    steps += [result.step for result in trainer.advance(wait=True)]
+    trainer.close()
+    return pending and steps == [1, 2, 3, 4, 5]
