@@ -158,6 +158,8 @@ class ParallelConfig:
     """Under zb-h2 and zb-v, update before the gradient norm of the whole model is known, and correct the update if it clips."""
     partition: list[int] | None = None
     """Layers of each stage, first to last, for example [3, 5, 5, 3]; by default balanced by cost, embedding and head counted."""
+    layer_costs: list[float] | None = None
+    """Measured cost of the embedding, each layer and the head, in any unit, for the balanced partition; by default estimated FLOPs."""
 
     @property
     def stages(self) -> int:

@@ -37,12 +37,15 @@ def microbatch_count(config: Config) -> int:
 
 
 def partition(config: Config) -> list[int]:
-    """Layers of each stage: as configured, else balanced by cost with embedding and head counted."""
+    """Layers of each stage: as configured, else balanced by measured or estimated cost with embedding and head counted."""
     model, parallel = config.model, config.parallel
     if parallel.partition is not None:
         return explicit(parallel.partition, model.num_hidden_layers, parallel.stages)
-    layers, embedding, head = layer_costs(model, config.data.sequence_length)
-    return balanced(layers, parallel.stages, embedding, head)
+    if parallel.layer_costs is not None:
+        embedding, *layers, head = parallel.layer_costs
+        return balanced(layers, parallel.stages, embedding, head)
+    costs = layer_costs(model, config.data.sequence_length)
+    return balanced(costs.layers, parallel.stages, costs.embedding, costs.head)
 
 
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:

@@ -32,6 +32,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size"), (0, 1)),
     "validation.interval": (0, None),
     "parallel.virtual_stages": (0, 1),
+    "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
     "model.vocab_size": (0, 257),
     "model.hidden_size": (0, 8),
@@ -128,6 +129,18 @@ ROWS = [
         {"parallel.pp": 3, "parallel.partition": [1, 1, 1]},
         {"parallel.partition": [1, 2, 1]},
         ("[2, 1, 1]",),
+    ),
+    Row(
+        "a cost for each part",
+        {"parallel.layer_costs": [1.0, 1.0, 1.0, 1.0, 1.0]},
+        {"parallel.layer_costs": [0.0, 1.0, 1.0, 1.0, 1.0, 2.0]},
+        ("model.num_hidden_layers = 4", "Give 6 numbers"),
+    ),
+    Row(
+        "partition or layer costs",
+        {"parallel.layer_costs": [0.0, 1.0, 1.0, 1.0, 1.0, 2.0], "parallel.partition": [4]},
+        {"parallel.partition": None},
+        ("parallel.partition = [4] is given",),
     ),
     Row("the mesh fills the world", {"parallel.tp": 2, "parallel.dp": 3}, {"parallel.dp": 4}, ("= 3 ", "Legal values: 4."), world=8),
     Row(

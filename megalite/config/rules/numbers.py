@@ -20,7 +20,7 @@ _POSITIVE = {
 }
 _NOT_NEGATIVE = {
     "run": "seed",
-    "parallel": "schedule_costs",
+    "parallel": "schedule_costs layer_costs",
     "train": "grad_clip z_loss",
     "optimizer": "lr min_lr warmup_steps weight_decay",
 }

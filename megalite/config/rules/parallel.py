@@ -120,6 +120,20 @@ RULES: tuple[Rule, ...] = (
         legal=_example_partition,
     ),
     Rule(
+        "a cost for each part",
+        "parallel.layer_costs",
+        broken=lambda c: c.parallel.layer_costs is not None and len(c.parallel.layer_costs) != c.model.num_hidden_layers + 2,
+        why=lambda c: f"has {len(c.parallel.layer_costs or [])} entries, but model.num_hidden_layers = {c.model.num_hidden_layers}",
+        legal=lambda c: f"Give {c.model.num_hidden_layers + 2} numbers: the embedding's, each layer's, the head's.",
+    ),
+    Rule(
+        "partition or layer costs",
+        "parallel.layer_costs",
+        broken=lambda c: c.parallel.layer_costs is not None and c.parallel.partition is not None,
+        why=lambda c: f"has no effect: parallel.partition = {c.parallel.partition} is given",
+        legal="Remove one of the two.",
+    ),
+    Rule(
         "the mesh fills the world",
         "parallel.dp",
         broken=lambda c: c.parallel.dp is None or _model_ranks(c) * c.parallel.dp != c.world_size,

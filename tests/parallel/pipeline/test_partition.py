@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.schema import ModelConfig
+from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.parallel.pipeline.partition import balanced, explicit, layer_costs
+from megalite.training import build
 
 
 def stage_costs(sizes, costs, first_extra, last_extra):
@@ -123,3 +124,10 @@ def test_a_large_vocabulary_moves_layers_off_the_last_stage():
     costs = layer_costs(model, 4096)
     sizes = balanced(costs.layers, 4, costs.embedding, costs.head)
     assert sum(sizes) == 16 and sizes[-1] < min(sizes[:-1])
+
+
+def test_measured_costs_replace_the_estimate():
+    config = Config(model=ModelConfig(num_hidden_layers=6, vocab_size=32), parallel=ParallelConfig(pp=2))
+    assert build.partition(config) == [3, 3]
+    config.parallel.layer_costs = [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]  # the head costs as much as two layers
+    assert build.partition(config) == [4, 2]
