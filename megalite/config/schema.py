@@ -145,7 +145,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence."""
     zero: int = 1
-    """ZeRO stage: 0 replicates optimizer state over dp, 1 shards master weights and moments (2 and 3 are planned)."""
+    """ZeRO stage: 0 replicates optimizer state over dp, 1 shards master weights and moments, 2 gradients too (3 is planned)."""
     bucket_mb: float = 25.0
     """Gradients are reduced in buckets of at least this many MB (fp32); whole layers are never cut apart."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half"] = "1f1b"

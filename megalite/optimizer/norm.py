@@ -29,8 +29,8 @@ class GradientNorm:
         self.device = store.buckets[0].weights.device
         self.chunks: list[Tensor] = []
         for memory, rectangle, offset in store.counted_once():
-            if memory.grads is not None:
-                flat = memory.grads[offset + rectangle.start : offset + rectangle.stop]
+            if memory.gradients is not None:
+                flat = memory.owned_grads[offset + rectangle.start - memory.start : offset + rectangle.stop - memory.start]
                 self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])  # on a GPU a launch costs more than accuracy gains
 
     def own(self, others: Sequence[float | Tensor]) -> Tensor:

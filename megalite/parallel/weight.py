@@ -38,28 +38,45 @@ class WeightGradients:
 class Weight:
     """A stored tensor: what it is (`spec`), its value (`tensor`), and where its gradient accumulates (`grad`).
 
-    `tensor` is a leaf in compute precision, a view of a flat bucket; `grad` is a view of a flat gradient bucket of the same shape.
+    `tensor` is a leaf in compute precision, a view of a flat bucket; `grad` is a view of a flat gradient bucket of the same shape, None
+    where there is none now. Without `grad_dtype` the tensor is not trained.
     """
 
-    def __init__(self, spec: ParamSpec, tensor: Tensor, grad: Tensor | None, queue: WeightGradients, on_complete: Callable[[], None]):
+    def __init__(self, spec: ParamSpec, tensor: Tensor, grad_dtype: torch.dtype | None, queue: WeightGradients):
         self.spec = spec
         self.tensor = tensor
-        self.grad = grad
+        self.grad: Tensor | None = None
+        self.grad_dtype = grad_dtype
         self._queue = queue
-        self._on_complete = on_complete
-        self._expected = self._remaining = 0
+        self._open: Callable[[], None]
+        self._on_complete: Callable[[int], None]
+        self._expected = self._arrived = 0
+        self._each = 1  # contributions to one reduction
         self._fresh = True
         self._apart: Tensor | None = None  # a second accumulator, see keep_apart
 
-    def begin_step(self, microbatches: int) -> None:
-        """Expect this step's contributions; the first of them overwrites what the last step left."""
-        self._expected = self._remaining = microbatches * self.spec.contributions
+    @property
+    def trainable(self) -> bool:
+        return self.grad_dtype is not None
+
+    def connect(self, open_: Callable[[], None], on_complete: Callable[[int], None]) -> None:
+        """`open_` sets `grad` where it is None; `on_complete(i)` hears that the step's i-th reduction has all that it needs from here."""
+        self._open, self._on_complete = open_, on_complete
+
+    def begin_step(self, microbatches: int, reductions: int) -> None:
+        """Expect this step's contributions; the first to a buffer overwrites what is there."""
+        self._expected, self._arrived = microbatches * self.spec.contributions, 0
+        self._each = self._expected // reductions
         self._fresh = True
         if self._apart is not None:
             self._apart.zero_()
 
+    def forget(self) -> None:
+        """The buffer that `grad` is a view of has been given away."""
+        self.grad, self._fresh = None, True
+
     def keep_apart(self, buffer: Tensor) -> None:
-        """Accumulate the embedding's use of a tied tensor in a buffer of its own, which the store reduces and adds at the end of the step.
+        """Accumulate the embedding's use of a tied tensor in a buffer of its own, which is reduced and added at the end of the step.
 
         The sum then has the order that two pipeline stages produce, head + embedding: equal bit for bit under every pp.
         """
@@ -67,66 +84,72 @@ class Weight:
 
     def accumulate_product(self, grad_output: Tensor, inputs: Tensor) -> None:
         """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or when the schedule says so."""
-        if self.grad is not None:
+        if self.trainable:
             self._queue.put(lambda: self._add_product(grad_output, inputs))
 
     def _add_product(self, grad_output: Tensor, inputs: Tensor) -> None:
-        assert self.grad is not None
-        left = grad_output.t()
-        if left.dtype != self.grad.dtype:
-            self._add(_wide_product(left, inputs, self.grad.dtype))
+        target, left = self._target(), grad_output.t()
+        if left.dtype != target.dtype:
+            self._add(_wide_product(left, inputs, target.dtype))
         elif self._fresh:
-            torch.mm(left, inputs, out=self.grad)
+            torch.mm(left, inputs, out=target)
             self._fresh = False
         else:
-            self.grad.addmm_(left, inputs)
+            target.addmm_(left, inputs)
         self._contributed()
 
     def accumulate(self, value: Tensor) -> None:
         """Add a gradient of the whole tensor's shape."""
-        if self.grad is not None:
+        if self.trainable:
             self._add(value)
             self._contributed()
 
     def accumulate_rows(self, rows: Tensor, values: Tensor) -> None:
         """Add values[i] to row rows[i] ([n], [n, width]): the gradient of a lookup; equal rows add up."""
-        if self.grad is None:
+        if not self.trainable:
             return
-        if self._apart is None and self._fresh:
-            self.grad.zero_()
+        target = self._target()
+        if self._apart is not None:
+            target = self._apart
+        elif self._fresh:
+            target.zero_()
             self._fresh = False
-        target = self.grad if self._apart is None else self._apart
         target.index_add_(0, rows, values.to(target.dtype))
         self._contributed()
 
-    def _add(self, value: Tensor) -> None:
+    def _target(self) -> Tensor:
+        if self.grad is None:
+            self._open()
         assert self.grad is not None
+        return self.grad
+
+    def _add(self, value: Tensor) -> None:
+        target = self._target()
         if self._fresh:
-            self.grad.copy_(value)
+            target.copy_(value)
             self._fresh = False
         else:
-            self.grad.add_(value)
+            target.add_(value)
 
     def _contributed(self) -> None:
-        self._remaining -= 1
-        if self._remaining < 0:
+        self._arrived += 1
+        if self._arrived > self._expected:
             raise RuntimeError(f"{self.spec.name}: more than {self._expected} gradient contributions in one step")
-        if self._remaining == 0:
+        if self._arrived % self._each == 0:
             self._complete()
 
     def _complete(self) -> None:
-        assert self.grad is not None
-        if self._fresh:
+        if self._fresh and self.grad is not None:
             self.grad.zero_()
-        self._on_complete()
+            self._fresh = False
+        self._on_complete(self._arrived // self._each - 1)
 
     def finish_step(self) -> None:
         """Give a tensor that the step did not use a zero gradient. Raises where contributions are missing: training on would be wrong."""
-        if 0 < self._remaining < self._expected:
-            done = self._expected - self._remaining
-            raise RuntimeError(f"{self.spec.name}: {done} of {self._expected} gradient contributions arrived in this step")
-        if self._remaining:
-            self._remaining = 0
+        if 0 < self._arrived < self._expected:
+            raise RuntimeError(f"{self.spec.name}: {self._arrived} of {self._expected} gradient contributions arrived in this step")
+        while self._arrived < self._expected:
+            self._arrived += self._each
             self._complete()
 
 

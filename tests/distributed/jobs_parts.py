@@ -58,14 +58,14 @@ def gradient_norm(context: Any, config: dict[str, Any], gradients: dict[str, Ten
         return values.to(torch.promote_types(store.buckets[0].master.dtype, torch.float32))
 
     for memory in store.buckets:
-        assert memory.grads is not None
-        memory.grads.fill_(PADDING)
+        assert memory.gradients is not None and memory.gradients.full is not None
+        memory.gradients.full.fill_(PADDING)
     for weight in store.weights.values():
         assert weight.grad is not None
         weight.grad.copy_(torch.cat([part_of(segment) for segment in weight.spec.segments]))
     for memory in store.buckets:  # what other dp ranks own has not been reduced here
-        assert memory.grads is not None
-        memory.grads[: memory.start], memory.grads[memory.stop :] = PADDING, PADDING
+        assert memory.gradients is not None and memory.gradients.full is not None
+        memory.gradients.full[: memory.start], memory.gradients.full[memory.stop :] = PADDING, PADDING
     return GradientNorm(store, mesh)([])[0].item()
 
 
@@ -84,8 +84,7 @@ def step_without_gradient(context: Any, config: dict[str, Any]) -> tuple[dict[st
     trainer.close()
     before = global_tensors(trainer)
     for memory in trainer.store.buckets:
-        assert memory.grads is not None
-        memory.grads.zero_()
+        memory.owned_grads.zero_()
     trainer.optimizer.step(1, 0.25, None)
     return before, global_tensors(trainer)
 

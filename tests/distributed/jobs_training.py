@@ -93,7 +93,7 @@ def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_st
     def finish_and_break() -> None:
         finish()
         if trainer.step_done + 1 == broken_step and context.rank == broken_rank:
-            memory = next(memory for memory in trainer.store.buckets if memory.grads is not None)
+            memory = next(memory for memory in trainer.store.buckets if memory.gradients is not None)
             memory.owned_grads[0] = torch.inf
 
     trainer.store.finish_gradients = finish_and_break  # type: ignore[method-assign]

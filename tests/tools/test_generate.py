@@ -134,7 +134,7 @@ def test_draws_have_the_probabilities_of_the_logits() -> None:
 
 
 def test_only_weights_are_allocated(model: LanguageModel) -> None:
-    assert all(memory.grads is None and not memory.weights.requires_grad for memory in model._stage.weights.buckets)
+    assert all(memory.gradients is None and not memory.weights.requires_grad for memory in model._stage.weights.buckets)
     bf16 = from_dict({"train": {"precision": "bf16"}, "parallel": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True}})
     assert in_one_process(bf16).train.precision == "fp32"  # master weights are what a checkpoint holds
 

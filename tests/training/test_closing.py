@@ -38,7 +38,7 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
     def finish_and_break() -> None:
         finish()
         if trainer.step_done + 1 == EVENT_STEP and context.rank == 0:
-            next(memory for memory in trainer.store.buckets if memory.grads is not None).owned_grads[:64] *= factor
+            next(memory for memory in trainer.store.buckets if memory.gradients is not None).owned_grads[:64] *= factor
 
     def logged_close(*args: Any) -> None:
         close(*args)

@@ -1,10 +1,10 @@
-"""The memory of one rank's parameters: flat weight and gradient buckets, their reduction over data parallelism, and ZeRO's shards.
+"""The memory of one rank's parameters: flat weight buckets, their gradients and their masters, whole or as ZeRO's shards.
 
     forward    wait_for(unit): weights gathered after the last step have arrived (bucket by bucket, beside the forward)
-    backward   a bucket whose last gradient arrived starts its reduction at once: all-reduce (ZeRO-0) or reduce-scatter (ZeRO-1)
+    backward   a complete bucket starts its reduction at once (`gradients.py`)
     then       finish_gradients(): reductions awaited; tensor-partial, replicated key-value and tied gradients summed
-    optimizer  works on `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it (ZeRO-1)
-    after      gather(): updated shards travel back
+    optimizer  works on `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it
+    after      publish(): updated shards travel back
 
 Gradients arrive already divided by the global token count, so every reduction is a plain sum.
 """
@@ -12,15 +12,17 @@ Gradients arrive already divided by the global token count, so every reduction i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megalite import rng
 from megalite.mesh import Mesh, MeshAxis
-from megalite.parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from megalite.parallel.collectives import Pending, all_gather, all_reduce
 from megalite.parallel.sharding.buckets import Bucket, bucket_layout
+from megalite.parallel.sharding.gradients import BucketGradients, GradientReducer
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment, rectangles
 from megalite.parallel.weight import Weight, WeightGradients
 
@@ -34,19 +36,16 @@ class BucketMemory:
 
     layout: Bucket
     weights: Tensor  # [size], compute precision
-    grads: Tensor | None  # [size], at least fp32; None for frozen buckets and without training
+    gradients: BucketGradients | None  # None for frozen buckets and without training
     start: int
     stop: int
     master: Tensor  # [stop - start], at least fp32
-    apart: Tensor | None = None  # [size], a tied tensor's second accumulator, see Weight.keep_apart
-    incomplete: int = 0
-    reductions: list[Pending] = field(default_factory=list)
     gathering: Pending | None = None
 
     @property
     def owned_grads(self) -> Tensor:
-        assert self.grads is not None
-        return self.grads[self.start : self.stop]
+        assert self.gradients is not None
+        return self.gradients.owned
 
     def rectangle(self, kind: str, values: Tensor, flat: FlatRectangle, offset: int) -> Rectangle:
         """The part of an owned range's `values` ([stop - start]) that `flat`, whose stored tensor starts at `offset`, describes."""
@@ -59,7 +58,7 @@ class ParameterStore:
 
     Args:
         specs: its stored tensors, in the model's order.
-        zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone.
+        zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone, 2 its gradients alone too.
         dtype: compute precision.
         keep_tied_apart: see `Weight.keep_apart`.
         training: False holds weights alone, without gradient buffers.
@@ -83,33 +82,39 @@ class ParameterStore:
         self.weights: dict[str, Weight] = {}
         self._by_unit: dict[int, list[BucketMemory]] = {}
         layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
-        self.buckets = [self._allocate(layout, dtype, device, training) for layout in layouts]
-        for memory in self.buckets if keep_tied_apart else ():
-            self._keep_apart(memory)
+        self.buckets = [self._allocate(layout, dtype, device, training, keep_tied_apart) for layout in layouts]
+        trained = [memory.gradients for memory in self.buckets if memory.gradients is not None]
+        self._reducer = GradientReducer(trained, mesh.data, zero)
+        for gradients in trained:
+            for weight in gradients.weights:
+                weight.connect(partial(self._reducer.open, gradients), partial(self._reducer.completed, gradients))
         self._partial = list(self._owned_parts(lambda segment: segment.partial))
         self._replicated = list(self._owned_parts(lambda segment: segment.replicas > 1))
 
-    def _allocate(self, layout: Bucket, dtype: torch.dtype, device: torch.device | str, training: bool) -> BucketMemory:
+    def _allocate(
+        self, layout: Bucket, dtype: torch.dtype, device: torch.device | str, training: bool, keep_tied_apart: bool
+    ) -> BucketMemory:
         wide = torch.promote_types(dtype, torch.float32)
         weights = torch.zeros(layout.size, dtype=dtype, device=device)
-        grads = torch.zeros(layout.size, dtype=wide, device=device) if layout.trainable and training else None
         start, stop = layout.shard(self.mesh.data.rank) if self.zero and layout.trainable else (0, layout.size)
         master = weights[start:stop] if wide == dtype else torch.zeros(stop - start, dtype=wide, device=device)
-        memory = BucketMemory(layout, weights, grads, start, stop, master)
-        for slot in layout.slots:
-            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(grads is not None)
-            grad = None if grads is None else grads[slot.start : slot.stop].view(slot.shape)
-            self.weights[slot.spec.name] = Weight(slot.spec, tensor, grad, self.gradients, self._completion(memory))
+        tied = keep_tied_apart and any(slot.spec.contributions > 1 for slot in layout.slots)
+        zero = min(self.zero, 1) if tied else self.zero  # two accumulators are kept for the whole step, or their order would be lost
+        trains = layout.trainable and training
+        gradients = BucketGradients.allocate(layout, self.mesh.data, zero, wide, device) if trains else None
+        memory = BucketMemory(layout, weights, gradients, start, stop, master)
+        for index, slot in enumerate(layout.slots):
+            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(trains)
+            weight = Weight(slot.spec, tensor, wide if trains else None, self.gradients)
+            self.weights[slot.spec.name] = weight
+            if gradients is not None:
+                weight.grad = None if gradients.full is None else gradients.view(gradients.full, index)
+                gradients.weights.append(weight)
+        if tied and gradients is not None:
+            gradients.keep_apart()
         for unit in layout.units:
             self._by_unit.setdefault(unit, []).append(memory)
         return memory
-
-    def _keep_apart(self, memory: BucketMemory) -> None:
-        """Give a tensor that embedding and head share a second gradient bucket, reduced like the first and added at the end."""
-        for slot in memory.layout.slots:
-            if memory.grads is not None and slot.spec.contributions > 1:
-                memory.apart = torch.zeros_like(memory.grads)
-                self.weights[slot.spec.name].keep_apart(memory.apart[slot.start : slot.stop].view(slot.shape))
 
     def __getitem__(self, name: str) -> Weight:
         return self.weights[name]
@@ -188,40 +193,11 @@ class ParameterStore:
     # ---- gradients
 
     def begin_step(self, microbatches: int) -> None:
-        for memory in self.buckets:
-            memory.incomplete = len(memory.layout.slots)
-        for weight in self.weights.values():
-            if weight.grad is not None:
-                weight.begin_step(microbatches)
-
-    def _completion(self, memory: BucketMemory) -> Callable[[], None]:
-        def completed() -> None:
-            memory.incomplete -= 1
-            if memory.incomplete == 0:
-                self._start_reduction(memory)
-
-        return completed
-
-    def _start_reduction(self, memory: BucketMemory) -> None:
-        axis = self.mesh.data
-        if axis.size == 1:
-            return
-        for buffer in (memory.grads, memory.apart):
-            if buffer is not None:
-                own = buffer[memory.start : memory.stop]
-                started = reduce_scatter(buffer, axis, own) if self.zero else all_reduce(buffer, axis, buffer)
-                memory.reductions.append(started)
+        self._reducer.begin_step(microbatches)
 
     def finish_gradients(self) -> None:
         """Wait for the reductions, then sum what tp ranks, key-value replicas and tied copies hold parts of."""
-        for weight in self.weights.values():
-            if weight.grad is not None:
-                weight.finish_step()
-        for memory in self.buckets:
-            while memory.reductions:
-                memory.reductions.pop(0).wait()
-            if memory.apart is not None:
-                memory.owned_grads.add_(memory.apart[memory.start : memory.stop])
+        self._reducer.finish()
         _sum_coalesced(self._partial, self.mesh.tp)
         _sum_coalesced(self._replicated, self.mesh.kv_replica)
         if self.mesh.tied_pair is not None:
@@ -235,8 +211,8 @@ class ParameterStore:
         for memory, segment, start in self._segment_ranges():
             stop = start + segment.local(self.mesh.tp.rank, self.mesh.tp.size).numel
             low, high = max(start, memory.start), min(stop, memory.stop)
-            if memory.grads is not None and wanted(segment) and low < high:
-                yield memory.grads[low:high]
+            if memory.gradients is not None and wanted(segment) and low < high:
+                yield memory.owned_grads[low - memory.start : high - memory.start]
 
     # ---- each global element once
 

@@ -35,8 +35,8 @@ def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 def _accumulate_linear(weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor) -> None:
     rows = grad.reshape(-1, grad.shape[-1])
-    if bias is not None and bias.grad is not None:
-        bias.accumulate(rows.sum(0, dtype=bias.grad.dtype))
+    if bias is not None and bias.trainable:
+        bias.accumulate(rows.sum(0, dtype=bias.grad_dtype))
     weight.accumulate_product(rows, inputs.reshape(-1, inputs.shape[-1]))
 
 
@@ -109,8 +109,8 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         layer, grad = ctx.layer, grads[0]
-        if layer.bias is not None and layer.bias.grad is not None:
-            layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad.dtype))
+        if layer.bias is not None and layer.bias.trainable:
+            layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad_dtype))
         if layer.sequence_parallel:
             grad = all_gather(grad, layer.tp).wait()
         (inputs,) = ctx.saved_tensors

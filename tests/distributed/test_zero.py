@@ -1,0 +1,95 @@
+"""ZeRO: what each stage shards, what that saves, and that it changes no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.load import from_dict
+from megalite.optimizer.adamw import STATE
+from megalite.training.trainer import Trainer
+from tests.distributed import jobs
+from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.jobs import mesh_of
+from tests.distributed.layouts import Case
+
+STEPS = 3
+MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}
+SHARDED: dict[str, Case] = {
+    "dp 2": {"dp": 2, "microbatches": 4},
+    "dp 3": {"dp": 3, "microbatches": 2},
+    "dp 4, tied": {"dp": 4, "microbatches": 2, "tied": True},
+    "pp 2, dp 2, tied": {"pp": 2, "dp": 2, "microbatches": 4, "tied": True},
+    "tp 2, pp 2, dp 2": {"tp": 2, "pp": 2, "dp": 2, "microbatches": 4, "sequence_parallel": True, "kv_heads": 1},
+    "zb-h2 on pp 2, dp 2": {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "zb-h2"},
+    "zb-v on pp 2, dp 2, tied": {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "zb-v", "tied": True},
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), MODEL["vocab_size"])
+
+
+def run(ranks, prefix: str, case: Case, precision: str = "fp32", **changes: Any) -> list[dict[str, Any]]:
+    config = config_of(case, prefix, precision, train={**config_of(case, prefix, precision)["train"], **changes})
+    return ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, STEPS, STATE)
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_stage_2_is_one_process(layout, ranks, prefix):
+    case = {**MODEL, **SHARDED[layout], "zero": 2}
+    batch = 24 if case["dp"] == 3 else 32
+    got = run(ranks, prefix, case, "fp64")
+    alone = run(ranks, prefix, {**case, **SINGLE}, "fp64", global_batch_size=batch, micro_batch_size=batch)[0]
+    assert all(rank["losses"] == pytest.approx(alone["losses"], rel=1e-9) for rank in got)
+    assert all(rank["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-9) for rank in got)
+    for name, value in got[0]["tensors"].items():
+        assert (value - alone["tensors"][name]).abs().max() <= 1e-9, name
+
+
+@pytest.mark.parametrize("layout", ["dp 2", "dp 4, tied", "tp 2, pp 2, dp 2"])
+def test_stages_are_bitwise_equal_with_one_microbatch(layout, ranks, prefix):
+    """With more, stage 2 adds the ranks of each microbatch before it adds microbatches: another order."""
+    runs = [run(ranks, prefix, {**MODEL, **SHARDED[layout], "microbatches": 1, "zero": zero}) for zero in (1, 2)]
+    assert runs[0][0]["losses"] == runs[1][0]["losses"]
+    assert all(torch.equal(value, runs[1][0]["tensors"][name]) for name, value in runs[0][0]["tensors"].items())
+
+
+def model_state_bytes(context: Any, config: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of weights, gradients, masters and moments that a rank keeps between steps, and the parameters of the model."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    trainer.step()
+    trainer.close()
+    tensors = [rectangle.tensor for rectangle in trainer.optimizer.to_load()]
+    for memory in trainer.store.buckets:
+        assert memory.gradients is not None
+        tensors += [each for each in (memory.weights, memory.gradients.owned, memory.gradients.full) if each is not None]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values()), trainer.parameters
+
+
+FORMULAS = {0: lambda n: 2 + 4 + 12, 1: lambda n: 2 + 4 + 12 / n, 2: lambda n: 2 + (4 + 12) / n}
+
+
+@pytest.mark.parametrize("zero", FORMULAS)
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_bytes_per_parameter_are_those_of_the_formula(zero, size, ranks, prefix):
+    """bf16: weights of 2 bytes, fp32 gradients, master weights and moments; a model of 20 million parameters."""
+    case = {**MODEL, "dp": size, "zero": zero}
+    config = config_of(case, prefix, "bf16")
+    config["model"] |= {"hidden_size": 464, "intermediate_size": 1392, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config["train"] |= {"global_batch_size": size, "micro_batch_size": 1}
+    for measured, parameters in ranks.run(size, model_state_bytes, config):
+        assert 19e6 < parameters < 21e6
+        assert measured / parameters == pytest.approx(FORMULAS[zero](size), rel=0.02)
+
+
+def test_fp32_keeps_no_separate_master(ranks, prefix):
+    config = config_of({**MODEL, "dp": 2, "zero": 1}, prefix, "fp32")
+    config["model"] |= {"hidden_size": 128, "intermediate_size": 384}
+    measured, parameters = ranks.run(2, model_state_bytes, config)[0]
+    assert measured / parameters == pytest.approx(4 + 4 + 8 / 2, rel=0.02)
