@@ -192,8 +192,8 @@ class TrainConfig:
     """Sequences of one optimizer step, over all ranks."""
     micro_batch_size: int = 4
     """Sequences of one forward pass on one rank."""
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Compute precision; bf16 keeps fp32 master weights and accumulates in fp32; fp64 is for proof on CPU."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Compute precision; bf16 and fp16 keep fp32 master weights and accumulate in fp32; fp64 is for proof on CPU."""
     recompute: str = "none"
     """Activations recomputed in backward: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
     compile: bool = False
@@ -206,6 +206,20 @@ class TrainConfig:
     """Coefficient of the squared log-partition added to the loss."""
     stop_after: str | None = None
     """Save and exit after this much time, for example 3h50m, 90m or 30s."""
+
+
+@dataclass
+class FP16Config:
+    """fp16's dynamic loss scale, by DeepSpeed's rules."""
+
+    initial_scale_power: int = 16
+    """The loss scale starts at 2 to this power."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the scale is doubled."""
+    hysteresis: int = 2
+    """Overflows after which the scale is halved."""
+    min_loss_scale: float = 1.0
+    """The scale is not halved below this."""
 
 
 @dataclass
@@ -271,6 +285,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    fp16: FP16Config = field(default_factory=FP16Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

@@ -23,7 +23,7 @@ from megalite.parallel.pipeline.schedule import Costs, Schedule
 from megalite.parallel.pipeline.validator import validate
 from megalite.parallel.sharding.store import ParameterStore
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def layout(config: Config) -> Layout:

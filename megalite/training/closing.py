@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megalite.mesh import Mesh
 from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import GradientNorm, NormChain, clip_divisor
 from megalite.parallel.sharding.store import ParameterStore
 
@@ -32,6 +33,7 @@ class Update:
     step: int  # 1-based
     lr: float
     started: float  # seconds on this rank's clock
+    loss_scale: float = 1.0  # of its gradients
     seconds: float = 0.0
     tokens: int = 0  # valid tokens of the global batch
     norm: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, dtype=torch.float64))  # 0-d
@@ -49,8 +51,8 @@ class Closing:
         chained: whether the schedule's ranks finish one after the other, so that a step may end before the total is known.
     """
 
-    def __init__(self, store: ParameterStore, optimizer: AdamW, mesh: Mesh, grad_clip: float, *, chained: bool):
-        self.store, self.optimizer, self.grad_clip = store, optimizer, grad_clip
+    def __init__(self, store: ParameterStore, optimizer: AdamW, mesh: Mesh, grad_clip: float, loss_scale: LossScale, *, chained: bool):
+        self.store, self.optimizer, self.grad_clip, self.loss_scale = store, optimizer, grad_clip, loss_scale
         self.norm = GradientNorm(store, mesh)
         self.chain = NormChain(self.norm, mesh) if chained else None
         self.skipped = 0  # steps without an update, because their gradients were not finite
@@ -62,18 +64,17 @@ class Closing:
     def close(self, update: Update, numbers: Sequence[float | Tensor], wait: bool) -> None:
         """Update the weights; `numbers` is this rank's part of the sums. Where a `pending` is left, `validate` or `settle` must follow."""
         if self.chain is None:
-            update.norm, update.sums = self.norm(numbers)
-            self._known.append(update)
+            self._learn(update, *self.norm(numbers))
             self._apply(update)
             return
         self.chain.start(numbers)
-        if wait or not self._calm:
-            self._learn(update)
+        if wait or not self._calm or self.loss_scale.active:  # a scale that changed would ask for the first forwards again
+            self._learn(update, *self.chain.total())
             self._apply(update)
             return
         self.pending = update
         if self.chain.is_last:  # it knows the total already
-            self._learn(update)
+            self._learn(update, *self.chain.total())
             self._apply(update)
         else:
             self._copies = self.optimizer.copy_state()
@@ -86,7 +87,7 @@ class Closing:
         assert update is not None and self.chain is not None
         if self.chain.is_last:
             return self._confirms(update)
-        self._learn(update)
+        self._learn(update, *self.chain.total())
         right = self._confirms(update)
         if not right:
             self.store.finish_gathering()
@@ -107,9 +108,10 @@ class Closing:
         known, self._known = self._known, []
         return known
 
-    def _learn(self, update: Update) -> None:
-        assert self.chain is not None
-        update.norm, update.sums = self.chain.total()
+    def _learn(self, update: Update, norm: Tensor, sums: Tensor) -> None:
+        """Take note of a step's totals: the norm of its scaled gradients, and the sums."""
+        update.norm, update.sums = norm / update.loss_scale, sums
+        self.loss_scale.update(update.finite)
         self._known.append(update)
         self._calm = self._confirms(update) and update.sums[STOPS].item() == 0
 
@@ -121,7 +123,11 @@ class Closing:
     def _apply(self, update: Update) -> None:
         """Update the weights now that the norm is known."""
         if update.finite:
-            self._step(update, clip_divisor(update.norm, self.grad_clip))
+            divisor = clip_divisor(update.norm, self.grad_clip)
+            if update.loss_scale != 1.0:
+                scale = torch.tensor(update.loss_scale, device=update.norm.device)
+                divisor = scale if divisor is None else divisor * scale
+            self._step(update, divisor)
             self.store.publish()
         else:
             self.skipped += 1

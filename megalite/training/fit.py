@@ -76,6 +76,6 @@ def measured(trainer: Trainer, result: StepResult) -> StepMetrics:
         mfu=speed.mfu,
         bubble_fraction=result.bubble_fraction,
         peak_memory_bytes=peak_memory_bytes(device),
-        loss_scale=1.0,
+        loss_scale=result.loss_scale,
         skipped=result.skipped,
     )

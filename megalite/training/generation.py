@@ -94,7 +94,7 @@ def draw(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
 def in_one_process(config: Config) -> Config:
     """The same model without parallelism, one row at a time. Computes in the precision that the checkpoint stores."""
     train = replace(config.train, global_batch_size=1, micro_batch_size=1, recompute="none", compile=False)
-    if train.precision == "bf16":
+    if train.precision in ("bf16", "fp16"):
         train.precision = "fp32"
     return replace(config, parallel=ParallelConfig(dp=1, zero=0), train=train)
 

@@ -21,6 +21,7 @@ from megalite.data.loader import Loader
 from megalite.mesh import Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.spec import parameter_count
@@ -42,6 +43,7 @@ class StepResult:
     tokens: int  # valid tokens
     seconds: float
     bubble_fraction: float  # share of the step spent waiting for other stages, mean over ranks
+    loss_scale: float  # 1 but for fp16
     skipped: bool  # non-finite gradients: nothing was updated
     stop: bool  # some rank wants to stop
 
@@ -64,7 +66,9 @@ class Trainer:
         self.parts = build.build_parts(config, mesh, self.device)
         self.store = self.parts.store
         self.optimizer = AdamW(self.store, config.optimizer)
-        self.closing = Closing(self.store, self.optimizer, mesh, config.train.grad_clip, chained=build.ends_in_turn(config))
+        self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
+        clip, chained = config.train.grad_clip, build.ends_in_turn(config)
+        self.closing = Closing(self.store, self.optimizer, mesh, clip, self.loss_scale, chained=chained)
         self.step_done = 0
         self.samples = 0  # global sample index of the next batch
         self.loader = self._loader(self.train_data)
@@ -121,6 +125,7 @@ class Trainer:
         checkpoint.load(directory, self.optimizer.to_load())
         self.store.publish()
         self.step_done, self.samples, self.closing.skipped = state["step"], state["samples"], state["skipped"]
+        self.loss_scale.load(state["loss_scale"])
 
     def save(self) -> Path:
         """Write a checkpoint of the last step. Collective."""
@@ -130,6 +135,7 @@ class Trainer:
             "step": self.step_done,
             "samples": self.samples,
             "skipped": self.closing.skipped,
+            "loss_scale": self.loss_scale.state(),
             "fingerprint": self.train_data.fingerprint,
             "config": to_dict(self.config),
         }
@@ -158,14 +164,14 @@ class Trainer:
         Where the schedule lets ranks run ahead, the result of a step is known during the next one, unless `wait` asks for it now: before a
         validation, a checkpoint and the end.
         """
-        update = Update(self.step_done + 1, learning_rate(self.config, self.step_done + 1), perf_counter())
+        update = Update(self.step_done + 1, learning_rate(self.config, self.step_done + 1), perf_counter(), self.loss_scale.value)
         microbatches = self.loader.step(self.samples)
         update.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
         self.store.begin_step(len(microbatches))
         validate = None if self.closing.pending is None else self.closing.validate
-        scale = 1.0 / max(update.tokens, 1)
+        scale = update.loss_scale / max(update.tokens, 1)
         loss, waited = self.parts.runtime.run(self.schedule, microbatches, step=update.step, loss_scale=scale, validate=validate)
         self.store.finish_gradients()
 
@@ -181,7 +187,8 @@ class Trainer:
         loss, waited, stops = update.sums.tolist()
         return StepResult(
             step=update.step,
-            loss=loss,
+            loss=loss / update.loss_scale,
+            loss_scale=update.loss_scale,
             grad_norm=update.norm.item(),
             lr=update.lr,
             tokens=update.tokens,

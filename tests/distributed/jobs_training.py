@@ -108,8 +108,15 @@ def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_st
     finally:
         trainer.close()
     under_way = sum(memory.gathering is not None for memory in trainer.store.buckets)
-    skipped = [result.skipped for result in results]
-    return {**numbers(results), "skipped": skipped, "count": trainer.closing.skipped, "kept": kept, "under_way": under_way}
+    skipped, scales = [result.skipped for result in results], [result.loss_scale for result in results]
+    return {
+        **numbers(results),
+        "skipped": skipped,
+        "loss_scales": scales,
+        "count": trainer.closing.skipped,
+        "kept": kept,
+        "under_way": under_way,
+    }
 
 
 def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, Any]:

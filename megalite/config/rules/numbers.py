@@ -9,6 +9,7 @@ _SIZES = {
     "data": "sequence_length",
     "train": "steps global_batch_size micro_batch_size",
     "optimizer": "base_batch_size",
+    "fp16": "loss_scale_window hysteresis",
     "checkpoint": "interval keep",
     "validation": "interval batches",
     "logging": "interval",
@@ -17,12 +18,14 @@ _POSITIVE = {
     "model": "rope_theta rms_norm_eps attention_scale attention_softcap logit_softcap embedding_scale initializer_range",
     "parallel": "bucket_mb",
     "optimizer": "eps",
+    "fp16": "min_loss_scale",
 }
 _NOT_NEGATIVE = {
     "run": "seed",
     "parallel": "schedule_costs layer_costs",
     "train": "grad_clip z_loss",
     "optimizer": "lr min_lr warmup_steps weight_decay",
+    "fp16": "initial_scale_power",
 }
 _FRACTIONS = {"model": "embedding_dropout attention_dropout residual_dropout", "train": "label_smoothing", "optimizer": "betas"}
 

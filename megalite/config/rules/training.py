@@ -29,7 +29,7 @@ RULES: tuple[Rule, ...] = (
         "train.precision",
         broken=lambda c: c.train.precision == "fp64" and c.local_devices,
         why=lambda c: f"is for proof on CPU, and this run would use {c.local_devices} GPUs",
-        legal="Set it to fp32 or bf16, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty).",
+        legal="Set it to fp32, bf16 or fp16, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty).",
     ),
     Rule(
         "recompute mode",

@@ -31,7 +31,7 @@ from megalite.parallel.weight import Weight, WeightGradients
 class BucketMemory:
     """A bucket's buffers. `master` covers [start, stop), the range whose optimizer state this rank keeps.
 
-    In fp32 and fp64 the master weights are the weights themselves; in bf16 they are a separate fp32 copy.
+    In fp32 and fp64 the master weights are the weights themselves; in bf16 and fp16 they are a separate fp32 copy.
     """
 
     layout: Bucket
