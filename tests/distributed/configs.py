@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megalite.data.indexed import IndexedWriter
-from tests.distributed.layouts import Case, global_batch, micro_batch
+from tests.distributed.layouts import Case, global_batch, micro_batch, schedule_options
 
 SEQUENCE = 16
 STEPS = 20
@@ -32,6 +32,7 @@ def write_tokens(directory: Path, vocab_size: int, count: int = 12_000, seed: in
 
 def config_of(case: Case, prefix: str, precision: str = "fp32", **changes: dict[str, Any]) -> dict[str, Any]:
     """A complete configuration (as a dict) for a case of the table."""
+    schedule, virtual_stages = schedule_options(case["schedule"])
     config: dict[str, dict[str, Any]] = {
         "run": {"dir": str(Path(prefix).parent), "name": "table"},
         "model": {
@@ -48,7 +49,9 @@ def config_of(case: Case, prefix: str, precision: str = "fp32", **changes: dict[
             "residual_dropout": case["dropout"],
         },
         "parallel": {
-            **{axis: case[axis] for axis in ("tp", "pp", "dp", "schedule", "zero", "sequence_parallel")},
+            **{option: case[option] for option in ("tp", "pp", "dp", "zero", "sequence_parallel")},
+            "schedule": schedule,
+            "virtual_stages": virtual_stages,
             "bucket_mb": 0.02,  # several buckets, so that reductions start at different times
         },
         "data": {"train": prefix, "sequence_length": SEQUENCE, "eod_mask_loss": case["masked"], "reset_positions": case["masked"]},

@@ -1,6 +1,6 @@
 """The space of layouts and models over which a run must equal one process, and a pairwise table of it.
 
-A case is a dict of option values. `pairwise()` gives a small list of legal cases in which every legal pair of option values occurs;
+A case is a dict of option values, with the number of layers that follows from them. `pairwise()` gives a small list of legal cases in which every legal pair of option values occurs;
 `every_case()` walks the whole space.
 """
 
@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
+from megalite.parallel.pipeline.generator import chunks_of
+
 Case = dict[str, Any]
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
-    "pp": (1, 2, 4),
+    "pp": (1, 2, 4, 8),
     "dp": (1, 2, 3, 4),
-    "schedule": ("1f1b", "gpipe"),
+    "schedule": ("1f1b", "gpipe", "interleaved-2", "interleaved-3", "zb-h1", "zb-h2", "zb-v", "v-half"),
     "zero": (0, 1),
     "sequence_parallel": (False, True),
     "microbatches": (1, 2, 8),
@@ -24,17 +26,31 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "kv_heads": (4, 1),
     "vocab_size": (96, 101),
-    "layers": (4, 5),
+    "uneven": (False, True),  # a layer more than there are stages
     "masked": (False, True),
     "dropout": (0.0, 0.1),
 }
 MAX_WORLD = 8
+FEWEST_LAYERS = 4
+
+
+def schedule_options(schedule: str) -> tuple[str, int | None]:
+    """parallel.schedule and parallel.virtual_stages: `interleaved-3` is interleaved with three stages on each rank."""
+    name, _, chunks = schedule.partition("interleaved-")
+    return ("interleaved", int(chunks)) if chunks else (name, None)
+
+
+def with_layers(case: Case) -> Case:
+    """The case with as many layers as its stages need, and no more: every layer of every case is paid for in time."""
+    stages = case["pp"] * chunks_of(*schedule_options(case["schedule"]))
+    return {**case, "layers": max(stages, FEWEST_LAYERS) + case["uneven"]}
 
 
 def is_legal(case: Case) -> bool:
     """Whether a (possibly partial) case can run here: at most 8 ranks, sequence parallelism only with tp."""
-    world = case.get("tp", 1) * case.get("pp", 1) * case.get("dp", 1)
-    return world <= MAX_WORLD and not (case.get("sequence_parallel") and case.get("tp") == 1)
+    sequence_parallel = case.get("sequence_parallel", False)
+    tp = case.get("tp", 2 if sequence_parallel else 1)
+    return tp * case.get("pp", 1) * case.get("dp", 1) <= MAX_WORLD and not (sequence_parallel and tp == 1)
 
 
 def global_batch(case: Case) -> int:
@@ -56,7 +72,7 @@ def every_case() -> Iterator[Case]:
     for values in product(*OPTIONS.values()):
         case = dict(zip(OPTIONS, values, strict=True))
         if is_legal(case) and global_batch(case) % (case["dp"] * case["microbatches"]) == 0:
-            yield case
+            yield with_layers(case)
 
 
 NAMED = {  # in the table by name, whatever the pairs need
@@ -71,7 +87,7 @@ NAMED = {  # in the table by name, whatever the pairs need
     "tied": True,
     "kv_heads": 1,
     "vocab_size": 101,
-    "layers": 5,
+    "uneven": True,
     "masked": True,
     "dropout": 0.1,
 }
@@ -87,7 +103,7 @@ def legal_pairs() -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def pairs_of(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    return set(combinations(case.items(), 2))
+    return set(combinations([(option, case[option]) for option in OPTIONS], 2))
 
 
 def _pair(one: tuple[str, Any], other: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -99,16 +115,22 @@ def pairwise() -> list[Case]:
     table = [dict(NAMED)]
     missing = legal_pairs() - pairs_of(NAMED)
     while missing:
-        seed = min(missing, key=repr)
-        case: Case = dict(seed)
-        for option, values in OPTIONS.items():
-            if option not in case:
-                legal = [value for value in values if is_legal({**case, option: value})]
-                known = list(case.items())
-
-                gains = [len(missing & {_pair(item, (option, value)) for item in known}) for value in legal]
-                case[option] = legal[gains.index(max(gains))]
-        case = {option: case[option] for option in OPTIONS}
+        case: Case = dict(min(missing, key=repr))
+        for option in [option for option in OPTIONS if option not in case]:
+            values = [value for value in _by_preference(option, case, table) if is_legal({**case, option: value})]
+            gains = [len(missing & {_pair(item, (option, value)) for item in case.items()}) for value in values]
+            case[option] = values[gains.index(max(gains))]
         missing -= pairs_of(case)
         table.append(case)
-    return table
+    return [with_layers(case) for case in table]
+
+
+def _by_preference(option: str, case: Case, table: list[Case]) -> list[Any]:
+    """An option's values, first the one to take where the pairs leave a choice: many microbatches for a pipeline, else the cheapest,
+    and where none is dearer the one that the table has used least."""
+    values = list(OPTIONS[option])
+    if option == "microbatches" and case.get("pp", 1) > 1:
+        return values[::-1]
+    if option in ("zero", "recompute", "tied"):
+        return sorted(values, key=[other[option] for other in table].count)
+    return values

@@ -16,6 +16,7 @@ from tests.distributed.layouts import Case
 
 TOLERANCE = {"fp32": (1e-5, 2e-5), "fp64": (1e-9, 1e-9)}  # relative (loss, norm), absolute (weights)
 TABLE = layouts.pairwise()
+MODEL = ("tied", "kv_heads", "vocab_size", "layers", "masked", "dropout")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def single(ranks, prefixes):
 
     def run(case: Case, precision: str) -> dict[str, Any]:
         alone = {**case, **SINGLE}
-        key = (*(alone[option] for option in layouts.OPTIONS), layouts.global_batch(case), precision)
+        key = (*(alone[option] for option in MODEL), layouts.global_batch(case), precision)
         if key not in known:
             batch = layouts.global_batch(case)
             config = config_of(alone, prefixes[case["vocab_size"]], precision, train=train_section(case, precision, batch))
@@ -58,7 +59,7 @@ def assert_same_run(got: list[dict[str, Any]], expected: dict[str, Any], relativ
 def test_table_holds_every_legal_pair_and_the_full_layout():
     covered = set().union(*(layouts.pairs_of(case) for case in TABLE))
     assert layouts.legal_pairs() <= covered
-    assert TABLE[0] == layouts.NAMED and all(layouts.is_legal(case) for case in TABLE)
+    assert TABLE[0] == layouts.with_layers(layouts.NAMED) and all(layouts.is_legal(case) for case in TABLE)
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
