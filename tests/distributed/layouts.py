@@ -1,7 +1,7 @@
 """The space of layouts and models over which a run must equal one process, and a pairwise table of it.
 
-A case is a dict of option values, with the number of layers that follows from them. `pairwise()` gives a small list of legal cases in which every legal pair of option values occurs;
-`every_case()` walks the whole space.
+A case is a dict of option values, with the number of layers that follows from them. `pairwise()` gives a small list of legal cases in which
+every legal pair of option values occurs; `every_case()` walks the whole space.
 """
 
 from __future__ import annotations
