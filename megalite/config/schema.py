@@ -145,7 +145,9 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence."""
     zero: int = 1
-    """ZeRO stage: 0 replicates optimizer state over dp, 1 shards master weights and moments, 2 gradients too (3 is planned)."""
+    """ZeRO stage: 0 replicates optimizer state over dp, 1 shards master weights and moments, 2 gradients too, 3 weights too."""
+    zero3_reshard: Literal["action", "step"] = "action"
+    """With ZeRO-3, free a layer's weights after each use (gathered again for each microbatch and pass), or at the end of the step."""
     bucket_mb: float = 25.0
     """Gradients are reduced in buckets of at least this many MB (fp32); whole layers are never cut apart."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half"] = "1f1b"

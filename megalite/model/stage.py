@@ -93,20 +93,20 @@ class Stage(nn.Module):
     def trunk(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Everything but the head: tokens or activations in, activations out."""
         if self.embedding is not None:
-            self.weights.wait_for(0)
+            x = self.weights.enter(0, x)
             x = self.embedding(x, context.positions() if self.embedding.positions is not None else None)
-            x = self.embedding_dropout(x, context)
-        for unit, layer in self.layers.items():
-            self.weights.wait_for(int(unit))
-            x = layer(x, context)
+            x = self.embedding_dropout(self.weights.leave(0, x), context)
+        for name, layer in self.layers.items():
+            unit = int(name)
+            x = self.weights.leave(unit, layer(self.weights.enter(unit, x), context))
         return x
 
     def forward(self, x: Tensor, microbatch: Microbatch, context: ForwardContext, loss_scale: float) -> Tensor:
         x = self.trunk(x, context)
         if self.head is None:
             return x
-        self.weights.wait_for(head_unit(self.model_config))
-        return self.head(x, microbatch.targets, loss_scale)
+        unit = head_unit(self.model_config)
+        return self.weights.leave(unit, self.head(self.weights.enter(unit, x), microbatch.targets, loss_scale))
 
     def defer_weight_work(self, deferred: bool) -> None:
         """Whether backward leaves weight-gradient products for the schedule's W actions."""
@@ -119,6 +119,5 @@ class Stage(nn.Module):
     def logits(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""
         assert self.head is not None, "only the last stage has logits"
-        x = self.trunk(x, context)
-        self.weights.wait_for(head_unit(self.model_config))
-        return self.head.logits(x)
+        unit = head_unit(self.model_config)
+        return self.weights.leave(unit, self.head.logits(self.weights.enter(unit, self.trunk(x, context))))

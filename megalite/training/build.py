@@ -101,9 +101,10 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         bucket_bytes=parallel.bucket_mb * 1e6,
         device=device,
         keep_tied_apart=config.run.deterministic,
+        keep_gathered=parallel.zero3_reshard == "step",
         training=training,
     )
     stages = {stage: Stage(config, own_units, store, mesh, dtype) for stage, own_units in units.items()}
     length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
     shape = (length, train.micro_batch_size, model.hidden_size)
-    return Parts(store, stages, Runtime(stages, mesh, shape, dtype, device))
+    return Parts(store, stages, Runtime(stages, mesh, shape, dtype, device, store.residency))

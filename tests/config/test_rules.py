@@ -153,7 +153,6 @@ ROWS = [
         ("Start 6 or 9 processes", "1, 2, 4, 8"),
         world=8,
     ),
-    Row("zero stage", {"parallel.zero": 3}, {"parallel.zero": 1}, ("planned", "Nearest: 2.")),
     Row("zero stage", {"parallel.zero": 4}, {"parallel.zero": 0}, ("not a ZeRO stage",)),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("tools/prepare_data.py",)),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),

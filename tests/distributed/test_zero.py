@@ -39,8 +39,9 @@ def run(ranks, prefix: str, case: Case, precision: str = "fp32", **changes: Any)
 
 
 @pytest.mark.parametrize("layout", SHARDED)
-def test_stage_2_is_one_process(layout, ranks, prefix):
-    case = {**MODEL, **SHARDED[layout], "zero": 2}
+@pytest.mark.parametrize("zero", [2, 3])
+def test_is_one_process(zero, layout, ranks, prefix):
+    case = {**MODEL, **SHARDED[layout], "zero": zero}
     batch = 24 if case["dp"] == 3 else 32
     got = run(ranks, prefix, case, "fp64")
     alone = run(ranks, prefix, {**case, **SINGLE}, "fp64", global_batch_size=batch, micro_batch_size=batch)[0]
@@ -53,9 +54,10 @@ def test_stage_2_is_one_process(layout, ranks, prefix):
 @pytest.mark.parametrize("layout", ["dp 2", "dp 4, tied", "tp 2, pp 2, dp 2"])
 def test_stages_are_bitwise_equal_with_one_microbatch(layout, ranks, prefix):
     """With more, stage 2 adds the ranks of each microbatch before it adds microbatches: another order."""
-    runs = [run(ranks, prefix, {**MODEL, **SHARDED[layout], "microbatches": 1, "zero": zero}) for zero in (1, 2)]
-    assert runs[0][0]["losses"] == runs[1][0]["losses"]
-    assert all(torch.equal(value, runs[1][0]["tensors"][name]) for name, value in runs[0][0]["tensors"].items())
+    one, *others = [run(ranks, prefix, {**MODEL, **SHARDED[layout], "microbatches": 1, "zero": zero})[0] for zero in (1, 2, 3)]
+    for other in others:
+        assert one["losses"] == other["losses"]
+        assert all(torch.equal(value, other["tensors"][name]) for name, value in one["tensors"].items())
 
 
 def model_state_bytes(context: Any, config: dict[str, Any]) -> tuple[int, int]:
@@ -67,12 +69,13 @@ def model_state_bytes(context: Any, config: dict[str, Any]) -> tuple[int, int]:
     tensors = [rectangle.tensor for rectangle in trainer.optimizer.to_load()]
     for memory in trainer.store.buckets:
         assert memory.gradients is not None
-        tensors += [each for each in (memory.weights, memory.gradients.owned, memory.gradients.full) if each is not None]
+        mine = (memory.weights, memory.shard, memory.gradients.owned, memory.gradients.full)
+        tensors += [each for each in mine if each is not None]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values()), trainer.parameters
 
 
-FORMULAS = {0: lambda n: 2 + 4 + 12, 1: lambda n: 2 + 4 + 12 / n, 2: lambda n: 2 + (4 + 12) / n}
+FORMULAS = {0: lambda n: 2 + 4 + 12, 1: lambda n: 2 + 4 + 12 / n, 2: lambda n: 2 + (4 + 12) / n, 3: lambda n: (2 + 4 + 12) / n}
 
 
 @pytest.mark.parametrize("zero", FORMULAS)
@@ -93,3 +96,48 @@ def test_fp32_keeps_no_separate_master(ranks, prefix):
     config["model"] |= {"hidden_size": 128, "intermediate_size": 384}
     measured, parameters = ranks.run(2, model_state_bytes, config)[0]
     assert measured / parameters == pytest.approx(4 + 4 + 8 / 2, rel=0.02)
+
+
+def gathering_of_a_step(context: Any, config: dict[str, Any]) -> tuple[int, int]:
+    """How many gatherings one step (not the first) does, and the most buckets that were whole at once."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    residency, most = trainer.store.residency, 0
+    assert residency is not None
+    acquire = residency.acquire
+
+    def counted(unit: int) -> None:
+        nonlocal most
+        acquire(unit)
+        most = max(most, sum(memory.resident for memory in trainer.store.buckets))
+
+    residency.acquire = counted  # type: ignore[method-assign]
+    trainer.step()
+    trainer.mesh.traffic.clear()
+    trainer.step()
+    trainer.close()
+    return trainer.mesh.traffic["all_gather", "data"], most
+
+
+@pytest.mark.parametrize("reshard", ["action", "step"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_weights_are_gathered_as_often_as_planned(reshard, schedule, ranks, prefix):
+    """A unit is a bucket here. Per use: each microbatch walks up the units and down again, without the embedding; the head is used twice
+    in a row and gathered once. Per step: each unit once."""
+    layers, microbatches = 5, 4
+    config = config_of({**MODEL, "layers": layers, "dp": 2, "zero": 3, "microbatches": microbatches, "schedule": schedule}, prefix)
+    config["parallel"] |= {"zero3_reshard": reshard, "bucket_mb": 1e-6}
+    gathered, most = ranks.run(2, gathering_of_a_step, config)[0]
+    units = layers + 2
+    assert (gathered, most) == ((microbatches * (2 * units - 2), 2) if reshard == "action" else (units, units))
+
+
+def test_freeing_late_or_early_is_the_same(ranks, prefix):
+    case = {**MODEL, **SHARDED["tp 2, pp 2, dp 2"], "zero": 3}
+    found = []
+    for reshard in ("action", "step"):
+        config = config_of(case, prefix, "bf16")
+        config["parallel"]["zero3_reshard"] = reshard
+        found.append(ranks.run(8, jobs.train, config, STEPS, STATE)[0])
+    assert found[0]["losses"] == found[1]["losses"]
+    assert all(torch.equal(value, found[1]["tensors"][name]) for name, value in found[0]["tensors"].items())

@@ -20,6 +20,7 @@ MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layer
 LAYOUTS: dict[str, Case] = {
     "pp 4": {"pp": 4, "microbatches": 8},
     "tp 2, pp 2, dp 2": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4},
+    "pp 2, dp 2, ZeRO-3": {"pp": 2, "dp": 2, "zero": 3, "microbatches": 4},
     "pp 2, tied": {"pp": 2, "microbatches": 2, "tied": True},
 }
 
@@ -69,6 +70,7 @@ CASES = [
     *((event, "zb-v", "tp 2, pp 2, dp 2", "fp32") for event in ("clips", "infinite")),
     ("clips", "zb-v", "tp 2, pp 2, dp 2", "bf16"),
     ("clips", "zb-h2", "pp 2, tied", "fp32"),
+    ("clips", "zb-v", "pp 2, dp 2, ZeRO-3", "bf16"),
 ]
 
 

@@ -143,8 +143,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "zero stage",
         "parallel.zero",
-        broken=lambda c: c.parallel.zero not in (0, 1, 2),
-        why=lambda c: "is not supported yet: ZeRO-3 is planned" if c.parallel.zero == 3 else "is not a ZeRO stage",
-        legal=[0, 1, 2],
+        broken=lambda c: c.parallel.zero not in (0, 1, 2, 3),
+        why="is not a ZeRO stage",
+        legal=[0, 1, 2, 3],
     ),
 )

@@ -23,6 +23,7 @@ from megalite.mesh import Mesh
 from megalite.parallel.collectives import message
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of, forward_prefix
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
+from megalite.parallel.sharding.residency import Residency, unit_uses
 
 Key = tuple[int, int]  # stage, microbatch
 
@@ -72,12 +73,19 @@ class Runtime:
     Args:
         stages: the stages on this rank by number (`megalite.model.stage.Stage`).
         activation_shape: [seq (/tp), batch, hidden] of what travels between stages, in `dtype`.
+        residency: gathers the stages' weights (ZeRO-3), looking ahead in the list of actions.
     """
 
     def __init__(
-        self, stages: Mapping[int, Any], mesh: Mesh, activation_shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+        self,
+        stages: Mapping[int, Any],
+        mesh: Mesh,
+        activation_shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        residency: Residency | None = None,
     ):
-        self.stages, self.mesh = stages, mesh
+        self.stages, self.mesh, self.residency = stages, mesh, residency
         self.activation_shape, self.dtype, self.device = tuple(activation_shape), dtype, device
         self._prefixes: dict[str, tuple[int, ...]] = {}  # of schedules by their hash
         self._handlers: dict[Kind, Callable[[_Run, Schedule, Action], None]] = {
@@ -108,7 +116,7 @@ class Runtime:
         Returns the summed loss times loss_scale of the microbatches whose last stage is here (0-d fp64, zero elsewhere), and the seconds
         spent waiting for other stages.
         """
-        run = self._begin(microbatches, step, loss_scale, training)
+        run = self._begin(schedule, microbatches, step, loss_scale, training)
         actions, prefix = schedule.actions[self.mesh.pp.rank], 0
         for stage in self.stages.values():
             stage.defer_weight_work(Kind.WEIGHT in schedule.passes)
@@ -121,14 +129,17 @@ class Runtime:
                 self._execute(run, schedule, actions[:prefix])
                 if not validate():
                     self._throw_away(run, schedule, lengths)
-                    run = self._begin(microbatches, step, loss_scale, training)
+                    run = self._begin(schedule, microbatches, step, loss_scale, training)
                     self._execute(run, schedule, actions[:prefix])
             self._execute(run, schedule, actions[prefix:])
         for work, _ in run.sends.values():
             self._await(run, work)
         return run.loss, run.waited
 
-    def _begin(self, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
+    def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
+        if self.residency is not None:
+            units = {number: stage.units for number, stage in self.stages.items()}
+            self.residency.expect(unit_uses(schedule.actions[self.mesh.pp.rank], units))
         return _Run(microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
 
     def _execute(self, run: _Run, schedule: Schedule, actions: Sequence[Action]) -> None:

@@ -23,6 +23,7 @@ from megalite.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import Pending, all_gather, all_reduce
 from megalite.parallel.sharding.buckets import Bucket, bucket_layout
 from megalite.parallel.sharding.gradients import BucketGradients, GradientReducer
+from megalite.parallel.sharding.residency import Enter, Leave, Residency
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment, rectangles
 from megalite.parallel.weight import Weight, WeightGradients
 
@@ -35,17 +36,28 @@ class BucketMemory:
     """
 
     layout: Bucket
-    weights: Tensor  # [size], compute precision
+    weights: Tensor  # [size], compute precision; without memory where they are kept as shards and not in use
     gradients: BucketGradients | None  # None for frozen buckets and without training
     start: int
     stop: int
     master: Tensor  # [stop - start], at least fp32
+    shard: Tensor | None  # [stop - start], compute precision, where the weights are kept as shards
     gathering: Pending | None = None
+    users: int = 0  # units that are computing with the full weights
 
     @property
     def owned_grads(self) -> Tensor:
         assert self.gradients is not None
         return self.gradients.owned
+
+    @property
+    def resident(self) -> bool:
+        """Whether the full weights have memory."""
+        return self.weights.untyped_storage().nbytes() > 0
+
+    def free(self) -> None:
+        """Give back the memory of the full weights."""
+        self.weights.untyped_storage().resize_(0)
 
     def rectangle(self, kind: str, values: Tensor, flat: FlatRectangle, offset: int) -> Rectangle:
         """The part of an owned range's `values` ([stop - start]) that `flat`, whose stored tensor starts at `offset`, describes."""
@@ -58,7 +70,9 @@ class ParameterStore:
 
     Args:
         specs: its stored tensors, in the model's order.
-        zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone, 2 its gradients alone too.
+        zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone, 2 its gradients alone too,
+            3 its weights alone too, but for those in use (`enter`, `leave`).
+        keep_gathered: with 3, frees weights at the end of a step, not after each use.
         dtype: compute precision.
         keep_tied_apart: see `Weight.keep_apart`.
         training: False holds weights alone, without gradient buffers.
@@ -74,17 +88,21 @@ class ParameterStore:
         bucket_bytes: float = 25e6,
         device: torch.device | str = "cpu",
         keep_tied_apart: bool = False,
+        keep_gathered: bool = False,
         training: bool = True,
     ):
         self.mesh = mesh
-        self.zero = zero
+        self.zero = zero if mesh.data.size > 1 else min(zero, 1)
+        self._last_unit = max(spec.unit for spec in specs)
         self.gradients = WeightGradients()
         self.weights: dict[str, Weight] = {}
         self._by_unit: dict[int, list[BucketMemory]] = {}
         layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
         self.buckets = [self._allocate(layout, dtype, device, training, keep_tied_apart) for layout in layouts]
         trained = [memory.gradients for memory in self.buckets if memory.gradients is not None]
-        self._reducer = GradientReducer(trained, mesh.data, zero)
+        self._reducer = GradientReducer(trained, mesh.data, self.zero)
+        sharded = {unit: [memory for memory in memories if memory.shard is not None] for unit, memories in self._by_unit.items()}
+        self.residency = Residency(sharded, mesh.data, keep_gathered) if self.zero == 3 else None
         for gradients in trained:
             for weight in gradients.weights:
                 weight.connect(partial(self._reducer.open, gradients), partial(self._reducer.completed, gradients))
@@ -97,12 +115,14 @@ class ParameterStore:
         wide = torch.promote_types(dtype, torch.float32)
         weights = torch.zeros(layout.size, dtype=dtype, device=device)
         start, stop = layout.shard(self.mesh.data.rank) if self.zero and layout.trainable else (0, layout.size)
-        master = weights[start:stop] if wide == dtype else torch.zeros(stop - start, dtype=wide, device=device)
+        shard = torch.zeros(stop - start, dtype=dtype, device=device) if self.zero == 3 and layout.trainable else None
+        own = weights[start:stop] if shard is None else shard
+        master = own if wide == dtype else torch.zeros(stop - start, dtype=wide, device=device)
         tied = keep_tied_apart and any(slot.spec.contributions > 1 for slot in layout.slots)
         zero = min(self.zero, 1) if tied else self.zero  # two accumulators are kept for the whole step, or their order would be lost
         trains = layout.trainable and training
         gradients = BucketGradients.allocate(layout, self.mesh.data, zero, wide, device) if trains else None
-        memory = BucketMemory(layout, weights, gradients, start, stop, master)
+        memory = BucketMemory(layout, weights, gradients, start, stop, master, shard)
         for index, slot in enumerate(layout.slots):
             tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(trains)
             weight = Weight(slot.spec, tensor, wide if trains else None, self.gradients)
@@ -112,7 +132,10 @@ class ParameterStore:
                 gradients.weights.append(weight)
         if tied and gradients is not None:
             gradients.keep_apart()
-        for unit in layout.units:
+        if shard is not None:
+            memory.free()
+        shared = {self._last_unit} if any(slot.spec.contributions > 1 for slot in layout.slots) else set()  # the head uses the embedding
+        for unit in layout.units | shared:
             self._by_unit.setdefault(unit, []).append(memory)
         return memory
 
@@ -163,25 +186,48 @@ class ParameterStore:
         """Set a flat range of a bucket's weights, and of its master weights where this rank keeps them."""
         with torch.no_grad():
             stop = start + values.numel()
-            memory.weights[start:stop] = values
+            if memory.shard is None:
+                memory.weights[start:stop] = values
             low, high = max(start, memory.start), min(stop, memory.stop)
-            if low < high:
-                memory.master[low - memory.start : high - memory.start] = values[low - start : high - start]
+            for own in (memory.master, memory.shard) if low < high else ():
+                if own is not None:
+                    own[low - memory.start : high - memory.start] = values[low - start : high - start]
 
     def publish(self) -> None:
-        """Copy master weights into the compute-precision buckets (after a step or a load) and gather them over dp."""
+        """Copy master weights into the compute-precision buckets (after a step or a load) and gather them over dp, where they are whole."""
+        if self.residency is not None:
+            self.residency.drop()
         with torch.no_grad():
             for memory in self.buckets:
-                own = memory.weights[memory.start : memory.stop]
+                own = memory.weights[memory.start : memory.stop] if memory.shard is None else memory.shard
                 if own.data_ptr() != memory.master.data_ptr():
                     own.copy_(memory.master)
-                if self.zero and self.mesh.data.size > 1 and memory.layout.trainable:
+                if self.zero and self.mesh.data.size > 1 and memory.layout.trainable and memory.shard is None:
                     memory.gathering = all_gather(own, self.mesh.data, memory.weights)
+
+    def enter(self, unit: int, x: Tensor) -> Tensor:
+        """Make a unit's weights ready for computing on x, and for the backward of that. Returns x."""
+        self.wait_for(unit)
+        if self.residency is None:
+            return x
+        if x.is_floating_point():
+            return Enter.apply(x, self.residency, unit)
+        self.residency.acquire(unit)  # tokens: nothing comes back
+        return x
+
+    def leave(self, unit: int, x: Tensor) -> Tensor:
+        """The unit has computed x. Returns x."""
+        if self.residency is None:
+            return x
+        if unit > 0:
+            return Leave.apply(x, self.residency, unit)
+        self.residency.release(unit)  # an embedding's backward needs no weights
+        return x
 
     def wait_for(self, unit: int) -> None:
         """Return once the weights of a unit are up to date: called before each use, cheap when nothing is under way."""
         for memory in self._by_unit.get(unit, ()):
-            if memory.gathering is not None:
+            if memory.gathering is not None and memory.shard is None:
                 memory.gathering.wait()
                 memory.gathering = None
 
