@@ -2,6 +2,15 @@
 
 Equal micro-batch size, clipping off; losses and states are compared with ==. The gradient norm only measures (no clipping acts), and ranks
 sum it in another order, so across layouts it agrees to rounding; a repeated run repeats it too.
+
+Every schedule is 1f1b, bit for bit, on the same ranks with the same microbatches: gradients of a stage add in ascending microbatch order,
+whether they are computed with the backward or put off, and a sum over dp does not depend on which layers share a rank. Two cases are equal
+only to rounding (1e-6):
+
+- tied embeddings where both copies are one accumulator, on a rank that holds the first and the last stage (zb-v, v-half; every split
+  backward on one rank): the head's and the embedding's gradients then alternate as the schedule has them. `run.deterministic` keeps the
+  two apart until the end of the step, and makes it bitwise again. On ranks apart they are two accumulators anyway.
+- ZeRO-2 under a split backward: a microbatch's reduction takes what has been added to a bucket by then, and norms are ahead of matrices.
 """
 
 from __future__ import annotations
@@ -12,7 +21,7 @@ import pytest
 import torch
 
 from megalite.optimizer.adamw import STATE
-from tests.distributed import jobs
+from tests.distributed import jobs, jobs_training, layouts
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.layouts import Case
 
@@ -29,8 +38,6 @@ PAIRS: dict[str, tuple[Case, Case, Case]] = {
     "pp 1 and 2 with tp 2 and sequence parallelism": ({"tp": 2, "sequence_parallel": True, "microbatches": 4}, {"pp": 1}, {"pp": 2}),
     "pp 1 and 4 with dp 2": ({"dp": 2, "zero": 1, "microbatches": 4}, {"pp": 1}, {"pp": 4}),  # the dp ranks are neighbours in both
     "dp ranks apart by tp": ({"tp": 2, "dp": 2, "microbatches": 4}, {"pp": 1, "zero": 0}, {"pp": 2, "zero": 1}),
-    "gpipe and 1f1b": ({"pp": 4, "microbatches": 8}, {"schedule": "gpipe"}, {"schedule": "1f1b"}),
-    "gpipe and 1f1b, tp 2, dp 2": ({"tp": 2, "pp": 2, "dp": 2, "microbatches": 4}, {"schedule": "gpipe"}, {"schedule": "1f1b"}),
     **{
         f"recompute none and {mode}, tp 2, pp 2": ({"tp": 2, "pp": 2, "sequence_parallel": sp, "microbatches": 4}, {}, {"recompute": mode})
         for mode, sp in (("selective", True), ("full", True), ("every-2", False))
@@ -66,12 +73,86 @@ def assert_bitwise(got: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
     assert not differing
 
 
+def assert_close(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Equal to rounding."""
+    assert got[0]["losses"] == pytest.approx(expected[0]["losses"], rel=1e-6)
+    for name, value in got[0]["tensors"].items():
+        assert (value - expected[0]["tensors"][name]).abs().max() <= 1e-6, name
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_layouts_with_one_order_of_additions(pair, ranks, prefix):
     common, one, other = PAIRS[pair]
     got, expected = (run(ranks, prefix, {**BASE, **common, **each}) for each in (one, other))
     assert_bitwise(got, expected)
     assert got[0]["grad_norms"] == pytest.approx(expected[0]["grad_norms"], rel=1e-6)
+
+
+# ---- schedules
+
+OTHERS = tuple(schedule for schedule in layouts.OPTIONS["schedule"] if schedule != "1f1b")
+RECOMPUTE = dict(zip(OTHERS, ("none", "every-2", "full", "selective", "full", "selective", "every-2"), strict=True))
+LAYERS = {2: 7, 4: 13, 8: 17}  # more than there are stages, so that they are uneven
+
+
+@pytest.fixture(scope="module")
+def one_f_one_b(ranks, prefix):
+    """The run under 1f1b: computed once for each case."""
+    known: dict[tuple, list[dict[str, Any]]] = {}
+
+    def run_once(case: Case) -> list[dict[str, Any]]:
+        key = tuple(sorted(case.items()))
+        if key not in known:
+            known[key] = run(ranks, prefix, case)
+        return known[key]
+
+    return run_once
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+@pytest.mark.parametrize("pp", LAYERS)
+def test_every_schedule_is_1f1b(pp, schedule, ranks, prefix, one_f_one_b):
+    layers = 25 if (pp, schedule) == (8, "interleaved-3") else LAYERS[pp]
+    case = {**BASE, "pp": pp, "microbatches": 8, "layers": layers}
+    assert_bitwise(run(ranks, prefix, {**case, "schedule": schedule}), one_f_one_b(case))
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_every_schedule_is_1f1b_with_tp_dp_and_recomputation_inside(schedule, ranks, prefix, one_f_one_b):
+    case = {**BASE, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4, "layers": LAYERS[2]}
+    got = run(ranks, prefix, {**case, "schedule": schedule, "recompute": RECOMPUTE[schedule]})
+    assert_bitwise(got, one_f_one_b(case))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_tied_embeddings_under_every_schedule(schedule, deterministic, ranks, prefix, one_f_one_b):
+    case = {**BASE, "tied": True, "pp": 2, "microbatches": 8, "layers": LAYERS[2], "deterministic": deterministic}
+    got, expected = run(ranks, prefix, {**case, "schedule": schedule}), one_f_one_b(case)
+    if deterministic or schedule not in ("zb-v", "v-half"):
+        assert_bitwise(got, expected)
+    else:
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_stage_2_under_every_schedule(schedule, ranks, prefix, one_f_one_b):
+    case = {**BASE, "pp": 2, "dp": 2, "zero": 2, "microbatches": 4, "layers": LAYERS[2]}
+    got, expected = run(ranks, prefix, {**case, "schedule": schedule}), one_f_one_b(case)
+    (assert_bitwise if schedule in ("gpipe", "interleaved-2", "interleaved-3") else assert_close)(got, expected)
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_evaluation_under_every_schedule(schedule, ranks, prefix):
+    """Of the initial weights, and after steps under the schedule itself."""
+    found = []
+    for each in ("1f1b", schedule):
+        case = {**BASE, "pp": 4, "microbatches": 4, "layers": LAYERS[4], "schedule": each}
+        config = config_of(case, prefix, data={"validation": 0.02, "train": prefix, "sequence_length": 16})
+        config["train"]["grad_clip"] = 0.0
+        found.append(ranks.run(4, jobs_training.evaluate, config, 2))
+    losses, expected = found[1], found[0][0]
+    assert all(rank == expected for rank in losses) and expected[0] != expected[1]
 
 
 def test_the_comparison_sees_another_order_of_additions(ranks, prefix):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import jobs_training
+from tests.distributed import jobs_schedules, jobs_training
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.layouts import Case
 
@@ -23,6 +23,8 @@ OTHERS: dict[str, Case] = {
     "pp4": {"pp": 4, "microbatches": 8, "schedule": "gpipe"},
     "dp4-zero1": {"dp": 4, "zero": 1},
     "tp2-dp2-zero0": {"tp": 2, "dp": 2, "microbatches": 2},
+    "pp2-dp2-interleaved": {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "interleaved-2"},
+    "tp2-pp2-zb-v": {"tp": 2, "pp": 2, "microbatches": 4, "schedule": "zb-v"},
 }
 
 
@@ -84,6 +86,26 @@ def test_another_topology_continues_with_the_same_numbers(other, saved, precisio
     assert got["grad_norms"] == pytest.approx(expected["grad_norms"][HALF:], rel=tolerance, abs=0)
     for name, value in got["tensors"].items():
         assert (value - expected["tensors"][name]).abs().max() <= 2 * tolerance, name
+
+
+def test_a_run_that_changes_its_schedule_at_every_checkpoint_is_bitwise_the_run_that_does_not(ranks, prefix, tmp_path):
+    """Untied, without clipping. zb-h2 and zb-v are in the middle of a step when they save: it ends without being told to."""
+    schedules = ("1f1b", "zb-h2", "interleaved-3", "zb-v", "v-half", "zb-h1", "interleaved-2", "gpipe")
+
+    def configuration_of(schedule: str, load: str, steps: int) -> dict[str, Any]:
+        layout = {"pp": 2, "dp": 2, "zero": 1, "microbatches": 4, "schedule": schedule, "tied": False, "layers": 7}
+        changes = {"checkpoint": {"load": load}, "train": {"grad_clip": 0.0, "steps": steps}}
+        return configuration(layout, prefix, "fp32", tmp_path, **changes)
+
+    directory, losses, steps = "none", [], 3 * len(schedules)
+    for schedule in schedules:
+        found = ranks.run(4, jobs_schedules.advance_and_save, configuration_of(schedule, directory, steps), 3)
+        assert all(rank["losses"] == found[0]["losses"] for rank in found)
+        directory, losses = found[0]["directory"], losses + found[0]["losses"]
+        assert found[0]["pending"] == (schedule in ("zb-h2", "zb-v"))
+    expected = ranks.run(4, jobs_schedules.advance_and_save, configuration_of("1f1b", "none", steps), steps)[0]
+    assert losses == expected["losses"]
+    assert not differing(found[0]["tensors"], expected["tensors"])
 
 
 def test_a_warm_start_takes_the_weights_and_nothing_else(ranks, prefix, straight, tmp_path):

@@ -1,0 +1,73 @@
+"""What the test ranks run to see a schedule at work: steps that do not wait, and when weight gradients are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megalite.config.load import from_dict
+from megalite.optimizer.adamw import STATE
+from megalite.training.trainer import Trainer
+from megalite.training.verification import global_tensors
+from tests.distributed.jobs import mesh_of
+
+
+def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train without waiting where the schedule lets it, and save; `pending` tells whether the last step was then still open."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        losses = [result.loss for _ in range(steps) for result in trainer.advance()]
+        pending = trainer.closing.pending is not None
+        directory = str(trainer.save())
+        losses += [update.sums[0].item() for update in trainer.closing.take_known()]
+        return {"losses": losses, "pending": pending, "directory": directory, "tensors": global_tensors(trainer, STATE)}
+    finally:
+        trainer.close()
+
+
+def weight_passes(context: Any, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """One step, watched from a stage's interface to the runtime.
+
+    An event for the end of each backward and of each weight pass: the tensors whose accumulated gradients it changed, and how many
+    reductions over dp this rank has started since the step began.
+    """
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    trainer.step()
+    events: list[dict[str, Any]] = []
+    weights = trainer.store.weights
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+
+    before = gradients()
+    started = _reductions(trainer)
+
+    def note(kind: str, stage: int) -> None:
+        nonlocal before
+        now = gradients()
+        changed = sorted(name for name, value in now.items() if not value.equal(before[name]))
+        events.append({"kind": kind, "stage": stage, "changed": changed, "reductions": _reductions(trainer) - started})
+        before = now
+
+    def watch(number: int, take: Callable[[], list[Callable[[], None]]]) -> Callable[[], list[Callable[[], None]]]:
+        def taken() -> list[Callable[[], None]]:
+            note("B", number)
+            return [*take(), lambda: note("W", number)]
+
+        return taken
+
+    for number, stage in trainer.parts.stages.items():
+        stage.take_weight_work = watch(number, stage.take_weight_work)  # type: ignore[method-assign]
+    try:
+        trainer.step()
+    finally:
+        trainer.close()
+    return events
+
+
+def _reductions(trainer: Trainer) -> int:
+    return trainer.mesh.traffic["all_reduce", "data"]
