@@ -19,6 +19,7 @@ def main() -> None:
     from megalite.mesh import describe
     from megalite.training import build
     from megalite.training.fit import fit
+    from megalite.training.memory import report
     from megalite.training.metrics import check_packages
     from megalite.training.trainer import Trainer
 
@@ -36,10 +37,12 @@ def main() -> None:
         trainer = Trainer(config, mesh, device)
     except (ConfigError, CheckpointError) as error:  # a checkpoint that this run must not continue: every rank finds the same
         exit_with(str(error))
+    memory = report(trainer)
     if mesh.rank == 0:
         write_config(config, trainer.run_dir)
         backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
         print(f"{describe(mesh.layout)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
+        print("\n".join(memory), flush=True)
     fit(trainer)
     trainer.close()
 

@@ -9,6 +9,7 @@ import torch
 
 from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
+from megalite.training.memory import ModelStates, formula, measured
 from megalite.training.trainer import Trainer
 from tests.distributed import jobs
 from tests.distributed.configs import SINGLE, config_of, write_tokens
@@ -60,19 +61,13 @@ def test_stages_are_bitwise_equal_with_one_microbatch(layout, ranks, prefix):
         assert all(torch.equal(value, other["tensors"][name]) for name, value in one["tensors"].items())
 
 
-def model_state_bytes(context: Any, config: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of weights, gradients, masters and moments that a rank keeps between steps, and the parameters of the model."""
+def model_state_bytes(context: Any, config: dict[str, Any]) -> tuple[ModelStates, ModelStates, int]:
+    """What a rank keeps between steps, what it should, and the parameters of the model."""
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
     trainer.step()
     trainer.close()
-    tensors = [rectangle.tensor for rectangle in trainer.optimizer.to_load()]
-    for memory in trainer.store.buckets:
-        assert memory.gradients is not None
-        mine = (memory.weights, memory.shard, memory.gradients.owned, memory.gradients.full)
-        tensors += [each for each in mine if each is not None]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values()), trainer.parameters
+    return measured(trainer), formula(trainer), trainer.parameters
 
 
 FORMULAS = {0: lambda n: 2 + 4 + 12, 1: lambda n: 2 + 4 + 12 / n, 2: lambda n: 2 + (4 + 12) / n, 3: lambda n: (2 + 4 + 12) / n}
@@ -86,16 +81,17 @@ def test_bytes_per_parameter_are_those_of_the_formula(zero, size, ranks, prefix)
     config = config_of(case, prefix, "bf16")
     config["model"] |= {"hidden_size": 464, "intermediate_size": 1392, "num_hidden_layers": 8, "num_attention_heads": 8}
     config["train"] |= {"global_batch_size": size, "micro_batch_size": 1}
-    for measured, parameters in ranks.run(size, model_state_bytes, config):
+    for found, expected, parameters in ranks.run(size, model_state_bytes, config):
         assert 19e6 < parameters < 21e6
-        assert measured / parameters == pytest.approx(FORMULAS[zero](size), rel=0.02)
+        assert sum(found) / parameters == pytest.approx(FORMULAS[zero](size), rel=0.02)
+        assert found == pytest.approx(expected, rel=0.02)
 
 
 def test_fp32_keeps_no_separate_master(ranks, prefix):
     config = config_of({**MODEL, "dp": 2, "zero": 1}, prefix, "fp32")
     config["model"] |= {"hidden_size": 128, "intermediate_size": 384}
-    measured, parameters = ranks.run(2, model_state_bytes, config)[0]
-    assert measured / parameters == pytest.approx(4 + 4 + 8 / 2, rel=0.02)
+    found, _, parameters = ranks.run(2, model_state_bytes, config)[0]
+    assert [each / parameters for each in found] == pytest.approx([4, 4, 8 / 2], rel=0.02)
 
 
 def gathering_of_a_step(context: Any, config: dict[str, Any]) -> tuple[int, int]:

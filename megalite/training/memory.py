@@ -1,0 +1,77 @@
+"""What the model's states take on each rank, measured beside the formula (Rajbhandari et al. 2020).
+
+Between steps: weights, accumulated gradients, and the optimizer's (master weights where they are apart, two moments). While a step runs,
+add activations, and with ZeRO-2 and 3 the buckets that are whole for the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megalite.training.trainer import Trainer
+
+
+class ModelStates(NamedTuple):
+    """Bytes on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    def __str__(self) -> str:
+        parts = (f"{name} {value / 1e6:,.1f}" for name, value in zip(self._fields, self, strict=True))
+        return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
+
+
+def measured(trainer: Trainer) -> ModelStates:
+    """The memory of live tensors, each counted once, under the first name that it has."""
+    seen: set[int] = set()
+
+    def new(tensors: Iterable[Tensor | None]) -> int:
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor is not None}
+        fresh = {pointer: storage.nbytes() for pointer, storage in storages.items() if pointer not in seen}
+        seen.update(fresh)
+        return sum(fresh.values())
+
+    buckets = trainer.store.buckets
+    gradients = [memory.gradients for memory in buckets if memory.gradients is not None]
+    return ModelStates(
+        new(tensor for memory in buckets for tensor in (memory.weights, memory.shard)),
+        new(tensor for each in gradients for tensor in (each.full, each.owned, each.apart)),
+        new(rectangle.tensor for rectangle in trainer.optimizer.to_load()),
+    )
+
+
+def formula(trainer: Trainer) -> ModelStates:
+    """Bytes per parameter of this rank's part of the model, padding left out: whole, or divided by the ranks that share them."""
+    store, shards = trainer.store, trainer.mesh.data.size
+    parameters = sum(slot.stop - slot.start for memory in store.buckets for slot in memory.layout.slots)
+    memory = store.buckets[0]
+    width, wide = memory.weights.itemsize, memory.master.itemsize
+    masters = 3 if width < wide else 2  # in full precision the weights are their own masters
+    return ModelStates(
+        parameters * width / (shards if store.zero >= 3 else 1),
+        parameters * wide / (shards if store.zero >= 2 else 1),
+        parameters * wide * masters / (shards if store.zero >= 1 else 1),
+    )
+
+
+def report(trainer: Trainer) -> list[str]:
+    """A line for each group of ranks with equal numbers, the same on every rank. Collective."""
+    own = (measured(trainer), formula(trainer))
+    everyone: list[Any] = [own]
+    if trainer.mesh.world.size > 1:
+        import torch.distributed as dist
+
+        everyone = [None] * trainer.mesh.world.size
+        dist.all_gather_object(everyone, own)
+    ranks: dict[Any, list[int]] = {}
+    for rank, states in enumerate(everyone):
+        ranks.setdefault(states, []).append(rank)
+    return [
+        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (formula {sum(expected) / 1e6:,.1f} MB)"
+        for (found, expected), group in ranks.items()
+    ]
