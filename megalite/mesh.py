@@ -84,6 +84,8 @@ class Mesh:
         kv_replicas: tp ranks that hold the same key-value head (1 where there are at least tp heads).
         tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
         channels: names of the point-to-point communicators over the pp axis, in the order of creation.
+        dp_shard: data ranks that share weights, gradients and optimizer state between them, neighbours; the others are replicas of them.
+            1 shares nothing, None shares over all.
         chained: whether totals travel along the pipeline instead of through the world: adds their channels, and an axis of a stage's ranks.
     """
 
@@ -94,6 +96,7 @@ class Mesh:
         kv_replicas: int = 1,
         tied: tuple[int, int] | None = None,
         channels: Sequence[str] = (),
+        dp_shard: int | None = None,
         chained: bool = False,
     ):
         import torch.distributed as dist
@@ -108,6 +111,7 @@ class Mesh:
         self.world = self._axis("world", layout.peers(self.rank, AXES))
         self.tp, self.cp, self.dp = (self._axis(name, layout.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
         self.data = self._axis("data", layout.peers(self.rank, PRODUCTS["data"]))
+        self.shard, self.replicate = self._split(self.data, self.data.size if dp_shard is None else dp_shard)
         pp_ranks = layout.peers(self.rank, ("pp",))
         self.pp = MeshAxis("pp", pp_ranks.index(self.rank), layout.pp, pp_ranks, None, self.traffic)  # talks through its channels alone
         first = self.tp.rank - self.tp.rank % kv_replicas
@@ -121,6 +125,13 @@ class Mesh:
     def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
         group = self._group(ranks) if len(ranks) > 1 else None
         return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic)
+
+    def _split(self, axis: MeshAxis, size: int) -> tuple[MeshAxis, MeshAxis]:
+        """An axis cut into groups of `size` neighbours: this rank's group, and its counterparts in the others."""
+        group, place = divmod(axis.rank, size)
+        neighbours, counterparts = axis.ranks[group * size : (group + 1) * size], axis.ranks[place::size]
+        shard = axis if size == axis.size else self._axis("shard", neighbours)
+        return shard, axis if size == 1 else self._axis("replicate", counterparts)
 
     def _tied_pair(self, tied: tuple[int, int] | None) -> MeshAxis | None:
         if tied is None or tied[0] == tied[1]:

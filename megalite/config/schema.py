@@ -144,6 +144,8 @@ class ParallelConfig:
     """Context-parallel size: ranks that share each sequence. Only 1 until ring attention lands."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence."""
+    dp_shard: int | None = None
+    """Data-parallel ranks that share their states under ZeRO, replicated over the others (HSDP); by default all of them."""
     zero: int = 1
     """ZeRO stage: 0 replicates optimizer state over dp, 1 shards master weights and moments, 2 gradients too, 3 weights too."""
     zero3_reshard: Literal["action", "step"] = "action"

@@ -69,6 +69,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
         "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None,
         "channels": tuple(channel.name for channel in channels(plan)),
+        "dp_shard": config.parallel.dp_shard if config.parallel.zero else 1,
         "chained": ends_in_turn(config),
     }
 

@@ -47,7 +47,7 @@ def measured(trainer: Trainer) -> ModelStates:
 
 def formula(trainer: Trainer) -> ModelStates:
     """Bytes per parameter of this rank's part of the model, padding left out: whole, or divided by the ranks that share them."""
-    store, shards = trainer.store, trainer.mesh.data.size
+    store, shards = trainer.store, trainer.mesh.shard.size
     parameters = sum(slot.stop - slot.start for memory in store.buckets for slot in memory.layout.slots)
     memory = store.buckets[0]
     width, wide = memory.weights.itemsize, memory.master.itemsize

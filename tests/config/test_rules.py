@@ -32,6 +32,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size"), (0, 1)),
     "validation.interval": (0, None),
     "parallel.virtual_stages": (0, 1),
+    "parallel.dp_shard": (0, 1),
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
     "model.vocab_size": (0, 257),
@@ -152,6 +153,10 @@ ROWS = [
         {"parallel.pp": 4, "parallel.dp": 2},
         ("Start 6 or 9 processes", "1, 2, 4, 8"),
         world=8,
+    ),
+    Row("dp_shard divides dp", {"parallel.dp": 4, "parallel.dp_shard": 3}, {"parallel.dp_shard": 2}, ("Nearest: 2 or 4.",), world=4),
+    Row(
+        "dp_shard shares something", {"parallel.dp": 2, "parallel.dp_shard": 2, "parallel.zero": 0}, {"parallel.zero": 3}, ("= 0",), world=2
     ),
     Row("zero stage", {"parallel.zero": 4}, {"parallel.zero": 0}, ("not a ZeRO stage",)),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("tools/prepare_data.py",)),

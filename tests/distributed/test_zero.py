@@ -24,6 +24,8 @@ SHARDED: dict[str, Case] = {
     "dp 4, tied": {"dp": 4, "microbatches": 2, "tied": True},
     "pp 2, dp 2, tied": {"pp": 2, "dp": 2, "microbatches": 4, "tied": True},
     "tp 2, pp 2, dp 2": {"tp": 2, "pp": 2, "dp": 2, "microbatches": 4, "sequence_parallel": True, "kv_heads": 1},
+    "dp 4 in groups of 2": {"dp": 4, "microbatches": 2, "dp_shard": 2},
+    "tp 2, dp 4 in groups of 2, tied": {"tp": 2, "dp": 4, "microbatches": 2, "dp_shard": 2, "tied": True},
     "zb-h2 on pp 2, dp 2": {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "zb-h2"},
     "zb-v on pp 2, dp 2, tied": {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "zb-v", "tied": True},
 }
@@ -35,17 +37,19 @@ def prefix(tmp_path_factory) -> str:
 
 
 def run(ranks, prefix: str, case: Case, precision: str = "fp32", **changes: Any) -> list[dict[str, Any]]:
-    config = config_of(case, prefix, precision, train={**config_of(case, prefix, precision)["train"], **changes})
+    config = config_of(case, prefix, precision)
+    config["train"] |= changes
+    config["parallel"]["dp_shard"] = case.get("dp_shard")
     return ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, STEPS, STATE)
 
 
 @pytest.mark.parametrize("layout", SHARDED)
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_is_one_process(zero, layout, ranks, prefix):
     case = {**MODEL, **SHARDED[layout], "zero": zero}
     batch = 24 if case["dp"] == 3 else 32
     got = run(ranks, prefix, case, "fp64")
-    alone = run(ranks, prefix, {**case, **SINGLE}, "fp64", global_batch_size=batch, micro_batch_size=batch)[0]
+    alone = run(ranks, prefix, {**case, **SINGLE, "dp_shard": None}, "fp64", global_batch_size=batch, micro_batch_size=batch)[0]
     assert all(rank["losses"] == pytest.approx(alone["losses"], rel=1e-9) for rank in got)
     assert all(rank["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-9) for rank in got)
     for name, value in got[0]["tensors"].items():

@@ -141,6 +141,20 @@ RULES: tuple[Rule, ...] = (
         legal=_legal_dp,
     ),
     Rule(
+        "dp_shard divides dp",
+        "parallel.dp_shard",
+        broken=lambda c: c.parallel.dp_shard is not None and (c.parallel.dp or 1) % c.parallel.dp_shard,
+        why=lambda c: f"does not divide parallel.dp = {c.parallel.dp}: each group holds whole shards",
+        legal=lambda c: divisors(c.parallel.dp or 1),
+    ),
+    Rule(
+        "dp_shard shares something",
+        "parallel.dp_shard",
+        broken=lambda c: c.parallel.dp_shard is not None and c.parallel.dp_shard > 1 and c.parallel.zero == 0,
+        why="has nothing to share: parallel.zero = 0",
+        legal="Leave it out, or set parallel.zero to 1, 2 or 3.",
+    ),
+    Rule(
         "zero stage",
         "parallel.zero",
         broken=lambda c: c.parallel.zero not in (0, 1, 2, 3),

@@ -51,7 +51,11 @@ class Bucket:
 
     def shard(self, index: int) -> tuple[int, int]:
         """Start and end of a shard."""
-        length = self.size // self.shards
+        return self.part(index, self.shards)
+
+    def part(self, index: int, parts: int) -> tuple[int, int]:
+        """Start and end of one of `parts` equal parts, each of whole shards."""
+        length = self.size // parts
         return index * length, (index + 1) * length
 
     def decay_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:

@@ -48,9 +48,9 @@ class BucketGradients:
     fresh: bool = True  # nothing has been added to `owned` in this step
 
     @staticmethod
-    def allocate(layout: Bucket, axis: MeshAxis, zero: int, dtype: torch.dtype, device: torch.device | str) -> BucketGradients:
-        start, stop = layout.shard(axis.rank) if zero else (0, layout.size)
-        if zero >= 2 and axis.size > 1:
+    def allocate(layout: Bucket, shard: MeshAxis, zero: int, dtype: torch.dtype, device: torch.device | str) -> BucketGradients:
+        start, stop = layout.part(shard.rank, shard.size)
+        if zero >= 2 and shard.size > 1:
             return BucketGradients(layout, start, stop, torch.zeros(stop - start, dtype=dtype, device=device), None, True)
         full = torch.zeros(layout.size, dtype=dtype, device=device)
         return BucketGradients(layout, start, stop, full[start:stop], full, False)
@@ -68,10 +68,10 @@ class BucketGradients:
 
 
 class GradientReducer:
-    """Starts and awaits the reductions of all buckets over one axis."""
+    """Starts and awaits the reductions of all buckets: over the ranks that share shards, then over their replicas."""
 
-    def __init__(self, buckets: Sequence[BucketGradients], axis: MeshAxis, zero: int):
-        self.buckets, self.axis, self.zero = buckets, axis, zero
+    def __init__(self, buckets: Sequence[BucketGradients], shard: MeshAxis, replicate: MeshAxis):
+        self.buckets, self.shard, self.replicate = buckets, shard, replicate
         self._in_flight: deque[tuple[BucketGradients, Pending]] = deque()
 
     def begin_step(self, microbatches: int) -> None:
@@ -92,7 +92,7 @@ class GradientReducer:
     def completed(self, bucket: BucketGradients, reduction: int) -> None:
         """One more tensor has what the `reduction`-th reduction of this step waits for."""
         bucket.complete[reduction] += 1
-        if bucket.complete[reduction] == len(bucket.weights) and self.axis.size > 1:
+        if bucket.complete[reduction] == len(bucket.weights) and self.shard.size * self.replicate.size > 1:
             self._start(bucket)
 
     def _start(self, bucket: BucketGradients) -> None:
@@ -100,15 +100,15 @@ class GradientReducer:
             if bucket.full is None:  # no tensor of the bucket was used; the other ranks may have used it
                 self.open(bucket)
             assert bucket.full is not None
-            self._in_flight.append((bucket, reduce_scatter(bucket.full, self.axis)))
+            self._in_flight.append((bucket, reduce_scatter(bucket.full, self.shard)))
             bucket.full = None
             for weight in bucket.weights:
                 weight.forget()
             return
         for buffer in (bucket.full, bucket.apart):
             if buffer is not None:
-                own = buffer[bucket.start : bucket.stop]
-                started = reduce_scatter(buffer, self.axis, own) if self.zero else all_reduce(buffer, self.axis, buffer)
+                own, sharded = buffer[bucket.start : bucket.stop], self.shard.size > 1
+                started = reduce_scatter(buffer, self.shard, own) if sharded else all_reduce(buffer, self.replicate, buffer)
                 bucket.reductions.append(started)
 
     def _finish_oldest(self) -> None:
@@ -132,3 +132,6 @@ class GradientReducer:
                 bucket.reductions.pop(0).wait()
             if bucket.apart is not None:
                 bucket.owned.add_(bucket.apart[bucket.start : bucket.stop])
+        if self.shard.size > 1:
+            for pending in [all_reduce(bucket.owned, self.replicate, bucket.owned) for bucket in self.buckets]:
+                pending.wait()

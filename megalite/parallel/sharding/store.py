@@ -91,8 +91,10 @@ class ParameterStore:
         keep_gathered: bool = False,
         training: bool = True,
     ):
+        if zero == 0 and mesh.shard.size > 1:
+            raise ValueError(f"zero = 0 shares nothing, but the mesh's shard axis has {mesh.shard.size} ranks: make it with dp_shard=1")
         self.mesh = mesh
-        self.zero = zero if mesh.data.size > 1 else min(zero, 1)
+        self.zero = zero if mesh.shard.size > 1 else 0
         self._last_unit = max(spec.unit for spec in specs)
         self.gradients = WeightGradients()
         self.weights: dict[str, Weight] = {}
@@ -100,9 +102,9 @@ class ParameterStore:
         layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
         self.buckets = [self._allocate(layout, dtype, device, training, keep_tied_apart) for layout in layouts]
         trained = [memory.gradients for memory in self.buckets if memory.gradients is not None]
-        self._reducer = GradientReducer(trained, mesh.data, self.zero)
+        self._reducer = GradientReducer(trained, mesh.shard, mesh.replicate)
         sharded = {unit: [memory for memory in memories if memory.shard is not None] for unit, memories in self._by_unit.items()}
-        self.residency = Residency(sharded, mesh.data, keep_gathered) if self.zero == 3 else None
+        self.residency = Residency(sharded, mesh.shard, keep_gathered) if self.zero == 3 else None
         for gradients in trained:
             for weight in gradients.weights:
                 weight.connect(partial(self._reducer.open, gradients), partial(self._reducer.completed, gradients))
@@ -114,14 +116,14 @@ class ParameterStore:
     ) -> BucketMemory:
         wide = torch.promote_types(dtype, torch.float32)
         weights = torch.zeros(layout.size, dtype=dtype, device=device)
-        start, stop = layout.shard(self.mesh.data.rank) if self.zero and layout.trainable else (0, layout.size)
+        start, stop = layout.part(self.mesh.shard.rank, self.mesh.shard.size) if layout.trainable else (0, layout.size)
         shard = torch.zeros(stop - start, dtype=dtype, device=device) if self.zero == 3 and layout.trainable else None
         own = weights[start:stop] if shard is None else shard
         master = own if wide == dtype else torch.zeros(stop - start, dtype=wide, device=device)
         tied = keep_tied_apart and any(slot.spec.contributions > 1 for slot in layout.slots)
         zero = min(self.zero, 1) if tied else self.zero  # two accumulators are kept for the whole step, or their order would be lost
         trains = layout.trainable and training
-        gradients = BucketGradients.allocate(layout, self.mesh.data, zero, wide, device) if trains else None
+        gradients = BucketGradients.allocate(layout, self.mesh.shard, zero, wide, device) if trains else None
         memory = BucketMemory(layout, weights, gradients, start, stop, master, shard)
         for index, slot in enumerate(layout.slots):
             tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(trains)
@@ -202,8 +204,8 @@ class ParameterStore:
                 own = memory.weights[memory.start : memory.stop] if memory.shard is None else memory.shard
                 if own.data_ptr() != memory.master.data_ptr():
                     own.copy_(memory.master)
-                if self.zero and self.mesh.data.size > 1 and memory.layout.trainable and memory.shard is None:
-                    memory.gathering = all_gather(own, self.mesh.data, memory.weights)
+                if self.zero and memory.layout.trainable and memory.shard is None:
+                    memory.gathering = all_gather(own, self.mesh.shard, memory.weights)
 
     def enter(self, unit: int, x: Tensor) -> Tensor:
         """Make a unit's weights ready for computing on x, and for the backward of that. Returns x."""
@@ -266,10 +268,11 @@ class ParameterStore:
         """Rectangles that cover every global element once over the whole mesh, padding and copies left out.
 
         Yields (bucket, rectangle, offset): the rectangle's elements lie at [offset + start, offset + stop) of the bucket. Its dp share is
-        this rank's shard, under every ZeRO stage; its tp share is that of the owning tp rank.
+        one of dp shards, under every ZeRO stage; its tp share is that of the owning tp rank.
         """
+        share = self.mesh.shard.rank * self.mesh.replicate.size + self.mesh.replicate.rank  # replicas cut their part among themselves
         for memory in self.buckets:
-            for flat, offset in self.held(memory, *memory.layout.shard(self.mesh.data.rank)):
+            for flat, offset in self.held(memory, *memory.layout.shard(share)):
                 if flat.segment.is_owner(self.mesh.tp.rank):
                     yield memory, flat, offset
 
