@@ -84,6 +84,7 @@ class NormChain:
         return self._total[0].sqrt(), self._total[1:]
 
     def _message(self, operation: Callable[..., Any], x: Tensor, step: int, channel: str) -> Any:
+        self.norm.mesh.traffic[operation.__name__, "totals"] += 1
         return message(operation, x, self.pp.ranks[self.pp.rank + step], self.channels[channel])
 
 

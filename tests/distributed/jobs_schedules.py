@@ -28,29 +28,30 @@ def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[s
         trainer.close()
 
 
-def weight_passes(context: Any, config: dict[str, Any]) -> list[dict[str, Any]]:
+def weight_passes(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     """One step, watched from a stage's interface to the runtime.
 
-    An event for the end of each backward and of each weight pass: the tensors whose accumulated gradients it changed, and how many
-    reductions over dp this rank has started since the step began.
+    Returns an event for the end of each backward and of each weight pass (the tensors whose accumulated gradients it changed, and how many
+    reductions over dp this rank has started in this step), each stage's tensors with whether they are matrices of a linear layer, the
+    tensors of each bucket, and the order of passes that the schedule has.
     """
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
     trainer.step()
+    weights, traffic = trainer.store.weights, trainer.mesh.traffic
+    started = traffic["all_reduce", "data"]
     events: list[dict[str, Any]] = []
-    weights = trainer.store.weights
 
     def gradients() -> dict[str, Tensor]:
         return {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
 
     before = gradients()
-    started = _reductions(trainer)
 
     def note(kind: str, stage: int) -> None:
         nonlocal before
         now = gradients()
         changed = sorted(name for name, value in now.items() if not value.equal(before[name]))
-        events.append({"kind": kind, "stage": stage, "changed": changed, "reductions": _reductions(trainer) - started})
+        events.append({"kind": kind, "stage": stage, "changed": changed, "reductions": traffic["all_reduce", "data"] - started})
         before = now
 
     def watch(number: int, take: Callable[[], list[Callable[[], None]]]) -> Callable[[], list[Callable[[], None]]]:
@@ -66,8 +67,14 @@ def weight_passes(context: Any, config: dict[str, Any]) -> list[dict[str, Any]]:
         trainer.step()
     finally:
         trainer.close()
-    return events
-
-
-def _reductions(trainer: Trainer) -> int:
-    return trainer.mesh.traffic["all_reduce", "data"]
+    stages = {
+        number: {
+            name: weight.tensor.dim() == 2 and "embedding" not in name
+            for name, weight in sorted(weights.items())
+            if weight.spec.unit in stage.units
+        }
+        for number, stage in trainer.parts.stages.items()
+    }
+    buckets = [[slot.spec.name for slot in memory.layout.slots] for memory in trainer.store.buckets]
+    plan = [(action.kind.value, action.stage) for action in trainer.schedule.compute(trainer.mesh.pp.rank)]
+    return {"events": events, "stages": stages, "buckets": buckets, "plan": [each for each in plan if each[0] != "F"]}

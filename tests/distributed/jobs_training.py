@@ -127,7 +127,8 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
     """
     trainer = make_trainer(context, config)
     mesh, store = trainer.mesh, trainer.store
-    sizes = {axis.name: axis.size for axis in (mesh.tp, mesh.dp, mesh.data, mesh.world, mesh.pp, mesh.kv_replica, mesh.tied_pair) if axis}
+    axes = (mesh.tp, mesh.dp, mesh.data, mesh.stage, mesh.world, mesh.pp, mesh.kv_replica, mesh.tied_pair)
+    sizes = {axis.name: axis.size for axis in axes if axis}
     try:
         trainer.step()
         settle(trainer)

@@ -19,7 +19,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 4, 8),
     "dp": (1, 2, 3, 4),
     "schedule": ("1f1b", "gpipe", "interleaved-2", "interleaved-3", "zb-h1", "zb-h2", "zb-v", "v-half"),
-    "zero": (0, 1),
+    "zero": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
     "microbatches": (1, 2, 8),
     "recompute": ("none", "selective", "full", "every-2"),
@@ -40,10 +40,14 @@ def schedule_options(schedule: str) -> tuple[str, int | None]:
     return ("interleaved", int(chunks)) if chunks else (name, None)
 
 
+def stages(case: Case) -> int:
+    """Stages of the pipeline, over all ranks."""
+    return int(case["pp"] * chunks_of(*schedule_options(case["schedule"])))
+
+
 def with_layers(case: Case) -> Case:
     """The case with as many layers as its stages need, and no more: every layer of every case is paid for in time."""
-    stages = case["pp"] * chunks_of(*schedule_options(case["schedule"]))
-    return {**case, "layers": max(stages, FEWEST_LAYERS) + case["uneven"]}
+    return {**case, "layers": max(stages(case), FEWEST_LAYERS) + case["uneven"]}
 
 
 def is_legal(case: Case) -> bool:

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import jobs_training
+from tests.distributed import jobs_training, layouts
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.layouts import Case
 
-LAYERS = 4
-BASE: Case = {**SINGLE, "tied": False, "kv_heads": 4, "vocab_size": 96, "layers": LAYERS, "masked": False, "dropout": 0.0}
+BASE: Case = {**SINGLE, "tied": False, "kv_heads": 4, "vocab_size": 96, "layers": 4, "masked": False, "dropout": 0.0}
 
 # Per microbatch on the stage that holds them, beyond the layers:
 EMBEDDING = Counter({("all_reduce", "tp"): 1})
@@ -45,12 +44,31 @@ def bucket_traffic(zero: int, buckets: int) -> Counter:
     return Counter({("reduce_scatter", "data"): buckets, ("all_gather", "data"): buckets})
 
 
-def boundary(pp: int, stage: int, microbatches: int) -> Counter:
-    """Activations to the next stage and gradients from it, and the same with the one before."""
-    neighbours = (stage > 0) + (stage < pp - 1)
-    return Counter({("isend", "pp"): neighbours * microbatches, ("irecv", "pp"): neighbours * microbatches})
+FOLDED = ("zb-v", "v-half")
+CHAINED = ("zb-h2", "zb-v")
 
 
+def boundaries(case: Case, rank: int) -> int:
+    """Stage boundaries between a rank and others: its stages follow each other rank by rank, round and round or there and back."""
+    chunks = layouts.stages(case) // case["pp"]
+    if case["schedule"] in FOLDED:
+        return chunks * ((rank > 0) + (rank < case["pp"] - 1))
+    return 2 * chunks - (rank == 0) - (rank == case["pp"] - 1)
+
+
+def messages(case: Case, rank: int) -> Counter:
+    """For each boundary and microbatch an activation one way and a gradient the other way."""
+    count = boundaries(case, rank) * case["microbatches"]
+    return Counter({("isend", "pp"): count, ("irecv", "pp"): count})
+
+
+def chain(case: Case, rank: int) -> Counter:
+    """The norm and the other sums, added stage by stage, and the total on its way back."""
+    neighbours = (rank > 0) + (rank < case["pp"] - 1)
+    return Counter({("isend", "totals"): neighbours, ("irecv", "totals"): neighbours, ("all_reduce", "stage"): case["tp"] * case["dp"] > 1})
+
+
+ALL = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "tied": True, "microbatches": 4}
 CASES: dict[str, Case] = {
     "tp2": {"tp": 2, "microbatches": 2},
     "tp2-sp": {"tp": 2, "sequence_parallel": True, "microbatches": 2},
@@ -58,37 +76,41 @@ CASES: dict[str, Case] = {
     "dp2-zero0": {"dp": 2, "microbatches": 2},
     "dp2-zero1-masked": {"dp": 2, "zero": 1, "masked": True, "microbatches": 2},
     "pp2-tied": {"pp": 2, "tied": True, "microbatches": 4},
-    "tp2-pp2-dp2-sp-zero1-tied": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "tied": True, "microbatches": 4},
+    **{f"tp2-pp2-dp2-sp-zero1-tied-{schedule}": {**ALL, "schedule": schedule} for schedule in ("1f1b", "interleaved-2", "zb-h1", "zb-v")},
+    **{f"pp4-{schedule}": {"pp": 4, "microbatches": 4, "schedule": schedule} for schedule in layouts.OPTIONS["schedule"]},
+    "pp3-interleaved-2": {"pp": 3, "microbatches": 8, "schedule": "interleaved-2"},  # in groups of four
 }
 
 
 def expected_traffic(case: Case, found: dict[str, Any]) -> Counter:
     """`found` says where the rank is, and whether the shards that it owns hold any of the gradients that are summed over tp."""
-    tp, pp, dp, microbatches, stage = case["tp"], case["pp"], case["dp"], case["microbatches"], found["pp"]
-    sp, first, last = case["sequence_parallel"], stage == 0, stage == pp - 1
-    total = Counter(NORM)
+    tp, pp, dp, microbatches, rank = case["tp"], case["pp"], case["dp"], case["microbatches"], found["pp"]
+    chained = pp > 1 and case["schedule"] in CHAINED
+    sp, first, last = case["sequence_parallel"], rank == 0, rank == (0 if case["schedule"] in FOLDED else pp - 1)
+    total = chain(case, rank) if chained else Counter(NORM)
     if tp > 1:
-        total += times(LAYER_SP if sp else LAYER, LAYERS // pp * microbatches)
+        total += times(LAYER_SP if sp else LAYER, case["layers"] // pp * microbatches)
         total += times(EMBEDDING_SP if sp else EMBEDDING, first * microbatches) + times(HEAD_SP if sp else HEAD, last * microbatches)
         total += PARTIAL if sp and found["partial"] else Counter()
         total += KV_REPLICAS if tp > case["kv_heads"] and found["replicated"] else Counter()
     if dp > 1:
         total += bucket_traffic(case["zero"], found["buckets"]) + (TOKENS if case["masked"] else Counter())
     if pp > 1:
-        total += boundary(pp, stage, microbatches)
-        total += TIED if case["tied"] and (first or last) else Counter()
-    return total
+        total += messages(case, rank)
+        total += TIED if case["tied"] and first != last else Counter()
+    return +total
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_communicates_exactly_this(name, ranks, tmp_path):
     case = {**BASE, **CASES[name]}
-    partition = {"partition": [LAYERS // case["pp"]] * case["pp"]}
-    config = config_of(case, write_tokens(tmp_path, case["vocab_size"]), parallel=partition)
+    case["layers"] = max(case["layers"], layouts.stages(case))
+    config = config_of(case, write_tokens(tmp_path, case["vocab_size"]))
+    config["parallel"]["partition"] = [case["layers"] // layouts.stages(case)] * layouts.stages(case)
     results = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs_training.communication_of_a_step, config)
     assert not case["sequence_parallel"] or any(found["partial"] for found in results)
+    assert case["dp"] == 1 or any(found["buckets"] > 1 for found in results)
     for rank, found in enumerate(results):
-        assert found["buckets"] > 1
         assert found["traffic"] == expected_traffic(case, found), f"rank {rank}"
         assert found["observed"] == found["expected"], f"rank {rank}"
 
@@ -97,6 +119,6 @@ def test_full_recomputation_repeats_the_forward_of_the_layers_and_nothing_else(r
     case = {**BASE, "tp": 2, "microbatches": 2, "recompute": "full"}
     config = config_of(case, write_tokens(tmp_path, case["vocab_size"]))
     found = ranks.run(2, jobs_training.communication_of_a_step, config)[0]
-    forward_of_the_layers = times(Counter({("all_reduce", "tp"): 2}), LAYERS * case["microbatches"])
+    forward_of_the_layers = times(Counter({("all_reduce", "tp"): 2}), case["layers"] * case["microbatches"])
     assert found["traffic"] == expected_traffic(case, found) + forward_of_the_layers
     assert found["observed"] == found["expected"]
