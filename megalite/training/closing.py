@@ -23,7 +23,7 @@ from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import GradientNorm, NormChain, clip_divisor
 from megalite.parallel.sharding.store import ParameterStore
 
-STOPS = 2  # which of the summed numbers counts the ranks that want to stop
+STOPS = 3  # which of the summed numbers counts the ranks that want to stop
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Update:
     seconds: float = 0.0
     tokens: int = 0  # valid tokens of the global batch
     norm: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, dtype=torch.float64))  # 0-d
-    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))  # over the world: loss, seconds waited, stops
+    sums: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))  # over the world: loss, Pace, stops
 
     @property
     def finite(self) -> bool:

@@ -60,7 +60,7 @@ class Console:
         ]
         if metrics.mfu is not None:
             parts.append(f"mfu {metrics.mfu:.1%}")
-        if metrics.bubble_fraction > 0:
+        if metrics.bubble_fraction is not None and metrics.bubble_fraction >= 0.005:
             parts.append(f"bubble {metrics.bubble_fraction:.0%}")
         if metrics.skipped:
             parts.append("skipped: gradients are not finite")

@@ -35,7 +35,7 @@ class StepMetrics:
     tokens_per_second: float  # over all ranks, masked tokens included
     tflops_per_gpu: float  # model FLOPs
     mfu: float | None  # share of the device's peak, where that is known
-    bubble_fraction: float  # share of the step spent waiting for other stages, mean over ranks
+    bubble_fraction: float | None  # measured: share of the pipeline's time in which its ranks do not compute; on a GPU only where asked for
     peak_memory_bytes: int
     loss_scale: float
     skipped: bool  # nothing was updated

@@ -42,7 +42,7 @@ class StepResult:
     lr: float
     tokens: int  # valid tokens
     seconds: float
-    bubble_fraction: float  # share of the step spent waiting for other stages, mean over ranks
+    bubble_fraction: float | None  # share of the pipeline's time in which its ranks do not compute; None where it is not measured
     loss_scale: float  # 1 but for fp16
     skipped: bool  # non-finite gradients: nothing was updated
     stop: bool  # some rank wants to stop
@@ -172,11 +172,11 @@ class Trainer:
         self.store.begin_step(len(microbatches))
         validate = None if self.closing.pending is None else self.closing.validate
         scale = update.loss_scale / max(update.tokens, 1)
-        loss, waited = self.parts.runtime.run(self.schedule, microbatches, step=update.step, loss_scale=scale, validate=validate)
+        loss, pace = self.parts.runtime.run(self.schedule, microbatches, step=update.step, loss_scale=scale, validate=validate)
         self.store.finish_gradients()
 
         counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)  # tp ranks hold the same loss
-        self.closing.close(update, (counted, waited, float(stop)), wait or not self.config.parallel.optimistic_step)
+        self.closing.close(update, (counted, *pace, float(stop)), wait or not self.config.parallel.optimistic_step)
         self.step_done, self.samples = update.step, self.samples + self.config.train.global_batch_size
         if update.step % GARBAGE_INTERVAL == 0:
             gc.collect()
@@ -184,7 +184,7 @@ class Trainer:
         return [self._result(done) for done in self.closing.take_known()]
 
     def _result(self, update: Update) -> StepResult:
-        loss, waited, stops = update.sums.tolist()
+        loss, busy, wall, stops = update.sums.tolist()
         return StepResult(
             step=update.step,
             loss=loss / update.loss_scale,
@@ -193,7 +193,7 @@ class Trainer:
             lr=update.lr,
             tokens=update.tokens,
             seconds=update.seconds,
-            bubble_fraction=min(waited / self.mesh.world.size / update.seconds, 1.0),
+            bubble_fraction=max(1 - busy / (self.mesh.pp.size * wall), 0.0) if wall else None,
             skipped=not update.finite,
             stop=stops > 0,
         )

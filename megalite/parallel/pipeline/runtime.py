@@ -2,6 +2,7 @@
 
 A receive is posted where the list says so and awaited only by the computation that needs it; a send is started right after the computation
 that makes its tensor and held until it is complete (gloo reads the tensor when the receiver is ready). Nothing waits on the device.
+Each computation is marked by a clock at its start and end: that is the measured bubble.
 
 A stage's output is cut out of its autograd graph by `_Handoff`: the graph keeps a scalar token instead of the activations, so their memory
 is free the moment they are sent.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from torch import Tensor
 from megalite.batch import Microbatch
 from megalite.mesh import Mesh
 from megalite.parallel.collectives import message
+from megalite.parallel.pipeline.clock import Clock, HostClock, Mark, Pace, Ran
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of, forward_prefix
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.residency import Residency, unit_uses
 
 Key = tuple[int, int]  # stage, microbatch
+RECEIVES = {Kind.FORWARD: Kind.RECEIVE_FORWARD, Kind.BACKWARD: Kind.RECEIVE_BACKWARD}  # what brings a computation its input
 
 
 class _Gradient:
@@ -64,7 +66,7 @@ class _Run:
     arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
     weight_work: dict[Key, list[Callable[[], None]]] = field(default_factory=dict)
     sends: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
-    waited: float = 0.0
+    marks: list[Mark] = field(default_factory=list)
 
 
 class Runtime:
@@ -74,6 +76,10 @@ class Runtime:
         stages: the stages on this rank by number (`megalite.model.stage.Stage`).
         activation_shape: [seq (/tp), batch, hidden] of what travels between stages, in `dtype`.
         residency: gathers the stages' weights (ZeRO-3), looking ahead in the list of actions.
+
+    Attributes:
+        clock: what measures; on a GPU by default nothing, since reading its clock waits for the device.
+        ran: this rank's computations in the last execution, in time.
     """
 
     def __init__(
@@ -87,6 +93,8 @@ class Runtime:
     ):
         self.stages, self.mesh, self.residency = stages, mesh, residency
         self.activation_shape, self.dtype, self.device = tuple(activation_shape), dtype, device
+        self.clock = HostClock() if torch.device(device).type == "cpu" else Clock()
+        self.ran: list[Ran] = []
         self._prefixes: dict[str, tuple[int, ...]] = {}  # of schedules by their hash
         self._handlers: dict[Kind, Callable[[_Run, Schedule, Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -107,14 +115,14 @@ class Runtime:
         loss_scale: float,
         training: bool = True,
         validate: Callable[[], bool] | None = None,
-    ) -> tuple[Tensor, float]:
+    ) -> tuple[Tensor, Pace]:
         """Execute this rank's actions.
 
         `validate` is called after the forwards with which the rank starts. False says that the weights have changed since, on every
         rank: what was done so far is thrown away, and done again.
 
-        Returns the summed loss times loss_scale of the microbatches whose last stage is here (0-d fp64, zero elsewhere), and the seconds
-        spent waiting for other stages.
+        Returns the summed loss times loss_scale of the microbatches whose last stage is here (0-d fp64, zero elsewhere), and how the
+        rank spent its time, as far as the clock measures it. Work that was thrown away does not count.
         """
         run = self._begin(schedule, microbatches, step, loss_scale, training)
         actions, prefix = schedule.actions[self.mesh.pp.rank], 0
@@ -133,8 +141,9 @@ class Runtime:
                     self._execute(run, schedule, actions[:prefix])
             self._execute(run, schedule, actions[prefix:])
         for work, _ in run.sends.values():
-            self._await(run, work)
-        return run.loss, run.waited
+            work.wait()
+        self.ran = self.clock.read(run.marks)
+        return run.loss, Pace.of(self.ran, 0 in self.stages)
 
     def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
         if self.residency is not None:
@@ -144,7 +153,21 @@ class Runtime:
 
     def _execute(self, run: _Run, schedule: Schedule, actions: Sequence[Action]) -> None:
         for action in actions:
+            if not action.is_compute:
+                self._handlers[action.kind](run, schedule, action)
+                continue
+            free = self.clock.mark()
+            self._await_input(run, action)
+            start = self.clock.mark()
             self._handlers[action.kind](run, schedule, action)
+            run.marks.append(Mark(action, free, start, self.clock.mark()))
+
+    @staticmethod
+    def _await_input(run: _Run, action: Action) -> None:
+        if receive := RECEIVES.get(action.kind):
+            work, _ = run.arriving.get((receive, (action.stage, action.microbatch)), (None, None))
+            if work is not None:
+                work.wait()
 
     def _throw_away(self, run: _Run, schedule: Schedule, lengths: Sequence[int]) -> None:
         """Complete every message of the prefixes, so that none is taken for one of the second try."""
@@ -164,7 +187,7 @@ class Runtime:
         if action.stage == 0:
             x = microbatch.tokens
         else:
-            x = self._arrived(run, Kind.RECEIVE_FORWARD, key, run.products.pop((action.stage - 1, action.microbatch), None))
+            x = self._input(run, action, run.products.pop((action.stage - 1, action.microbatch), None))
             if run.training:
                 run.inputs[key] = x.requires_grad_()
         out = stage(x, microbatch, stage.context(microbatch, run.step, run.training), run.loss_scale)
@@ -181,7 +204,7 @@ class Runtime:
         key = (action.stage, action.microbatch)
         if action.stage < schedule.stages - 1:
             local = run.products.pop((action.stage + 1, action.microbatch), None)
-            run.gradients.pop(key).value = self._arrived(run, Kind.RECEIVE_BACKWARD, key, local)
+            run.gradients.pop(key).value = self._input(run, action, local)
             self._release_output(run, key)
         torch.autograd.backward(run.roots.pop(key))
         if Kind.WEIGHT in schedule.passes:
@@ -208,7 +231,7 @@ class Runtime:
         run.sends[action.kind, key] = (self._transfer(dist.isend, tensor, schedule, action), tensor)
         while len(run.sends) > OUTSTANDING_SENDS:  # gloo reports nothing as complete to those who do not wait
             work, _ = run.sends.pop(next(iter(run.sends)))
-            self._await(run, work)
+            work.wait()
 
     @staticmethod
     def _release_output(run: _Run, key: Key) -> None:
@@ -225,16 +248,10 @@ class Runtime:
         self.mesh.traffic[operation.__name__, "pp"] += 1
         return message(operation, tensor, peer, group)
 
-    def _arrived(self, run: _Run, kind: Kind, key: Key, local: Tensor | None) -> Tensor:
-        """The tensor that an action needs: made by another stage on this rank, or received."""
+    @staticmethod
+    def _input(run: _Run, action: Action, local: Tensor | None) -> Tensor:
+        """The tensor that an action needs: made by another stage on this rank, or received and there."""
         if local is not None:
             return local
-        work, buffer = run.arriving.pop((kind, key))
-        self._await(run, work)
+        _, buffer = run.arriving.pop((RECEIVES[action.kind], (action.stage, action.microbatch)))
         return buffer
-
-    @staticmethod
-    def _await(run: _Run, work: Any) -> None:
-        started = perf_counter()
-        work.wait()
-        run.waited += perf_counter() - started

@@ -1,0 +1,81 @@
+"""When the actions of a step really ran: what the measured bubble and the measured timeline are made of.
+
+A clock gives marks that cost next to nothing, and turns them into seconds when the step is over. On a CPU a mark is a reading of the host's
+clock. On a GPU the host runs far ahead of the device, so a mark is an event in the device's stream, and reading it waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from megalite.parallel.pipeline.schedule import Action
+
+
+class Mark(NamedTuple):
+    """One compute action, as a clock has marked it."""
+
+    action: Action
+    free: Any  # nothing was left to do before it
+    start: Any  # what it needs had arrived
+    end: Any
+
+
+class Ran(NamedTuple):
+    """One compute action in time: seconds on this host's monotonic clock, which all processes of a host share."""
+
+    action: Action
+    free: float  # from here to `start` the rank waited for another one
+    start: float
+    end: float
+
+
+class Pace(NamedTuple):
+    """How a rank spent a step, in seconds. Summed over all ranks, 1 - busy / (pp · wall) is the step's bubble."""
+
+    busy: float = 0.0  # inside compute actions
+    wall: float = 0.0  # from the first action to the end of the last; 0 on ranks without the first stage, which begins first and ends last
+
+    @classmethod
+    def of(cls, ran: Sequence[Ran], first_stage: bool) -> Pace:
+        wall = ran[-1].end - ran[0].free if ran and first_stage else 0.0
+        return cls(sum(end - start for _, _, start, end in ran), wall)
+
+
+class Clock:
+    """Marks nothing: for a GPU whose step nobody asked to measure."""
+
+    def mark(self) -> Any:
+        return None
+
+    def read(self, marks: Sequence[Mark]) -> list[Ran]:
+        """The actions of a step in time."""
+        return []
+
+
+class HostClock(Clock):
+    """The time at which the host gets somewhere, which on a CPU is when the computation does."""
+
+    def mark(self) -> float:
+        return perf_counter()
+
+    def read(self, marks: Sequence[Mark]) -> list[Ran]:
+        return [Ran(*mark) for mark in marks]
+
+
+class DeviceClock(Clock):
+    """The time at which the current CUDA stream gets somewhere."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, marks: Sequence[Mark]) -> list[Ran]:
+        now = self.mark()
+        now.synchronize()
+        seconds = perf_counter()
+        return [Ran(action, *(seconds - event.elapsed_time(now) / 1000 for event in events)) for action, *events in marks]
