@@ -2,6 +2,7 @@
 
     python tools/benchmark.py step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers
     python tools/benchmark.py overhead                                     small models on one process and on up to 8 ranks
+    python tools/benchmark.py comm                                         data parallelism on 4 ranks against torch's
 
 Leave the machine alone meanwhile: everything that is compared is measured in one run, but each figure is only as quiet as the machine.
 """
@@ -18,10 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import overhead, report, step
+from benchmarks import comm, overhead, report, step
 from megalite.config.arguments import Parser
 
-COLUMNS = {"step": step.COLUMNS, "overhead": overhead.COLUMNS}
+COLUMNS = {"step": step.COLUMNS, "overhead": overhead.COLUMNS, "comm": comm.COLUMNS}
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
 
 
@@ -55,11 +56,12 @@ def parser() -> Parser:
     common.add_argument("--machine", metavar="NAME", help="name of the machine in the file's name (default: its processor)")
     common.add_argument("--json", action="store_true", help="print the JSON, and nothing else, on stdout")
     common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes, whose figures mean nothing: for the tests
-    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|overhead")
+    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|overhead|comm")
     of_step = commands.add_parser("step", parents=[common], help="a training step against transformers, side by side")
     of_step.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="(default both)")
     of_step.add_argument("--compile", action="store_true", help="also with torch.compile, both sides")
     commands.add_parser("overhead", parents=[common], help="small models on several layouts, against their matrix products alone")
+    commands.add_parser("comm", parents=[common], help="data-parallel steps on four ranks against torch's DDP and FSDP2")
     return made
 
 
@@ -73,7 +75,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.benchmark == "step":
         precisions = list(dict.fromkeys(options.precision))
         return step.compare(**common, precisions=precisions, compiled=options.compile, progress=progress)
-    return overhead.compare(**common, progress=progress)
+    return (overhead if options.benchmark == "overhead" else comm).compare(**common, progress=progress)
 
 
 def show(benchmark: str, path: Path, as_json: bool) -> None:

@@ -20,7 +20,12 @@ from megalite.config.arguments import Parser
 from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
 
-TOLERANCES = {"fp32": (1e-5, 2e-5), "fp64": (1e-9, 1e-9), "bf16": (2e-2, 2e-2), "fp16": (5e-3, 5e-3)}  # relative (loss, norm), absolute (weights)
+TOLERANCES = {  # relative (loss, norm), absolute (weights)
+    "fp32": (1e-5, 2e-5),
+    "fp64": (1e-9, 1e-9),
+    "bf16": (2e-2, 2e-2),
+    "fp16": (5e-3, 5e-3),
+}
 
 
 def main(argv: list[str] | None = None) -> int:

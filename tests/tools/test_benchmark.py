@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overhead, report, step
+from benchmarks import comm, overhead, report, step
 from benchmarks.ours import linear_shapes, step_products
 from megalite.config.load import from_dict
 from megalite.mesh import Mesh
@@ -86,6 +86,17 @@ def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[...
         tokens = row["config"]["global_batch_size"] * row["config"]["sequence_length"]
         assert row["tokens_per_second"] == pytest.approx(tokens / (median(row["step_ms"][0]) / 1e3))
         assert 0 < row["share_of_products"] == pytest.approx(row["tokens_per_second"] / row["product_tokens_per_second"])
+
+
+def test_comm_compares_with_the_peers_that_shard_the_same(run: Callable[..., dict[str, Any]]) -> None:
+    content = run("comm")
+    rows = content["results"]
+    assert [(row["shards"], row["peer"]) for row in rows] == [
+        (what, peer) for what in ("optimizer", "everything") for peer in (False, True)
+    ]
+    assert all(row["tokens_per_second"] == pytest.approx(4 * 16 / row["ms_per_step"] * 1e3) for row in rows)
+    fast, slow = ({"ms_per_step": value, "peak_rss_above_import_mib": 10 * value, "run": name} for value, name in ((2.0, "a"), (5.0, "b")))
+    assert [target["met"] for target in comm.targets([fast, slow, slow, fast])] == [True, True, False, False]
 
 
 def test_targets_are_judged_by_their_ratios() -> None:

@@ -1,0 +1,67 @@
+"""One measured run of transformers' Llama under torch's data parallelism: `python -m benchmarks.sharded_peer SPEC.json`, under torchrun.
+
+`ddp` is DistributedDataParallel with ZeroRedundancyOptimizer, which shards what ZeRO-1 shards; `fsdp2` is fully_shard on each layer and
+on the root.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo  # torch.optim imports it when the optimizer is made: an import, not memory of training
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.measure import Memory, finish, read_spec, timed
+from megalite.config.families import to_hf_config
+from megalite.config.load import from_dict
+from megalite.config.schema import Config
+
+
+def main() -> None:
+    spec = read_spec()
+    memory = Memory()
+    config = from_dict(spec["config"])
+    torch.set_num_threads(spec["threads"])
+    torch.set_float32_matmul_precision(spec["matmul"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(to_hf_config(config.model, "llama")))
+    model, optimizer = (ddp if spec["peer"] == "ddp" else fsdp2)(model, config)
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length))
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds = timed(step, spec["warmup_steps"], spec["steps"])
+    result = {"seconds": seconds, "peak_rss_above_import": memory.peak_above(), "matmul": torch.get_float32_matmul_precision()}
+    finish(spec, result if dist.get_rank() == 0 else None)
+
+
+def adamw_options(config: Config) -> dict[str, Any]:
+    options = config.optimizer
+    return {"lr": options.lr, "betas": tuple(options.betas), "eps": options.eps, "weight_decay": options.weight_decay, "fused": True}
+
+
+def ddp(model: Any, config: Config) -> tuple[Any, Any]:
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=config.parallel.bucket_mb, gradient_as_bucket_view=True)
+    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.AdamW, **adamw_options(config))
+
+
+def fsdp2(model: Any, config: Config) -> tuple[Any, Any]:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), **adamw_options(config))
+
+
+if __name__ == "__main__":
+    main()
