@@ -26,6 +26,8 @@ class RunConfig:
     """Seed of everything random. Randomness is keyed by name and step, so every topology draws the same numbers."""
     deterministic: bool = False
     """Only deterministic algorithms; tied embedding gradients are kept apart so that they add in one order."""
+    timeout: str = "10m"
+    """The run ends when a rank does not answer for this long, for example 10m or 1h."""
 
 
 @dataclass
@@ -281,6 +283,14 @@ class LoggingConfig:
 
 
 @dataclass
+class ProfilingConfig:
+    timeline: bool = False
+    """Record when each action of a few steps runs on each rank, and compare that with the simulator: traces/timeline.json of the run."""
+    steps: list[int] = field(default_factory=lambda: [3, 5])
+    """First and last step that are recorded, counted from 1."""
+
+
+@dataclass
 class Config:
     """One run, complete: what `--print_config` prints and the run directory stores."""
 
@@ -294,3 +304,4 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)

@@ -12,6 +12,7 @@ from megalite.training.console import Console
 from megalite.training.flops import throughput
 from megalite.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from megalite.training.signals import StopRequest
+from megalite.training.timeline import TimelineRecorder
 from megalite.training.trainer import StepResult, Trainer
 
 
@@ -26,6 +27,7 @@ def fit(trainer: Trainer) -> None:
     gc.disable()
     recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
+    timeline = TimelineRecorder(trainer)
     with StopRequest(limit) as request, console, recording as writer:
         if trainer.step_done:
             console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
@@ -33,7 +35,9 @@ def fit(trainer: Trainer) -> None:
             step = trainer.step_done + 1
             end = step == config.train.steps
             validating, saving = _is_due(config.validation.interval, step, end), end or _is_due(config.checkpoint.interval, step, end)
+            timeline.before(step)
             results = trainer.advance(stop=request.reason is not None, wait=validating or saving)
+            timeline.after(step)
             stop = any(result.stop for result in results)
             if writer is not None:
                 for metrics in (measured(trainer, result) for result in results):
@@ -51,6 +55,8 @@ def fit(trainer: Trainer) -> None:
             if stop:
                 console.message(f"stopping after step {step}: {request.reason or 'another rank asked for it'}")
                 break
+        for line in timeline.report():
+            console.message(line)
         if saved_at == config.train.steps and trainer.step_done == saved_at:
             console.message(f"done: {trainer.run_dir}")
 

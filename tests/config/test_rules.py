@@ -193,6 +193,7 @@ ROWS = [
     ),
     Row("fp64 on CPU", {"train.precision": "fp64"}, {"train.precision": "fp32"}, ("2 GPUs", "CUDA_VISIBLE_DEVICES"), devices=2),
     Row("recompute mode", {"train.recompute": "every-0"}, {"train.recompute": "every-3"}, ("none, selective, full, every-2",)),
+    Row("timeout is a duration", {"run.timeout": "10"}, {"run.timeout": "10s"}, ("10m",)),
     Row("stop_after is a duration", {"train.stop_after": "90"}, {"train.stop_after": "1h30m"}, ("3h50m",)),
     Row("warm-up within the run", {"optimizer.warmup_steps": 101}, {"optimizer.warmup_steps": 100}, ("Nearest: 100.",)),
     Row(
@@ -207,6 +208,15 @@ ROWS = [
     Row("checkpoint exists", {"checkpoint.load": "nowhere"}, {"checkpoint.load": "."}, ("auto nor none",)),
     Row("resume or warm start", {"checkpoint.load": ".", "model.init_from": "."}, {"checkpoint.load": "auto"}, ("step 0",)),
     Row("validation has data", {"validation.interval": 5}, {"data.validation": 0.1}, ("held-out fraction",)),
+    Row("profiled steps are a range", {"profiling.steps": [3]}, {"profiling.steps": [3, 3]}, ("[3, 5]",)),
+    Row("profiled steps are a range", {"profiling.steps": [0, 5]}, {"profiling.steps": [1, 5]}),
+    Row("profiled steps are a range", {"profiling.steps": [4, 3]}, {"profiling.steps": [3, 4]}),
+    Row(
+        "profiled steps within the run",
+        {"profiling.timeline": True, "train.steps": 2},
+        {"profiling.steps": [2, 5]},
+        ("train.steps = 2", "at most 2"),
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Batches, precision, optimizer, checkpoints and validation."""
+"""Batches, precision, optimizer, checkpoints, validation and profiling."""
 
 import re
 
@@ -37,6 +37,13 @@ RULES: tuple[Rule, ...] = (
         broken=lambda c: not re.fullmatch(r"none|selective|full|every-[1-9]\d*", c.train.recompute),
         why="is not a recomputation mode",
         legal=["none", "selective", "full", "every-2"],
+    ),
+    Rule(
+        "timeout is a duration",
+        "run.timeout",
+        broken=lambda c: not duration_seconds(c.run.timeout),
+        why="is not a duration",
+        legal="Write hours, minutes and seconds in this order: 1h, 10m or 30s.",
     ),
     Rule(
         "stop_after is a duration",
@@ -104,5 +111,19 @@ RULES: tuple[Rule, ...] = (
         broken=lambda c: c.validation.interval is not None and c.data.validation is None,
         why="needs data.validation",
         legal="Give a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval to null.",
+    ),
+    Rule(
+        "profiled steps are a range",
+        "profiling.steps",
+        broken=lambda c: len(c.profiling.steps) != 2 or not 1 <= c.profiling.steps[0] <= c.profiling.steps[1],
+        why="is not a first and a last step",
+        legal="Give two numbers, counted from 1, for example [3, 5].",
+    ),
+    Rule(
+        "profiled steps within the run",
+        "profiling.steps",
+        broken=lambda c: c.profiling.timeline and c.profiling.steps[0] > c.train.steps,
+        why=lambda c: f"begins after train.steps = {c.train.steps}",
+        legal=lambda c: f"The first may be at most {c.train.steps}; or turn profiling.timeline off.",
     ),
 )

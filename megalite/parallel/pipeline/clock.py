@@ -37,11 +37,11 @@ class Pace(NamedTuple):
     """How a rank spent a step, in seconds. Summed over all ranks, 1 - busy / (pp · wall) is the step's bubble."""
 
     busy: float = 0.0  # inside compute actions
-    wall: float = 0.0  # from the first action to the end of the last; 0 on ranks without the first stage, which begins first and ends last
+    wall: float = 0.0  # from the start of the first to the end of the last; 0 on ranks without the first stage, which frames the step
 
     @classmethod
     def of(cls, ran: Sequence[Ran], first_stage: bool) -> Pace:
-        wall = ran[-1].end - ran[0].free if ran and first_stage else 0.0
+        wall = ran[-1].end - ran[0].start if ran and first_stage else 0.0
         return cls(sum(end - start for _, _, start, end in ran), wall)
 
 
