@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
@@ -33,15 +34,38 @@ class Timeline:
         """From the first action's start to the last one's end, over all ranks."""
         return max(spans[-1].end for spans in self.spans)
 
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank spends computing."""
+        return tuple(sum(end - start for _, start, end in spans) for spans in self.spans)
+
     @property
     def ideal(self) -> float:
         """What the step would take without any waiting: the mean over ranks of the time spent computing."""
-        return sum(span.end - span.start for spans in self.spans for span in spans) / len(self.spans)
+        return sum(self.busy) / len(self.spans)
+
+    @property
+    def longest_span(self) -> float:
+        """The longest time that any one rank spends from its first action to its last.
+
+        The time of a step when steps follow each other without a barrier: then a rank begins the next one while others end this one.
+        """
+        return max(spans[-1].end - spans[0].start for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
         """Share of all ranks' time in which they wait: idle / makespan."""
         return 1 - self.ideal / self.makespan
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Idle time in units of the ideal: what is usually written as (p - 1) / m (Narayanan et al. 2021)."""
+        return self.makespan / self.ideal - 1
+
+    @property
+    def bubble_rate(self) -> float:
+        """(longest span - ideal) / longest span: the measure of the zero-bubble papers (Qi et al. 2023)."""
+        return 1 - self.ideal / self.longest_span
 
 
 def simulate(
@@ -62,30 +86,62 @@ def simulate(
         ScheduleError: actions wait for each other in a circle, or for one that is in no list.
     """
     durations = _durations(schedule, forward, input_backward, weight_backward)
+    ended: Ends = {(kind, stage): {} for kind in durations for stage in range(schedule.stages)}
+    inputs = {(kind, stage): _inputs(schedule, kind, stage, comm, ended) for kind, stage in ended}
     todo = [deque(schedule.compute(rank)) for rank in range(schedule.ranks)]
     spans: list[list[Span]] = [[] for _ in todo]
-    ended: dict[Action, float] = {}
     waiting: defaultdict[Action, list[int]] = defaultdict(list)  # action not yet ended → ranks that need it next
     runnable = list(range(schedule.ranks))
     while runnable:
         rank = runnable.pop()
+        now = spans[rank][-1].end if spans[rank] else 0.0
         while todo[rank]:
             action = todo[rank][0]
-            needed = dependencies(action, schedule.stages)
-            missing = next((other for other in needed if other not in ended), None)
-            if missing is not None:
-                waiting[missing].append(rank)
+            kind, stage, microbatch, _ = action
+            start = _earliest(now, inputs[kind, stage], microbatch)
+            if start is None:
+                missing = next(other.source for other in inputs[kind, stage] if microbatch not in other.ends)
+                waiting[Action(*missing, microbatch)].append(rank)
                 break
-            start = spans[rank][-1].end if spans[rank] else 0
-            for other in needed:
-                start = max(start, ended[other] + (comm if schedule.placement[other.stage] != rank else 0))
-            span = Span(action, start, start + durations[action.kind][action.stage])
-            spans[rank].append(span)
-            ended[todo[rank].popleft()] = span.end
-            runnable += waiting.pop(action, ())
-    for missing, ranks in waiting.items():
-        raise ScheduleError(f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing}, which never ends.")
+            now = start + durations[kind][stage]
+            spans[rank].append(Span(action, start, now))
+            ended[kind, stage][microbatch] = now
+            todo[rank].popleft()
+            if action in waiting:
+                runnable += waiting.pop(action)
+    for missing_action, ranks in waiting.items():
+        raise ScheduleError(f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing_action}, which never ends.")
     return Timeline(tuple(map(tuple, spans)))
+
+
+Ends = dict[tuple[Kind, int], dict[int, float]]
+"""When each microbatch's pass on a stage has ended: (pass, stage) → microbatch → time."""
+
+
+class _Input(NamedTuple):
+    """A result that a pass needs: when it is there for each microbatch, how long its message takes, and the (pass, stage) it comes from."""
+
+    ends: dict[int, float]
+    latency: float
+    source: tuple[Kind, int]
+
+
+def _inputs(schedule: Schedule, kind: Kind, stage: int, comm: float, ended: Ends) -> list[_Input]:
+    """What a pass needs on a stage."""
+    rank = schedule.placement[stage]
+    sources = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
+    return [_Input(ended[source], comm if schedule.placement[source[1]] != rank else 0, source) for source in sources]
+
+
+def _earliest(now: float, inputs: list[_Input], microbatch: int) -> float | None:
+    """When a pass can start on a rank that is free from now on; None where an input has not ended yet."""
+    for ends, latency, _ in inputs:
+        end = ends.get(microbatch)
+        if end is None:
+            return None
+        if end + latency > now:
+            now = end + latency
+    return now
 
 
 def _durations(schedule: Schedule, *whole: float | Sequence[float]) -> dict[Kind, list[float]]:
@@ -101,20 +157,29 @@ def _durations(schedule: Schedule, *whole: float | Sequence[float]) -> dict[Kind
     return {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.WEIGHT: weight}
 
 
-def draw(timeline: Timeline) -> str:
-    """A timeline as text: a row for each rank, one cell for the time of the shortest action, dots where the rank waits.
+def draw(timeline: Timeline, columns: int | None = None) -> str:
+    """A timeline as text: a row for each rank, dots where the rank waits.
 
-    A bar reads F3 for the forward of microbatch 3, or F2.3 (stage 2) where ranks hold several stages, and runs to its closing `|`.
+    A bar reads F3 for the forward of microbatch 3, or F2.3 (stage 2) where ranks hold several stages, and runs to its closing `|`. The
+    shortest action gets a cell that its label fills, unless the rows would be wider than `columns`: then all are scaled down to fit, where
+    possible to whole cells, and a bar that is too short for its label shows its letter alone.
     """
     bars = [span for spans in timeline.spans for span in spans]
     several = any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans)
     labels = {span.action: repr(span.action) if several else f"{span.action.kind.value}{span.action.microbatch}" for span in bars}
-    cell = (1 + max(map(len, labels.values()))) / min(span.end - span.start for span in bars if span.end > span.start)
+    shortest = min(span.end - span.start for span in bars if span.end > span.start)
+    cell = (1 + max(map(len, labels.values()))) / shortest
+    heads = [f"rank {rank}  " for rank in range(len(timeline.spans))]
+    if columns is not None and cell * timeline.makespan > columns - len(heads[-1]):
+        cell = (columns - len(heads[-1])) / timeline.makespan
+        cell = max(1, int(cell * shortest)) / shortest if cell * shortest >= 1 else cell
     rows = []
-    for rank, spans in enumerate(timeline.spans):
+    for head, spans in zip(heads, timeline.spans, strict=True):
         row = ""
         for action, start, end in spans:
             row = row.ljust(round(start * cell), ".")
-            row += labels[action].ljust(round(end * cell) - len(row) - 1, "-") + "|"
-        rows.append(f"rank {rank}  " + row.ljust(round(timeline.makespan * cell), "."))
+            width = round(end * cell) - len(row)
+            label = labels[action] if len(labels[action]) < width else action.kind.value
+            row += (label.ljust(width - 1, "-") + "|")[: max(0, width)]
+        rows.append(head.ljust(len(heads[-1])) + row.ljust(round(timeline.makespan * cell), "."))
     return "\n".join(rows)

@@ -1,0 +1,209 @@
+"""What a schedule costs: its bubble by all three names in use, its memory and its messages. One plan, every schedule, or a row of sizes.
+
+The schedule is the one that `generator.build` gives the runtime, the time is the simulator's: nothing here is a formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megalite.parallel.pipeline.communication import send_after
+from megalite.parallel.pipeline.generator import SCHEDULES, build
+from megalite.parallel.pipeline.orders import RECIPES
+from megalite.parallel.pipeline.schedule import Action, Costs, Kind, Schedule, ScheduleError, peak_activations
+from megalite.parallel.pipeline.simulator import Timeline, simulate
+
+BUBBLES = ("bubble_fraction", "bubble_over_ideal", "bubble_rate")
+DIGITS = 12  # sums of equal durations differ by rounding: what is 0 should read 0
+LISTED = 16  # ranks up to which a value is printed for each
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, timed.
+
+    Attributes:
+        durations: forward, input_backward and weight_backward of one microbatch: a number for a rank's whole share of the model, or a list
+            with one for each stage; comm is the latency of a message.
+        unit: what durations are in, "" where any unit will do.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    durations: dict[str, Any]
+    unit: str = ""
+
+    @property
+    def chunks(self) -> int:
+        """Stages on each rank."""
+        return self.schedule.stages // self.schedule.ranks
+
+    @property
+    def splits(self) -> bool:
+        """Whether the backward is in two passes."""
+        return Kind.WEIGHT in self.schedule.passes
+
+    def size(self, axis: str) -> str | int:
+        """The schedule's name, pp or microbatches."""
+        sizes: dict[str, str | int] = {
+            "schedule": self.schedule.name,
+            "pp": self.schedule.ranks,
+            "microbatches": self.schedule.microbatches,
+        }
+        return sizes[axis]
+
+    def peaks(self, until: Kind = Kind.BACKWARD) -> list[float]:
+        """For each rank, the most microbatches held at once by all its stages, each from its forward to the end of its `until` pass."""
+        return [peak / self.chunks for peak in peak_activations(self.schedule, until)]
+
+    def messages(self) -> list[int]:
+        """For each rank, the messages that it sends in a step."""
+        schedule, sent = self.schedule, [0] * self.schedule.ranks
+        for stage, rank in enumerate(schedule.placement):
+            sent[rank] += schedule.microbatches * sum(send_after(Action(kind, stage, 0), schedule) is not None for kind in schedule.passes)
+        return sent
+
+    def measures(self) -> dict[str, Any]:
+        """Every figure by its name, as `tools/bubble_calc.py --json` prints it. Peaks are in whole-stage activations of one microbatch."""
+        timeline, schedule = self.timeline, self.schedule
+        return {
+            "schedule": schedule.name,
+            "pp": schedule.ranks,
+            "microbatches": schedule.microbatches,
+            "virtual_stages": self.chunks,
+            **self.durations,
+            "makespan": timeline.makespan,
+            "ideal": timeline.ideal,
+            "longest_span": timeline.longest_span,
+            **{name: round(getattr(timeline, name), DIGITS) for name in BUBBLES},
+            "peak_activations": self.peaks(),
+            "peak_with_weight_stash": self.peaks(Kind.WEIGHT),
+            "messages": self.messages(),
+        }
+
+
+def plan(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None, costs: Costs | None = None) -> Plan:
+    """Build a schedule for the costs, and time it by them.
+
+    Raises:
+        ScheduleError: as `build` does, or no pass takes any time.
+    """
+    costs = costs or Costs()
+    if not costs.forward + costs.input_backward + costs.weight_backward > 0:
+        raise ScheduleError("forward, input_backward and weight_backward are all 0: a step must take some time.")
+    schedule = build(name, ranks, microbatches, virtual_stages, costs)
+    return Plan(schedule, simulate(schedule, *costs), costs._asdict())
+
+
+def compare(ranks: int, microbatches: int, virtual_stages: int | None = None, costs: Costs | None = None) -> list[Plan]:
+    """Every schedule at one size. `virtual_stages` goes to those that have a choice."""
+    return [plan(name, ranks, microbatches, None if RECIPES[name].chunks else virtual_stages, costs) for name in SCHEDULES]
+
+
+def sweep(
+    axis: Literal["pp", "microbatches"],
+    values: Sequence[int],
+    name: str | None,
+    ranks: int | None,
+    microbatches: int | None,
+    virtual_stages: int | None = None,
+    costs: Costs | None = None,
+) -> list[Plan]:
+    """One schedule, or where `name` is None every one, at each size; `axis` says which of ranks and microbatches `values` stand for."""
+    plans = []
+    for value in values:
+        sizes = (value, microbatches) if axis == "pp" else (ranks, value)
+        assert sizes[0] is not None and sizes[1] is not None, "the size that does not vary must be given"
+        if name is None:
+            plans += compare(sizes[0], sizes[1], virtual_stages, costs)
+        else:
+            plans.append(plan(name, sizes[0], sizes[1], virtual_stages, costs))
+    return plans
+
+
+# --- Text ----------------------------------------------------------------------------------------------------------------------
+
+
+def number(value: float, unit: str = "") -> str:
+    """Six digits, without the noise of rounding, and the unit."""
+    return f"{round(value, DIGITS):.6g}{unit and ' ' + unit}"
+
+
+def percent(value: float) -> str:
+    return f"{round(value, DIGITS):.1%}"
+
+
+def heading(plan: Plan) -> str:
+    """What a plan is, in a line."""
+    stages = f" of {plan.chunks} stages" if plan.chunks > 1 else ""
+    return f"{plan.schedule.name}: {plan.schedule.ranks} ranks{stages}, {plan.schedule.microbatches} microbatches"
+
+
+def durations(plan: Plan) -> str:
+    """What it is timed by, in a line."""
+    return ", ".join(f"{name} {_range(value, plan.unit)}" for name, value in plan.durations.items())
+
+
+def _range(value: float | list[float], unit: str) -> str:
+    if not isinstance(value, list):
+        return number(value, unit)
+    ends = (min(value), max(value))
+    return number(ends[0], unit) if ends[0] == ends[1] else f"{number(ends[0])} to {number(ends[1], unit)}"
+
+
+def summary(plan: Plan) -> str:
+    """Every measure of one plan, a line each, with its meaning."""
+    timeline = plan.timeline
+    rows = [
+        ("makespan", number(timeline.makespan, plan.unit), "from the first action's start to the last one's end"),
+        ("ideal", number(timeline.ideal, plan.unit), "without any waiting"),
+        ("longest_span", number(timeline.longest_span, plan.unit), "of any one rank, from its first action to its last"),
+        ("bubble_fraction", percent(timeline.bubble_fraction), "idle / makespan"),
+        ("bubble_over_ideal", percent(timeline.bubble_over_ideal), "makespan / ideal - 1"),
+        ("bubble_rate", percent(timeline.bubble_rate), "(longest_span - ideal) / longest_span: steps that follow without a barrier"),
+        ("peak_activations", _by_rank(plan.peaks()), "microbatches of a whole stage, from forward to the end of backward"),
+        ("peak_with_weight_stash", _by_rank(plan.peaks(Kind.WEIGHT)), "to the end of the weight gradient"),
+        ("messages", str(sum(plan.messages())), f"in a step, at most {max(plan.messages())} from one rank"),
+    ]
+    width = max(len(value) for _, value, _ in rows)
+    return "\n".join(f"{name:<22}  {value:>{width}}  {meaning}" for name, value, meaning in rows)
+
+
+def _by_rank(values: Sequence[float]) -> str:
+    if len(values) > LISTED:
+        return f"at most {number(max(values))}"
+    return " ".join(map(number, values))
+
+
+def table(plans: Sequence[Plan], axis: str = "schedule") -> str:
+    """A row for each plan, named by what varies between them: the schedule, pp or microbatches. Peaks are the largest of any rank."""
+    rows = [[axis, "v", "makespan", "longest_span", *BUBBLES, "peak", "with stash", "messages"]]
+    for plan in plans:
+        timeline = plan.timeline
+        times = [number(timeline.makespan), number(timeline.longest_span), *(percent(getattr(timeline, name)) for name in BUBBLES)]
+        memory = [number(max(plan.peaks())), number(max(plan.peaks(Kind.WEIGHT)))]
+        rows.append([str(plan.size(axis)), str(plan.chunks), *times, *memory, str(sum(plan.messages()))])
+    return aligned(rows)
+
+
+def grid(plans: Sequence[Plan], axis: str, measure: str) -> str:
+    """One measure of several schedules (columns) at several sizes (rows); `axis` is the size that varies, peaks are the largest rank's."""
+    names = list(dict.fromkeys(plan.schedule.name for plan in plans))
+    rows = [[axis, *names]]
+    for start in range(0, len(plans), len(names)):
+        found = [plan.measures() for plan in plans[start : start + len(names)]]
+        values = (percent(row[measure]) if measure in BUBBLES else number(max(row[measure])) for row in found)
+        rows.append([str(found[0][axis]), *values])
+    return f"{measure}\n{aligned(rows)}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns two blanks apart, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+    return "\n".join(map(str.rstrip, lines))

@@ -1,0 +1,90 @@
+"""The durations that a run measured, and the same schedule simulated with them: what the run should have taken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.parallel.pipeline.generator import build
+from megalite.parallel.pipeline.schedule import Costs, ScheduleError
+from megalite.parallel.pipeline.simulator import simulate
+from megalite.planning.bubble import Plan, compare
+
+TIMELINE = Path("traces", "timeline.json")
+PASSES = ("forward", "input_backward", "weight_backward")
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run's schedule, simulated with the durations that it measured (seconds), and the bubble that it measured."""
+
+    plan: Plan
+    steps: list[int]
+    bubble_fraction: float
+
+    def compare(self) -> list[Plan]:
+        """What every schedule would take with the mean over ranks of these durations.
+
+        Where the run computed both gradients in one backward, each counts for half of it.
+        """
+        schedule = self.plan.schedule
+        forward, backward, weight = (sum(self.plan.durations[name]) / schedule.ranks for name in PASSES)
+        if not self.plan.splits:
+            backward = weight = (backward + weight) / 2
+        costs = Costs(forward, backward, weight, self.plan.durations["comm"])
+        return [replace(plan, unit=self.plan.unit) for plan in compare(schedule.ranks, schedule.microbatches, costs=costs)]
+
+
+def read(run: Path) -> MeasuredRun:
+    """Read a run's traces/timeline.json.
+
+    Raises:
+        ScheduleError: the file is missing or broken, or contradicts itself.
+    """
+    path = run / TIMELINE
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+        schedule = build(found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], _planned_for(run))
+        passes = {name: _per_stage(found["durations"], name, schedule.stages) for name in PASSES}
+        comm = float(found["comm"])
+        timeline = simulate(schedule, **passes, comm=comm)
+        measured = MeasuredRun(
+            Plan(schedule, timeline, {**passes, "comm": comm}, "s"), list(found["steps"]), float(found["measured"]["bubble_fraction"])
+        )
+        if not timeline.ideal > 0:
+            raise ValueError("its durations are all 0")
+    except OSError as error:
+        raise ScheduleError(f"{path}: {error.strerror}. A run writes it where its timeline is recorded.") from None
+    except KeyError as error:
+        raise ScheduleError(f"{path} has no {error}: it is not a run's timeline.") from None
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f"{path} is not a run's timeline: {error}.") from None
+    return measured
+
+
+def _planned_for(run: Path) -> Costs | None:
+    """The costs that the run's schedule was made for, from its configuration."""
+    import yaml
+
+    path = run / "config.yaml"
+    if not path.is_file():
+        return None
+    try:
+        costs = yaml.safe_load(path.read_text())["parallel"]["schedule_costs"]
+    except (yaml.YAMLError, TypeError, KeyError):
+        raise ScheduleError(f"{path} has no parallel.schedule_costs: it is not a run's configuration") from None
+    return Costs(*map(float, costs))
+
+
+def _per_stage(durations: dict[str, Any], name: str, stages: int) -> list[float]:
+    """One duration for each stage; zeros where the run has no such pass."""
+    values = durations[name]
+    if values is None and name == "weight_backward":
+        return [0.0] * stages
+    if len(values) != stages:
+        raise ValueError(f"{name} has {len(values)} durations for {stages} stages")
+    return [float(value) for value in values]
