@@ -76,9 +76,12 @@ def groups(shape: Shape) -> list[range]:
 
 
 def interleaved_warmup(rank: int, shape: Shape) -> int:
-    """Forwards before the first backward (Narayanan et al. 2021): every chunk but the last of a group, and a way down and up the ranks."""
-    largest = len(groups(shape)[0])
-    return min(2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * largest, shape.microbatches * shape.chunks)
+    """Forwards before the first backward (Narayanan et al. 2021): every chunk but the last of a group, and a way down and up the ranks.
+
+    With one chunk the way down is enough: that is 1F1B.
+    """
+    ways, largest = 2 if shape.chunks > 1 else 1, len(groups(shape)[0])
+    return min(ways * (shape.ranks - rank - 1) + (shape.chunks - 1) * largest, shape.microbatches * shape.chunks)
 
 
 def interleaved(rank: int, shape: Shape) -> list[Action]:
