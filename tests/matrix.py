@@ -1,6 +1,7 @@
-"""The long form of the proof: every layout, 500 random configurations, long runs under random delays; in slices that can be resumed.
+"""The long form of the proof, in slices that can be resumed: every plan, 500 random configurations, 200 rounds under random delays, and
+every layout of the equivalence table, of which any beginning is a sample.
 
-    python -m tests.matrix --minutes 9 [--part layouts|random|stress]     continues where the last slice stopped
+    python -m tests.matrix --minutes 9 [--part plans|random|stress|layouts]     continues where the last slice stopped
     python -m tests.matrix --reproduce random/17                          one case, with its whole error
 
 A line for each case that has run is appended to runs/matrix/PART.jsonl, so a killed slice loses one case. What failed runs again first.
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,9 +36,10 @@ ERROR_TAIL = 2500  # characters of an error in a slice's output
 CHUNK = 48  # neighbouring cases that are sorted by layout, so that groups and meshes are reused
 LAYOUT_STEPS = 5  # what a layout changes shows in the first steps; the pairwise table of the suite runs 20
 RANDOM_CASES = 500
-STRESS_STEPS = {"tp2-pp2-dp2": 200}
-OTHER_STRESS_STEPS = 50
+STRESS_ROUNDS = 200
+STRESS_STEPS = 10
 LONGEST_DELAY_S = 0.003
+PLANS = {"ranks": range(1, 9), "microbatches": range(1, 33), "virtual stages": range(1, 5)}
 
 
 class Part(Protocol):
@@ -123,9 +125,9 @@ class Random:
 
 
 class Stress:
-    """Long runs under random delays, bit for bit the undelayed ones."""
+    """Rounds under random delays, bit for bit the undelayed run: every layout in turn, each round with delays of its own."""
 
-    longest_s = 300.0
+    longest_s = 60.0
 
     def __init__(self, directory: Path, ranks: RankPool):
         from tests.distributed import delays
@@ -136,15 +138,39 @@ class Stress:
     def cases(self) -> list[str]:
         from tests.distributed.delays import LAYOUTS
 
-        return list(LAYOUTS)
+        return [f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), STRESS_ROUNDS), start=1)]
 
     def prove(self, case: str) -> None:
         from tests.distributed.delays import prove_undisturbed
 
-        prove_undisturbed(case, STRESS_STEPS.get(case, OTHER_STRESS_STEPS), range(1, 2), LONGEST_DELAY_S, self._prefix, self._ranks)
+        seed, _, layout = case.partition("-")
+        prove_undisturbed(layout, STRESS_STEPS, range(int(seed), int(seed) + 1), LONGEST_DELAY_S, self._prefix, self._ranks)
 
 
-PARTS: dict[str, Callable[[Path, RankPool], Part]] = {"random": Random, "stress": Stress, "layouts": Layouts}
+class Plans:
+    """Every schedule of every size, training and evaluation: valid, and free of deadlocks by the rules of rendezvous alone."""
+
+    longest_s = 60.0
+
+    def __init__(self, directory: Path, ranks: RankPool):
+        pass
+
+    def cases(self) -> list[str]:
+        from megalite.parallel.pipeline.generator import SCHEDULES
+
+        virtual = {"interleaved": PLANS["virtual stages"]}
+        return [f"{name}/{ranks}/{chunks}" for name in SCHEDULES for ranks in PLANS["ranks"] for chunks in virtual.get(name, (0,))]
+
+    def prove(self, case: str) -> None:
+        from tests.parallel.pipeline.test_properties import prove_plan
+
+        name, ranks, chunks = case.split("/")
+        for microbatches in PLANS["microbatches"]:
+            for forward_only in (False, True):
+                prove_plan(name, int(ranks), microbatches, int(chunks) or None, None, forward_only)
+
+
+PARTS: dict[str, Callable[[Path, RankPool], Part]] = {"plans": Plans, "random": Random, "stress": Stress, "layouts": Layouts}
 
 
 def _world(case: Case) -> int:

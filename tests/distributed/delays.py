@@ -1,7 +1,7 @@
 """Random delays in what ranks compute and send: whatever the timing, a run must give the undelayed result, bit for bit.
 
-The delays are put in from outside: hooks on the layers of a stage, forward and backward, and wrappers around torch.distributed's isend and
-irecv, through which on gloo everything travels, collectives included. Each rank draws its own.
+The delays are put in from outside: hooks on the layers of a stage, forward and backward, a pause in front of each weight pass, and wrappers
+around torch.distributed's isend and irecv, through which on gloo everything travels, collectives included. Each rank draws its own.
 """
 
 from __future__ import annotations
@@ -22,36 +22,43 @@ from megalite.training.trainer import Trainer
 from megalite.training.verification import global_tensors
 from tests.distributed.configs import SINGLE, config_of
 from tests.distributed.jobs import mesh_of
-from tests.distributed.layouts import Case
+from tests.distributed.layouts import OPTIONS, Case, with_layers
 from tests.distributed.pool import RankContext, RankPool
 
 SHARE = 0.15  # of the places where a delay is possible
-MODEL: Case = {"tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 8, "masked": True, "dropout": 0.1}
+CLIP = 1.1  # what gradient norms pass within a few steps: ranks that run ahead are right at first, and then wrong
+MODEL: Case = {"tied": True, "kv_heads": 1, "vocab_size": 101, "masked": True, "dropout": 0.1, "uneven": False}
 FULL: Case = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4}
+SCHEDULES = OPTIONS["schedule"]
 LAYOUTS: dict[str, Case] = {
-    "tp2-pp2-dp2": FULL,
-    "tp2-pp2-dp2-gpipe": {**FULL, "schedule": "gpipe"},
-    **{f"pp{pp}-{schedule}": {"pp": pp, "schedule": schedule, "microbatches": 8} for pp in range(2, 9) for schedule in ("1f1b", "gpipe")},
+    **{f"tp2-pp2-dp2-{schedule}": {**FULL, "schedule": schedule} for schedule in SCHEDULES},
+    **{f"pp{pp}-{schedule}": {"pp": pp, "schedule": schedule, "microbatches": 8} for pp in range(2, 9) for schedule in SCHEDULES},
 }
 
 
 def delayed_job(context: RankContext, config: dict[str, Any], steps: int, seed: int, longest_s: float) -> dict[str, Any]:
-    """Train under delays of up to longest_s; every rank returns losses, norms and how often it slept, rank 0 also the weights."""
+    """Train under delays of up to longest_s, without waiting where the schedule lets ranks run ahead.
+
+    Every rank returns losses, norms, how often it slept and how many steps it left open, rank 0 also the weights.
+    """
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
     try:
         with delays(trainer, Random(f"{seed} {context.rank}"), longest_s) as slept:
-            results = [trainer.step() for _ in range(steps)]
+            results, ahead = [], 0
+            for step in range(steps):
+                results += trainer.advance(wait=step == steps - 1)
+                ahead += trainer.closing.pending is not None
         tensors = global_tensors(trainer)
     finally:
         trainer.close()
-    found = {"numbers": [(result.loss, result.grad_norm) for result in results], "slept": len(slept)}
+    found = {"numbers": [(result.loss, result.grad_norm) for result in results], "slept": len(slept), "ahead": ahead}
     return {**found, "tensors": tensors} if context.rank == 0 else found
 
 
 @contextmanager
 def delays(trainer: Trainer, random: Random, longest_s: float) -> Iterator[list[float]]:
-    """Sometimes sleep after a layer's forward, before its backward, and before a message; gives the seconds of every sleep."""
+    """Sometimes sleep after a layer's forward, before its backward, a weight pass and a message; gives the seconds of every sleep."""
     slept: list[float] = []
 
     def pause() -> None:
@@ -72,6 +79,11 @@ def delays(trainer: Trainer, random: Random, longest_s: float) -> Iterator[list[
 
         return started
 
+    def slow_passes(take: Callable[[], list[Callable[[], None]]]) -> Callable[[], list[Callable[[], None]]]:
+        return lambda: [pause, *take()]
+
+    for stage in trainer.parts.stages.values():
+        stage.take_weight_work = slow_passes(stage.take_weight_work)  # type: ignore[method-assign]
     layers = [layer for stage in trainer.parts.stages.values() for layer in stage.layers.values()]
     hooks = [layer.register_forward_hook(forward) for layer in layers]
     try:
@@ -84,15 +96,15 @@ def delays(trainer: Trainer, random: Random, longest_s: float) -> Iterator[list[
 
 def prove_undisturbed(layout: str, steps: int, seeds: range, longest_s: float, prefix: str, ranks: RankPool) -> None:
     """Rounds of the same steps under different delays, each bit for bit the undelayed run on every rank."""
-    case = {**SINGLE, **MODEL, **LAYOUTS[layout]}
+    case = with_layers({**SINGLE, **MODEL, **LAYOUTS[layout]})
     world, config = case["tp"] * case["pp"] * case["dp"], config_of(case, prefix)
-    config["train"]["steps"] = steps
+    config["train"] |= {"steps": steps, "grad_clip": CLIP}
     timeout = 60.0 + 5.0 * steps
     expected = ranks.run(world, delayed_job, config, steps, 0, 0.0, timeout=timeout)
     for seed in seeds:
         got = ranks.run(world, delayed_job, config, steps, seed, longest_s, timeout=timeout)
         for rank, found in enumerate(got):
-            assert found["slept"] > 0
+            assert found["slept"] > 0 and (found["ahead"] > 0) == (case["schedule"] in ("zb-h2", "zb-v"))
             assert found["numbers"] == expected[0]["numbers"], f"delays {seed}: losses or norms of rank {rank}"
         tensors, others = got[0]["tensors"], expected[0]["tensors"]
         differing = [name for name, value in tensors.items() if not value.equal(others[name])]

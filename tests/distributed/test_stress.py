@@ -7,7 +7,11 @@ import pytest
 from tests.distributed import delays
 from tests.distributed.configs import write_tokens
 
-ROUNDS = [(layout, seed) for seed, layout in enumerate([*delays.LAYOUTS, *list(delays.LAYOUTS)[:4]])]  # 20
+# 20: every schedule on two numbers of ranks, every number of ranks from 2 to 8, and four times with everything inside
+SIZES = ((2, 7), (6, 4), (3, 5), (4, 3), (5, 2), (4, 6), (2, 8), (5, 4))
+ON_PIPELINES = [f"pp{pp}-{schedule}" for schedule, sizes in zip(delays.SCHEDULES, SIZES, strict=True) for pp in sizes]
+WITH_ALL = [f"tp2-pp2-dp2-{schedule}" for schedule in ("1f1b", "interleaved-3", "zb-h2", "zb-v")]
+ROUNDS = [(layout, seed) for seed, layout in enumerate(ON_PIPELINES + WITH_ALL, start=1)]
 
 
 @pytest.fixture(scope="module")
@@ -17,4 +21,4 @@ def prefix(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize(("layout", "seed"), ROUNDS)
 def test_delays_change_nothing(layout, seed, prefix, ranks):
-    delays.prove_undisturbed(layout, 2, range(seed, seed + 1), 0.002, prefix, ranks)
+    delays.prove_undisturbed(layout, 4, range(seed, seed + 1), 0.002, prefix, ranks)
