@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import ConfigError
-from megalite.training.launch import choose_device, configure_process, leave, start_process_group, world_size
+from megalite.training.launch import abandon, choose_device, configure_process, leave, start_process_group, world_size
 
 
 def main() -> None:
@@ -17,6 +17,7 @@ def main() -> None:
     from megalite.config.rules import check
     from megalite.data import dataset
     from megalite.mesh import describe
+    from megalite.parallel.collectives import CommunicationError
     from megalite.training import build
     from megalite.training.fit import fit
     from megalite.training.memory import report
@@ -31,7 +32,7 @@ def main() -> None:
     except ConfigError as error:
         exit_with(str(error))
     configure_process(device, config.run.deterministic)
-    start_process_group(device)
+    start_process_group(device, config.run.timeout)
     mesh = build.make_mesh(config)
     try:
         trainer = Trainer(config, mesh, device)
@@ -43,8 +44,11 @@ def main() -> None:
         backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
         print(f"{describe(mesh.layout)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
         print("\n".join(memory), flush=True)
-    fit(trainer)
-    trainer.close()
+    try:
+        fit(trainer)
+        trainer.close()
+    except CommunicationError as error:
+        abandon(error)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def main() -> None:
     device = torch.device("cpu")
     torch.set_num_threads(spec["threads"])
     configure_process(device)
-    start_process_group(device)
+    start_process_group(device, config.run.timeout)
     trainer = Trainer(config, build.make_mesh(config), device)
     gc.collect()  # as the training loop does
     gc.freeze()

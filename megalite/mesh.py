@@ -11,6 +11,7 @@ import argparse
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,7 @@ class Mesh:
         channels: names of the point-to-point communicators over the pp axis, in the order of creation.
         dp_shard: data ranks that share weights, gradients and optimizer state between them, neighbours; the others are replicas of them.
             1 shares nothing, None shares over all.
+        timeout: after which an operation whose peers do not answer fails; by default torch's.
         chained: whether totals travel along the pipeline instead of through the world: adds their channels, and an axis of a stage's ranks.
     """
 
@@ -98,10 +100,11 @@ class Mesh:
         channels: Sequence[str] = (),
         dp_shard: int | None = None,
         chained: bool = False,
+        timeout: timedelta | None = None,
     ):
         import torch.distributed as dist
 
-        self.layout = layout
+        self.layout, self.timeout = layout, timeout
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         available = dist.get_world_size() if dist.is_initialized() else 1
         if layout.world != available:
@@ -151,15 +154,14 @@ class Mesh:
             self._groups[ranks] = dist.group.WORLD if world else self._new_group(ranks)  # type: ignore[assignment]
         return self._groups[ranks]
 
-    @staticmethod
-    def _new_group(ranks: tuple[int, ...]) -> ProcessGroup:
+    def _new_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """Only the members meet: at a thousand ranks nobody waits for groups that are not its own.
 
         Every rank makes its groups axis by axis in the same order, and equally many, so members never wait for each other in a circle.
         """
         import torch.distributed as dist
 
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        return dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
 
     def _warm_up(self) -> None:
         """Connect every communicator now, in one order: a lazy first use inside the pipeline could hang."""

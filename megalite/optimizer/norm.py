@@ -85,7 +85,7 @@ class NormChain:
 
     def _message(self, operation: Callable[..., Any], x: Tensor, step: int, channel: str) -> Any:
         self.norm.mesh.traffic[operation.__name__, "totals"] += 1
-        return message(operation, x, self.pp.ranks[self.pp.rank + step], self.channels[channel])
+        return message(operation, x, self.pp.ranks[self.pp.rank + step], self.channels[channel], f"gradient norm, {channel}")
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor | None:

@@ -12,6 +12,7 @@ bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,44 @@ reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class CommunicationError(RuntimeError):
+    """Another rank has ended, or did not answer within the time limit; the message names the operation and the rank (`peer`, if known)."""
+
+    def __init__(self, message: str, peer: int | None):
+        super().__init__(message)
+        self.peer = peer
+
+
+class Work:
+    """An operation with one rank, or with all of a group (`peer` None), started here. Says what it was when it fails, at once or later."""
+
+    def __init__(self, start: Callable[[], Any], what: str, peer: int | None = None):
+        self._what, self._peer = what, peer
+        try:
+            self._work = start()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def is_completed(self) -> bool:
+        completed: bool = self._work.is_completed()
+        return completed
+
+    def _failure(self, error: RuntimeError) -> CommunicationError:
+        who = "a rank of its group" if self._peer is None else f"rank {self._peer}"
+        reason = str(error).strip().splitlines()[0]
+        return CommunicationError(f"rank {dist.get_rank()}: {self._what} failed, {who} is gone or does not answer: {reason}", self._peer)
+
+
 class Pending:
     """A collective under way. `wait()` returns its result and may be called once."""
 
-    def __init__(self, works: list[Any], result: Callable[[], Tensor], held: Any = None):
+    def __init__(self, works: list[Work], result: Callable[[], Tensor], held: Any = None):
         self._works, self._result, self._held = works, result, held  # held: buffers that must outlive the transfer
 
     def wait(self) -> Tensor:
@@ -38,17 +73,24 @@ class Pending:
         return self._result()
 
 
+def _group_work(start: Callable[[], Any], what: str, axis: MeshAxis) -> Work:
+    return Work(start, f"{what} over {axis.name} (ranks {', '.join(map(str, axis.ranks))})")
+
+
 def _is_gloo(axis: MeshAxis) -> bool:
     return dist.get_backend(axis.group) == "gloo"
 
 
-def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis) -> list[Any]:
+def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, what: str) -> list[Work]:
     """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, ourselves left out."""
     works = []
     for step in range(1, axis.size):  # each rank starts with its own neighbour: no rank is everybody's first target
         source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
-        works.append(dist.irecv(incoming[source], src=axis.ranks[source], group=axis.group))
-        works.append(dist.isend(outgoing[target], dst=axis.ranks[target], group=axis.group))
+        receive, send = (
+            partial(dist.irecv, incoming[source], src=axis.ranks[source], group=axis.group),
+            partial(dist.isend, outgoing[target], dst=axis.ranks[target], group=axis.group),
+        )
+        works += [Work(receive, f"{what} over {axis.name}", axis.ranks[source]), Work(send, f"{what} over {axis.name}", axis.ranks[target])]
     return works
 
 
@@ -63,11 +105,11 @@ def _ordered_sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def message(operation: Callable[..., Any], x: Tensor, peer: int, group: Any) -> Any:
+def message(operation: Callable[..., Any], x: Tensor, peer: int, group: Any, what: str) -> Work:
     """Start dist.isend or dist.irecv with a rank: on NCCL as a batch of one, which uses the group's own communicator, not a lazy pair."""
     if dist.get_backend(group) == "gloo":
-        return operation(x, peer, group=group)
-    return dist.batch_isend_irecv([dist.P2POp(operation, x, peer, group)])[0]
+        return Work(lambda: operation(x, peer, group=group), what, peer)
+    return Work(lambda: dist.batch_isend_irecv([dist.P2POp(operation, x, peer, group)])[0], what, peer)
 
 
 def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable: bool = False) -> Pending:
@@ -81,10 +123,10 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
     x = x.contiguous()
     if not _is_gloo(axis):
         out = x if disposable or into is x else x.clone() if into is None else into.copy_(x)
-        return Pending([dist.all_reduce(out, group=axis.group, async_op=True)], lambda: out)
+        return Pending([_group_work(lambda: dist.all_reduce(out, group=axis.group, async_op=True), "all_reduce", axis)], lambda: out)
     if axis.size == 2 or x.nbytes <= WHOLE_EXCHANGE_BYTES or x.numel() % axis.size:
         parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
-        return Pending(_exchange([x] * axis.size, parts, axis), lambda: _deliver(_ordered_sum(parts), into), x)
+        return Pending(_exchange([x] * axis.size, parts, axis, "all_reduce"), lambda: _deliver(_ordered_sum(parts), into), x)
     scattered = _scatter_sum(x.view(-1), axis)
 
     def gather() -> Tensor:
@@ -101,14 +143,14 @@ def _scatter_sum(x: Tensor, axis: MeshAxis) -> Pending:
     """gloo: this rank's part (along dim 0) of the sum."""
     outgoing = list(x.chunk(axis.size))
     parts = [outgoing[rank] if rank == axis.rank else torch.empty_like(outgoing[0]) for rank in range(axis.size)]
-    return Pending(_exchange(outgoing, parts, axis), lambda: _ordered_sum(parts), x)
+    return Pending(_exchange(outgoing, parts, axis, "reduce_scatter"), lambda: _ordered_sum(parts), x)
 
 
 def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
     """gloo: the ranks' tensors, concatenated along dim 0."""
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
     parts = list(out.chunk(axis.size))
-    works = _exchange([x] * axis.size, parts, axis)
+    works = _exchange([x] * axis.size, parts, axis, "all_gather")
     if parts[axis.rank].data_ptr() != x.data_ptr():
         parts[axis.rank].copy_(x)
     return Pending(works, lambda: out, x)
@@ -124,7 +166,8 @@ def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pen
         pending = _scatter_sum(x, axis)
         return Pending([], lambda: _deliver(pending.wait(), into))
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
-    return Pending([reduce_scatter_into(out, x, group=axis.group, async_op=True)], lambda: out, x)
+    work = _group_work(lambda: reduce_scatter_into(out, x, group=axis.group, async_op=True), "reduce_scatter", axis)
+    return Pending([work], lambda: out, x)
 
 
 def all_gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
@@ -136,4 +179,4 @@ def all_gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending
     if _is_gloo(axis):
         return _gather(x, axis, into)
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
-    return Pending([all_gather_into(out, x, group=axis.group, async_op=True)], lambda: out, x)
+    return Pending([_group_work(lambda: all_gather_into(out, x, group=axis.group, async_op=True), "all_gather", axis)], lambda: out, x)

@@ -6,11 +6,13 @@ The trainer, verification and generation build the same parts here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
 import torch
 
+from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs, stage_units
@@ -76,7 +78,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
 
 def make_mesh(config: Config) -> Mesh:
     """Every group and channel that this configuration needs. Collective: called by every rank of the world."""
-    return Mesh(layout(config), **mesh_options(config))
+    return Mesh(layout(config), **mesh_options(config), timeout=timedelta(seconds=duration_seconds(config.run.timeout) or 0))
 
 
 @dataclass

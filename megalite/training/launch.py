@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn
+from time import sleep
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from megalite.config.rules.training import duration_seconds
+
+if TYPE_CHECKING:
+    from megalite.parallel.collectives import CommunicationError
+
+GRACE = 2.0  # seconds that a rank which can not go on stays
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
@@ -61,15 +69,42 @@ def configure_cpu() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def start_process_group(device: torch.device, timeout_s: float = 600.0) -> None:
-    """Join the other ranks, where torchrun started more than one."""
+def start_process_group(device: torch.device, timeout: str) -> None:
+    """Join the other ranks, where torchrun started more than one. `timeout`: a duration, see run.timeout."""
     if world_size() == 1:
         return
     import torch.distributed as dist
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     options = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)  # type: ignore[arg-type]
+    dist.init_process_group(backend, timeout=timedelta(seconds=duration_seconds(timeout) or 0), **options)  # type: ignore[arg-type]
+
+
+def abandon(error: CommunicationError) -> NoReturn:
+    """End the process after a failure of communication, status 1: nothing that needs other ranks can still be done.
+
+    A rank that waits for one that has given up loses that one too, so all say whom they lost, and the message names where it began.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks once it has seen one end; this one does so by itself
+    print(f"{error}{_origin(error)}", file=sys.stderr, flush=True)
+    sleep(GRACE)  # so that those who wait for this rank can ask
+    os._exit(1)
+
+
+def _origin(error: CommunicationError) -> str:
+    """Which rank was lost first, as far as the others have said."""
+    import torch.distributed as dist
+
+    if error.peer is None:
+        return ""
+    store, rank, seen = dist.distributed_c10d._get_default_store(), dist.get_rank(), set[int]()
+    with suppress(RuntimeError):  # the store may be gone too
+        store.set(f"lost/{rank}", str(error.peer))
+        sleep(GRACE)
+        while rank not in seen and store.check([f"lost/{rank}"]):
+            seen.add(rank)
+            rank = int(store.get(f"lost/{rank}"))
+    return f" (rank {rank} was lost first)" if seen and rank not in seen else ""
 
 
 def leave() -> NoReturn:

@@ -53,7 +53,7 @@ def record(config: Config, steps: int, directory: Path) -> None:
 
     device = choose_device()
     configure_process(device, config.run.deterministic)
-    start_process_group(device)
+    start_process_group(device, config.run.timeout)
     trainer = Trainer(config, build.make_mesh(config), device)
     scalars = []
     for _ in range(steps):

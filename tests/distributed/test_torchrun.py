@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +95,34 @@ def test_a_signal_to_one_worker_saves_and_ends_all_and_the_run_resumes_until_its
     status, output = finish(start(alone))
     assert status == 2 and "model.hidden_size was 32, is 64" in output and len(output.splitlines()) == 1, output
     assert checkpoint_step(run) == again
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers through /proc")
+@pytest.mark.parametrize("end, limit", [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 40.0)], ids=["killed", "stopped"])
+def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, end, limit):
+    """Killed, its connections close; stopped, it does not answer within run.timeout. Nobody hangs in either case."""
+    run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
+    options = ["--run.timeout", "5s", "--train.global_batch_size", "6"]
+    arguments = command(run, prefix, *options)
+    arguments[arguments.index("--nproc-per-node") + 1] = arguments[arguments.index("--dp") + 1] = "3"
+    process = start(arguments)
+    wait_for_steps(run, process, 3)
+    gone = worker(process, 1)
+    os.kill(gone, end)
+    began = time.monotonic()
+    try:
+        others = [worker(process, rank) for rank in (0, 2)]
+        while any(Path(f"/proc/{other}").exists() for other in others) and time.monotonic() < began + limit:
+            time.sleep(0.1)
+        assert not any(Path(f"/proc/{other}").exists() for other in others), "a rank still waits"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(gone, signal.SIGKILL)
+    status, output = finish(process)
+    assert status != 0
+    for rank in (0, 2):
+        assert re.search(rf"^rank {rank}: \w+ over \w+ failed, rank \d .*\(rank 1 was lost first\)$", output, re.MULTILINE), output
+    assert str(ROOT / "megalite") not in output, "no frame of ours is shown"
 
 
 def test_a_wrong_configuration_is_one_message(tmp_path):

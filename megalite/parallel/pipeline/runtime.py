@@ -246,7 +246,7 @@ class Runtime:
         assert action.peer is not None
         peer = self.mesh.pp.ranks[action.peer]
         self.mesh.traffic[operation.__name__, "pp"] += 1
-        return message(operation, tensor, peer, group)
+        return message(operation, tensor, peer, group, f"pipeline message {action}")
 
     @staticmethod
     def _input(run: _Run, action: Action, local: Tensor | None) -> Tensor:
