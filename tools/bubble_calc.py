@@ -30,7 +30,7 @@ from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import draw
 from megalite.planning import drawing, measured, trace
-from megalite.planning.bubble import BUBBLES, Plan, compare, durations, grid, heading, percent, plan, summary, sweep, table
+from megalite.planning.bubble import BUBBLES, Plan, compare, durations, grid, heading, plan, summary, sweep, table
 
 FORMATS = (".png", ".svg", ".html", ".json")
 MOST_DRAWN = 2_000  # actions up to which the terminal shows the timeline unasked
@@ -170,12 +170,9 @@ def from_run(options: argparse.Namespace) -> tuple[list[Plan], Any]:
     run = measured.read(options.from_run)
     plans = run.compare() if options.compare else [run.plan]
     if options.json:
-        found = {"measured": {"bubble_fraction": run.bubble_fraction, "steps": run.steps}, "predicted": single(run.plan, options)}
+        found = {"measured": {**run.bubbles, "steps": run.steps}, "predicted": single(run.plan, options)}
         return plans, found | (compared(plans, options) if options.compare else {})
-    bubble, rate = run.plan.timeline.bubble_fraction, run.plan.timeline.bubble_rate
-    was = f"measured   bubble_fraction {percent(run.bubble_fraction)}, over {len(run.steps)} steps"
-    should = f"predicted  bubble_fraction {percent(bubble)}, bubble_rate {percent(rate)}"
-    parts = [f"{was}\n{should}", single(run.plan, options)]
+    parts = [run.beside(), single(run.plan, options)]
     if options.compare:
         halves = "" if run.plan.splits else " (of a backward, each gradient is taken to be a half)"
         parts.append(f"Every schedule with the mean of these durations{halves}: {compared(plans, options)}")

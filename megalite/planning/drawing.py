@@ -110,7 +110,7 @@ def _add_panel(made: Picture, plan: Plan, scale: float) -> None:
     row = 28 if ranks <= 8 else 24 if ranks <= 16 else 16
     for rank, (held, busy) in enumerate(zip(plan.peaks(), timeline.busy, strict=True)):
         _add_row(made, plan, rank, scale, row)
-        columns = ((LEFT - 8, f"rank {rank}"), (idle, percent(1 - busy / timeline.makespan)), (peak, number(held)))
+        columns = ((LEFT - 8, f"rank {rank}"), (idle, percent(1 - busy / timeline.makespan)), (peak, f"{held:.4g}"))
         made.labels += [Label(x, made.height + row / 2 + 2, text, min(12, row - 4), "end") for x, text in columns]
         made.height += row
     _add_axis(made, timeline.makespan, scale, plan.unit)

@@ -10,7 +10,7 @@ from typing import Any
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planning.bubble import Plan, compare
+from megalite.planning.bubble import BUBBLES, Plan, aligned, compare, percent
 
 TIMELINE = Path("traces", "timeline.json")
 PASSES = ("forward", "input_backward", "weight_backward")
@@ -18,11 +18,16 @@ PASSES = ("forward", "input_backward", "weight_backward")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run's schedule, simulated with the durations that it measured (seconds), and the bubble that it measured."""
+    """A run's schedule, simulated with the durations that it measured (seconds), and the bubbles that it measured, by their names."""
 
     plan: Plan
     steps: list[int]
-    bubble_fraction: float
+    bubbles: dict[str, float]
+
+    def beside(self) -> str:
+        """Measured and predicted, side by side."""
+        rows = [(name, percent(value), percent(getattr(self.plan.timeline, name))) for name, value in self.bubbles.items()]
+        return aligned([(f"over {len(self.steps)} steps", "measured", "predicted"), *rows])
 
     def compare(self) -> list[Plan]:
         """What every schedule would take with the mean over ranks of these durations.
@@ -52,13 +57,12 @@ def read(run: Path) -> MeasuredRun:
         passes = {name: _per_stage(found["durations"], name, schedule.stages) for name in PASSES}
         comm = float(found["comm"])
         timeline = simulate(schedule, **passes, comm=comm)
-        measured = MeasuredRun(
-            Plan(schedule, timeline, {**passes, "comm": comm}, "s"), list(found["steps"]), float(found["measured"]["bubble_fraction"])
-        )
+        bubbles = {name: float(found["measured"][name]) for name in BUBBLES if name in found["measured"]}
+        measured = MeasuredRun(Plan(schedule, timeline, {**passes, "comm": comm}, "s"), list(found["steps"]), bubbles)
         if not timeline.ideal > 0:
             raise ValueError("its durations are all 0")
     except OSError as error:
-        raise ScheduleError(f"{path}: {error.strerror}. A run writes it where its timeline is recorded.") from None
+        raise ScheduleError(f"{path}: {error.strerror}. A run writes it where profiling.timeline is set.") from None
     except KeyError as error:
         raise ScheduleError(f"{path} has no {error}: it is not a run's timeline.") from None
     except (TypeError, ValueError) as error:
