@@ -107,14 +107,13 @@ def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, end, limit):
     arguments[arguments.index("--nproc-per-node") + 1] = arguments[arguments.index("--dp") + 1] = "3"
     process = start(arguments)
     wait_for_steps(run, process, 3)
-    gone = worker(process, 1)
+    first, gone, last = (worker(process, rank) for rank in range(3))
     os.kill(gone, end)
     began = time.monotonic()
     try:
-        others = [worker(process, rank) for rank in (0, 2)]
-        while any(Path(f"/proc/{other}").exists() for other in others) and time.monotonic() < began + limit:
+        while any(Path(f"/proc/{other}").exists() for other in (first, last)) and time.monotonic() < began + limit:
             time.sleep(0.1)
-        assert not any(Path(f"/proc/{other}").exists() for other in others), "a rank still waits"
+        assert not any(Path(f"/proc/{other}").exists() for other in (first, last)), "a rank still waits"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(gone, signal.SIGKILL)
