@@ -60,9 +60,7 @@ class NormChain:
 
     def start(self, others: Sequence[float | Tensor]) -> None:
         """Add this rank's part to the chain. Collective over the ranks of a stage."""
-        for work, _ in self._sends:
-            work.wait()
-        self._sends = []
+        self.finish()
         sums = all_reduce(self.norm.own(others), self.stage).wait()
         if self.pp.rank > 0:
             before = torch.empty_like(sums)
@@ -82,6 +80,12 @@ class NormChain:
         if self.pp.rank > 0:
             self._sends.append((self._message(dist.isend, self._total, -1, "totals_down"), self._total))
         return self._total[0].sqrt(), self._total[1:]
+
+    def finish(self) -> None:
+        """Return once everything sent has arrived: what nobody holds any more would be lost on the way."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends = []
 
     def _message(self, operation: Callable[..., Any], x: Tensor, step: int, channel: str) -> Any:
         self.norm.mesh.traffic[operation.__name__, "totals"] += 1

@@ -99,9 +99,11 @@ class Closing:
         return right
 
     def settle(self) -> None:
-        """Bring a step that is pending to its end. Collective."""
+        """Bring a step that is pending to its end, and its totals to the other ranks. Collective."""
         if self.pending is not None:
             self.validate()
+        if self.chain is not None:
+            self.chain.finish()
 
     def take_known(self) -> list[Update]:
         """The updates whose totals have become known since the last call, in order."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
@@ -120,3 +124,26 @@ def settle_and_go_on(context: Any, config: dict[str, Any]) -> bool:
     steps += [result.step for result in trainer.advance(wait=True)]
     trainer.close()
     return pending and steps == [1, 2, 3, 4, 5]
+
+
+def test_a_total_reaches_a_slow_rank_although_the_last_one_has_closed_and_gone(ranks, prefix):
+    """gloo drops a message whose sender no longer holds it."""
+    config = config_of({**MODEL, **LAYOUTS["pp 2, tied"], "schedule": "zb-h2"}, prefix)
+    assert len(set(ranks.run(2, close_at_once, config, timeout=20.0))) == 1
+
+
+def close_at_once(context: Any, config: dict[str, Any]) -> float:
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    irecv = dist.irecv
+
+    def late(*args: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return irecv(*args, **options)
+
+    with patch.object(dist, "irecv", late if context.rank == 0 else irecv):
+        loss = trainer.step().loss
+    trainer.close()
+    del trainer
+    gc.collect()
+    return loss
