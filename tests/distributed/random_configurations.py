@@ -22,6 +22,7 @@ from megalite.config.load import OPTIONS, Arguments, from_dict, nest, resolve, t
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.optimizer.schedule import batch_scale
+from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.training.launch import configure_process
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
@@ -90,10 +91,13 @@ def draw(seed: int, files: Files) -> Draw:
 
 def legal_options(random: Random, files: Files) -> Options:
     tp, pp, dp = random.choice(LAYOUTS)
-    layers = pp + random.randint(0, 3)
+    schedule, virtual_stages, chunks = _schedule(random)
+    layers = pp * chunks + random.randint(0, 3)
     shape = {"parallel.tp": tp, "parallel.pp": pp, "parallel.dp": dp, "model.num_hidden_layers": layers}
+    plan = {"parallel.schedule": schedule, "parallel.virtual_stages": virtual_stages}
     model = _model(random, tp, layers)
-    return {**shape, **model, **_parallel(random, tp, pp, layers), **_data(random, tp, files), **_train(random, dp), **_optimizer(random)}
+    parallel, data = _parallel(random, dp, pp * chunks, layers), _data(random, tp, files)
+    return {**shape, **plan, **model, **parallel, **data, **_train(random, dp), **_optimizer(random)}
 
 
 def _model(random: Random, tp: int, layers: int) -> Options:
@@ -140,14 +144,28 @@ SCALINGS = (
 )
 
 
-def _parallel(random: Random, tp: int, pp: int, layers: int) -> Options:
-    cuts = [0, *sorted(random.sample(range(1, layers), pp - 1)), layers]
+def _schedule(random: Random) -> tuple[str, int | None, int]:
+    """A schedule, its virtual stages as given, and the stages that a rank then has."""
+    schedule = random.choice(SCHEDULES)
+    own = {"interleaved": random.choice((None, 1, 2, 3)), "zb-v": random.choice((None, 2)), "v-half": random.choice((None, 2))}
+    given = own.get(schedule, random.choice((None, None, 1)))
+    return schedule, given, given or (2 if schedule in own else 1)
+
+
+def _parallel(random: Random, dp: int, stages: int, layers: int) -> Options:
+    cuts = [0, *sorted(random.sample(range(1, layers), stages - 1)), layers]
+    by_hand = {"parallel.partition": [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)]}
+    by_cost = {"parallel.layer_costs": [random.choice((0.5, 1, 4)) for _ in range(layers + 2)]}
+    zero = random.choice((0, 1, 2, 3))
     return {
         "parallel.sequence_parallel": random.random() < 0.5,
-        "parallel.zero": random.choice((0, 1)),
+        "parallel.zero": zero,
+        "parallel.dp_shard": random.choice((None, *(n for n in range(1, dp + 1) if zero and dp % n == 0))),
+        "parallel.zero3_reshard": random.choice(("action", "step")),
         "parallel.bucket_mb": random.choice((1e-4, 0.01, 25.0)),
-        "parallel.schedule": random.choice(("gpipe", "1f1b")),
-        "parallel.partition": random.choice((None, [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)])),
+        "parallel.schedule_costs": random.choice(([1, 1, 1, 0], [1, 2, 1, 0.3], [0, 1, 0, 0], [1, 0.5, 3, 2])),
+        "parallel.optimistic_step": random.choice((True, False)),
+        **random.choice(({}, by_hand, by_cost)),
     }
 
 
