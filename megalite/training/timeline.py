@@ -79,7 +79,7 @@ class TimelineRecorder:
         if not self.record.steps:
             return
         records = gather(self.record, self.trainer.mesh.world.size)
-        self.record.steps = {}
+        self.record = Record(self.record.host)
         if records is not None:
             found = timeline(self.trainer.schedule, self.trainer.mesh.layout, records)
             path = write(found, self.trainer.run_dir)

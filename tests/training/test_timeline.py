@@ -1,0 +1,224 @@
+"""The measured timeline: what it says of known times, and that a run's own is whole, ordered and consistent with its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+from collections import defaultdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.load import from_dict
+from megalite.mesh import Layout
+from megalite.parallel.pipeline.clock import DeviceClock, Mark, Ran
+from megalite.parallel.pipeline.generator import build
+from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.training.fit import fit
+from megalite.training.timeline import Record, describe, timeline
+from megalite.training.trainer import Trainer
+from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.jobs import mesh_of
+from tests.distributed.layouts import Case
+from tests.distributed.pool import RankContext
+
+F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": False, "dropout": 0.0}
+
+
+def by_hand(start: float, hosts: tuple[str, str] = ("a", "a"), shift: float = 0.0, step: int = 3) -> list[Record]:
+    """One microbatch of 1f1b on two ranks: forward takes 2 and 1, backward 3 and 4, a message 1; the second rank's clock is ahead."""
+    first = [Ran(Action(F, 0, 0), 0, 0, 2), Ran(Action(B, 0, 0), 2, 9, 12)]
+    second = [Ran(Action(F, 1, 0), -1, 3, 4), Ran(Action(B, 1, 0), 4, 4, 8)]
+    at = [
+        [Ran(action, *(start + ahead + time for time in times)) for action, *times in ran] for ran, ahead in ((first, 0), (second, shift))
+    ]
+    clocks = [[90.0, 91.0, 95.0], [90.0 + shift, 91.0 + shift + 0.5, 95.0 + shift]]  # once a rank left the barrier late
+    return [Record(host, clock, {step: ran}) for host, clock, ran in zip(hosts, clocks, at, strict=True)]
+
+
+@pytest.mark.parametrize("hosts, shift", [(("a", "a"), 0.0), (("a", "b"), 1000.0), (("a", "b"), -50.0)])
+def test_known_times(hosts: tuple[str, str], shift: float) -> None:
+    found = timeline(build("1f1b", 2, 1), Layout(pp=2), by_hand(100.0, hosts, shift))
+    assert {key: found[key] for key in ("schedule", "pp", "microbatches", "virtual_stages", "steps")} == {
+        **{"schedule": "1f1b", "pp": 2, "microbatches": 1, "virtual_stages": 1, "steps": [3]}
+    }
+    assert found["durations"] == {"forward": [2, 1], "input_backward": [3, 4], "weight_backward": None}
+    assert found["comm"] == 1
+    idle = pytest.approx({"bubble_fraction": 1 - 10 / 24, "bubble_rate": 1 - 5 / 12})  # 10 seconds of work in 12 on two ranks
+    assert found["measured"] == idle and found["predicted"] == idle
+
+
+def test_clocks_of_one_host_are_taken_as_they_are() -> None:
+    records = by_hand(100.0, ("a", "a"))
+    records[1].clock = [reading + 7 for reading in records[1].clock]  # late out of every barrier
+    assert timeline(build("1f1b", 2, 1), Layout(pp=2), records)["comm"] == 1
+
+
+def test_the_trace_shows_actions_waits_and_the_prediction() -> None:
+    events = timeline(build("1f1b", 2, 1), Layout(pp=2), by_hand(100.0))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "measured", 1: "predicted"}
+    assert {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    slices: defaultdict[Any, list[Any]] = defaultdict(list)
+    for event in (event for event in events if event["ph"] == "X"):
+        slices[event["pid"], event["tid"]].append((event["name"], event["ts"] / 1e6, event["dur"] / 1e6))
+    # the second rank began to wait a second before the first one computed: there the trace begins
+    assert slices[0, 0] == [("F0.0", 1, 2), ("wait", 3, 7), ("B0.0", 10, 3)]
+    assert slices[0, 1] == [("wait", 0, 4), ("F1.0", 4, 1), ("B1.0", 5, 4)]
+    assert slices[1, 0] == [("F0.0", 1, 2), ("B0.0", 10, 3)] and slices[1, 1] == [("F1.0", 4, 1), ("B1.0", 5, 4)]
+
+
+def test_medians_and_means_are_over_steps_and_pipelines() -> None:
+    """Two pipelines and two steps; in one step of one pipeline everything takes ten times as long."""
+    records = []
+    for rank in range(4):  # pp is the outermost axis: the pipelines are ranks 0 and 2, 1 and 3
+        mine = by_hand(0.0)[rank // 2]
+        slow = [Ran(action, *(100 + (10 if rank % 2 else 1) * time for time in times)) for action, *times in mine.steps[3]]
+        records.append(Record("a", [], {3: mine.steps[3], 4: slow}))
+    found = timeline(build("1f1b", 2, 1), Layout(pp=2, dp=2), records)
+    assert found["steps"] == [3, 4]
+    assert found["durations"]["forward"] == [2, 1] and found["comm"] == 1
+    assert found["measured"]["bubble_fraction"] == pytest.approx(1 - 10 / 24)
+    names = [event["args"]["name"] for event in found["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["measured dp 0", "measured dp 1", "predicted"]
+    lines = "\n".join(describe(found))
+    assert "steps 3 to 4" in lines and "58.3% measured, 58.3% predicted" in lines and "1000.00–2000.00 ms" in lines
+
+
+def test_events_of_a_device_become_host_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's events know milliseconds between each other alone; the one recorded when reading ties them to the host's clock."""
+    device = iter([5.0, 7.0, 10.0, 40.0])  # milliseconds at which the stream passes one event after the other
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(device)
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock, action = DeviceClock(), Action(F, 0, 0)
+    before = perf_counter()
+    (ran,) = clock.read([Mark(action, clock.mark(), clock.mark(), clock.mark())])
+    assert (ran.start - ran.free, ran.end - ran.start) == pytest.approx((0.002, 0.003))
+    assert before <= ran.end + 0.030 <= perf_counter()
+
+
+# ---- real runs
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), MODEL["vocab_size"])
+
+
+def fit_quietly(context: RankContext, config: dict[str, Any]) -> str:
+    """Run the training loop; what it prints on this rank."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            fit(trainer)
+    finally:
+        trainer.close()
+        gc.unfreeze()
+        gc.enable()
+    return printed.getvalue()
+
+
+def configure(prefix: str, directory: Path, profiling: dict[str, Any], steps: int = 4, **case: Any) -> dict[str, Any]:
+    changes = {"run": {"dir": str(directory), "name": "run"}, "profiling": profiling, "checkpoint": {"load": "auto"}}
+    config = config_of({**MODEL, **case}, prefix, **changes)
+    config["train"]["steps"] = steps
+    return config
+
+
+CASES: list[Case] = [
+    {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "1f1b"},
+    {"pp": 2, "tp": 2, "microbatches": 4, "schedule": "zb-v"},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["schedule"])
+def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks: Any, tmp_path: Path) -> None:
+    config = configure(prefix, tmp_path, {"timeline": True, "steps": [2, 3]}, **case)
+    printed = ranks.run(4, fit_quietly, config)
+    found = json.loads((tmp_path / "run" / "traces" / "timeline.json").read_text())
+    schedule = build(case["schedule"], 2, 4)
+    assert found["steps"] == [2, 3] and found["virtual_stages"] == schedule.stages // 2
+    assert all(len(values) == schedule.stages for name, values in found["durations"].items() if values)
+    assert (found["durations"]["weight_backward"] is None) == (Kind.WEIGHT not in schedule.passes)
+    assert min(value for values in found["durations"].values() if values for value in values) > 0
+
+    slices: defaultdict[Any, list[Any]] = defaultdict(list)
+    for event in found["traceEvents"]:
+        if event["ph"] == "X" and event["name"] != "wait" and event["pid"] < 2:
+            slices[event["pid"], event["args"]["step"], event["tid"]].append(event)
+    assert len(slices) == 2 * 2 * 2  # pipelines, steps, ranks
+    for (pid, step, rank), events in slices.items():
+        assert [event["name"] for event in events] == [repr(action) for action in schedule.compute(rank)]
+        ends = {event["name"]: event["ts"] + event["dur"] for rank in range(2) for event in slices[pid, step, rank]}
+        for before, after in zip(events, events[1:], strict=False):
+            assert after["ts"] >= before["ts"] + before["dur"]
+        for event in events:  # nothing starts before what it needs, wherever that ran
+            kind, stage, microbatch = event["name"][0], event["args"]["stage"], event["args"]["microbatch"]
+            needed = {"F": f"F{stage - 1}.{microbatch}", "B": f"B{stage + 1}.{microbatch}", "W": f"B{stage}.{microbatch}"}[kind]
+            assert event["ts"] >= ends.get(needed, 0.0)
+
+    assert 0 <= found["predicted"]["bubble_fraction"] < 1 and 0 < found["measured"]["bubble_fraction"] < 1
+    assert f"bubble_fraction {found['measured']['bubble_fraction']:.1%} measured" in printed[0]
+    assert "timeline.json" in printed[0] and not any(printed[1:])
+    written = [json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(written) == 4 and all(0 < bubble < 1 for bubble in written)
+
+
+def test_a_run_that_ends_early_writes_what_it_has_and_one_that_begins_late_says_so(prefix: str, ranks: Any, tmp_path: Path) -> None:
+    profiling = {"timeline": True, "steps": [2, 9]}
+    ranks.run(2, fit_quietly, configure(prefix, tmp_path, profiling, pp=2, microbatches=2, schedule="1f1b"))
+    path = tmp_path / "run" / "traces" / "timeline.json"
+    assert json.loads(path.read_text())["steps"] == [2, 3, 4]
+    path.unlink()
+    late = configure(prefix, tmp_path, {**profiling, "steps": [1, 4]}, steps=5, pp=2, microbatches=2, schedule="1f1b")
+    late["checkpoint"]["allow"] = ["horizon"]
+    printed = ranks.run(2, fit_quietly, late)[0]
+    assert "resumed after step 4" in printed and "no timeline: the run has done none of profiling.steps = [1, 4]" in printed
+    assert not path.exists()
+
+
+def one_step(context: RankContext, config: dict[str, Any]) -> tuple[float | None, list[tuple[float, float]]]:
+    """A step's bubble_fraction, and when this rank's actions started and ended."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        return trainer.step().bubble_fraction, [(start, end) for _, _, start, end in trainer.parts.runtime.ran]
+    finally:
+        trainer.close()
+
+
+def test_bubble_fraction_is_measured_and_the_same_on_every_rank(prefix: str, ranks: Any, tmp_path: Path) -> None:
+    config = configure(prefix, tmp_path, {}, pp=2, dp=2, microbatches=4, schedule="1f1b")
+    found = ranks.run(4, one_step, config)
+    busy = sum(end - start for _, ran in found for start, end in ran)
+    available = sum(2 * (ran[-1][1] - ran[0][0]) for _, ran in found[:2])  # ranks 0 and 1 hold the first stage, of two
+    assert len({bubble for bubble, _ in found}) == 1 and found[0][0] == pytest.approx(1 - busy / available)
+    assert not (tmp_path / "run" / "traces").exists()
+
+
+def test_one_process_waits_for_nobody(prefix: str, ranks: Any, tmp_path: Path) -> None:
+    ranks.run(1, fit_quietly, configure(prefix, tmp_path, {"timeline": True, "steps": [2, 2]}, microbatches=2))
+    found = json.loads((tmp_path / "run" / "traces" / "timeline.json").read_text())
+    assert found["pp"] == 1 and found["comm"] == 0 and found["predicted"] == {"bubble_fraction": 0, "bubble_rate": 0}
+    names = [event["name"] for event in found["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
+    assert names == ["F0.0", "B0.0", "F0.1", "B0.1"]
