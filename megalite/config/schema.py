@@ -200,6 +200,8 @@ class TrainConfig:
     """Sequences of one forward pass on one rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Compute precision; bf16 and fp16 keep fp32 master weights and accumulate in fp32; fp64 is for proof on CPU."""
+    grad_dtype: Literal["wide", "bf16"] = "wide"
+    """What gradients accumulate and travel in: wide is fp32 (fp64 under fp64); bf16 halves their memory and loses digits."""
     recompute: str = "none"
     """Activations recomputed in backward: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
     compile: bool = False

@@ -49,8 +49,7 @@ class AdamW:
         """Update the master weights. `step` is 1-based; gradients are divided by `divisor` first."""
         options = self.options
         for decays, ranges in self._groups.items():
-            if ranges:
-                masters, grads, exp_avgs, exp_avg_sqs = (list(tensors) for tensors in zip(*ranges, strict=True))
+            for masters, grads, exp_avgs, exp_avg_sqs in _calls(ranges):
                 adamw_(
                     masters,
                     grads,
@@ -101,3 +100,12 @@ class AdamW:
             for flat, offset in self.store.held(memory, memory.start, memory.stop)
             for kind, values in self._states(memory)
         ]
+
+
+def _calls(ranges: list[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Ranges of (master, gradient, moments) as the lists of fused calls: one call, or one a range where gradients must be widened first."""
+    if ranges and ranges[0][0].dtype == ranges[0][1].dtype:
+        yield tuple(list(tensors) for tensors in zip(*ranges, strict=True))
+        return
+    for master, grad, *moments in ranges:
+        yield [master], [grad.to(master.dtype)], *([moment] for moment in moments)

@@ -101,6 +101,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         mesh,
         zero=parallel.zero,
         dtype=dtype,
+        grad_dtype=None if train.grad_dtype == "wide" else DTYPES[train.grad_dtype],
         bucket_bytes=parallel.bucket_mb * 1e6,
         device=device,
         keep_tied_apart=config.run.deterministic,

@@ -51,10 +51,11 @@ def formula(trainer: Trainer) -> ModelStates:
     parameters = sum(slot.stop - slot.start for memory in store.buckets for slot in memory.layout.slots)
     memory = store.buckets[0]
     width, wide = memory.weights.itemsize, memory.master.itemsize
+    grad_width = memory.owned_grads.itemsize if memory.gradients is not None else 0
     masters = 3 if width < wide else 2  # in full precision the weights are their own masters
     return ModelStates(
         parameters * width / (shards if store.zero >= 3 else 1),
-        parameters * wide / (shards if store.zero >= 2 else 1),
+        parameters * grad_width / (shards if store.zero >= 2 else 1),
         parameters * wide * masters / (shards if store.zero >= 1 else 1),
     )
 

@@ -192,6 +192,7 @@ ROWS = [
         ("4 * 2", "Nearest: 24 or 32."),
     ),
     Row("fp64 on CPU", {"train.precision": "fp64"}, {"train.precision": "fp32"}, ("2 GPUs", "CUDA_VISIBLE_DEVICES"), devices=2),
+    Row("bf16 gradients of bf16", {"train.grad_dtype": "bf16"}, {"train.precision": "bf16"}, ("not fp32",)),
     Row("recompute mode", {"train.recompute": "every-0"}, {"train.recompute": "every-3"}, ("none, selective, full, every-2",)),
     Row("timeout is a duration", {"run.timeout": "10"}, {"run.timeout": "10s"}, ("10m",)),
     Row("stop_after is a duration", {"train.stop_after": "90"}, {"train.stop_after": "1h30m"}, ("3h50m",)),

@@ -74,20 +74,25 @@ def model_state_bytes(context: Any, config: dict[str, Any]) -> tuple[ModelStates
     return measured(trainer), formula(trainer), trainer.parameters
 
 
-FORMULAS = {0: lambda n: 2 + 4 + 12, 1: lambda n: 2 + 4 + 12 / n, 2: lambda n: 2 + (4 + 12) / n, 3: lambda n: (2 + 4 + 12) / n}
+FORMULAS = {  # g: bytes of a gradient
+    0: lambda n, g: 2 + g + 12,
+    1: lambda n, g: 2 + g + 12 / n,
+    2: lambda n, g: 2 + (g + 12) / n,
+    3: lambda n, g: (2 + g + 12) / n,
+}
+CASES = [*((zero, size, "wide") for zero in FORMULAS for size in (2, 3, 4, 8)), *((zero, 2, "bf16") for zero in FORMULAS)]
 
 
-@pytest.mark.parametrize("zero", FORMULAS)
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_bytes_per_parameter_are_those_of_the_formula(zero, size, ranks, prefix):
-    """bf16: weights of 2 bytes, fp32 gradients, master weights and moments; a model of 20 million parameters."""
+@pytest.mark.parametrize("zero, size, grad_dtype", CASES)
+def test_bytes_per_parameter_are_those_of_the_formula(zero, size, grad_dtype, ranks, prefix):
+    """bf16: weights of 2 bytes, fp32 master weights and moments, gradients of 4 or 2; a model of 20 million parameters."""
     case = {**MODEL, "dp": size, "zero": zero}
     config = config_of(case, prefix, "bf16")
     config["model"] |= {"hidden_size": 464, "intermediate_size": 1392, "num_hidden_layers": 8, "num_attention_heads": 8}
-    config["train"] |= {"global_batch_size": size, "micro_batch_size": 1}
+    config["train"] |= {"global_batch_size": size, "micro_batch_size": 1, "grad_dtype": grad_dtype}
     for found, expected, parameters in ranks.run(size, model_state_bytes, config):
         assert 19e6 < parameters < 21e6
-        assert sum(found) / parameters == pytest.approx(FORMULAS[zero](size), rel=0.02)
+        assert sum(found) / parameters == pytest.approx(FORMULAS[zero](size, 2 if grad_dtype == "bf16" else 4), rel=0.02)
         assert found == pytest.approx(expected, rel=0.02)
 
 
@@ -141,3 +146,12 @@ def test_freeing_late_or_early_is_the_same(ranks, prefix):
         found.append(ranks.run(8, jobs.train, config, STEPS, STATE)[0])
     assert found[0]["losses"] == found[1]["losses"]
     assert all(torch.equal(value, found[1]["tensors"][name]) for name, value in found[0]["tensors"].items())
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_bf16_gradients_follow_fp32_ones(zero, ranks, prefix):
+    """They lose digits with each microbatch that is added, not more."""
+    case = {**MODEL, "dp": 2, "zero": zero, "microbatches": 4}
+    wide, narrow = (run(ranks, prefix, case, "bf16", grad_dtype=dtype)[0] for dtype in ("wide", "bf16"))
+    assert narrow["losses"] == pytest.approx(wide["losses"], rel=1e-3)
+    assert narrow["grad_norms"] == pytest.approx(wide["grad_norms"], rel=2e-2) and narrow["grad_norms"] != wide["grad_norms"]

@@ -32,6 +32,13 @@ RULES: tuple[Rule, ...] = (
         legal="Set it to fp32, bf16 or fp16, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty).",
     ),
     Rule(
+        "bf16 gradients of bf16",
+        "train.grad_dtype",
+        broken=lambda c: c.train.grad_dtype == "bf16" and c.train.precision != "bf16",
+        why=lambda c: f"needs train.precision = bf16, not {c.train.precision}",
+        legal="Leave it out, or set train.precision to bf16.",
+    ),
+    Rule(
         "recompute mode",
         "train.recompute",
         broken=lambda c: not re.fullmatch(r"none|selective|full|every-[1-9]\d*", c.train.recompute),

@@ -74,6 +74,7 @@ class ParameterStore:
             3 its weights alone too, but for those in use (`enter`, `leave`).
         keep_gathered: with 3, frees weights at the end of a step, not after each use.
         dtype: compute precision.
+        grad_dtype: what gradients accumulate in; by default at least fp32.
         keep_tied_apart: see `Weight.keep_apart`.
         training: False holds weights alone, without gradient buffers.
     """
@@ -85,6 +86,7 @@ class ParameterStore:
         *,
         zero: int = 0,
         dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype | None = None,
         bucket_bytes: float = 25e6,
         device: torch.device | str = "cpu",
         keep_tied_apart: bool = False,
@@ -100,7 +102,9 @@ class ParameterStore:
         self.weights: dict[str, Weight] = {}
         self._by_unit: dict[int, list[BucketMemory]] = {}
         layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
-        self.buckets = [self._allocate(layout, dtype, device, training, keep_tied_apart) for layout in layouts]
+        wide = torch.promote_types(dtype, torch.float32)
+        dtypes = dtype, wide, grad_dtype or wide
+        self.buckets = [self._allocate(layout, dtypes, device, training, keep_tied_apart) for layout in layouts]
         trained = [memory.gradients for memory in self.buckets if memory.gradients is not None]
         self._reducer = GradientReducer(trained, mesh.shard, mesh.replicate)
         sharded = {unit: [memory for memory in memories if memory.shard is not None] for unit, memories in self._by_unit.items()}
@@ -112,9 +116,14 @@ class ParameterStore:
         self._replicated = list(self._owned_parts(lambda segment: segment.replicas > 1))
 
     def _allocate(
-        self, layout: Bucket, dtype: torch.dtype, device: torch.device | str, training: bool, keep_tied_apart: bool
+        self,
+        layout: Bucket,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],  # of weights, masters, gradients
+        device: torch.device | str,
+        training: bool,
+        keep_tied_apart: bool,
     ) -> BucketMemory:
-        wide = torch.promote_types(dtype, torch.float32)
+        dtype, wide, grad_dtype = dtypes
         weights = torch.zeros(layout.size, dtype=dtype, device=device)
         start, stop = layout.part(self.mesh.shard.rank, self.mesh.shard.size) if layout.trainable else (0, layout.size)
         shard = torch.zeros(stop - start, dtype=dtype, device=device) if self.zero == 3 and layout.trainable else None
@@ -123,11 +132,11 @@ class ParameterStore:
         tied = keep_tied_apart and any(slot.spec.contributions > 1 for slot in layout.slots)
         zero = min(self.zero, 1) if tied else self.zero  # two accumulators are kept for the whole step, or their order would be lost
         trains = layout.trainable and training
-        gradients = BucketGradients.allocate(layout, self.mesh.shard, zero, wide, device) if trains else None
+        gradients = BucketGradients.allocate(layout, self.mesh.shard, zero, grad_dtype, device) if trains else None
         memory = BucketMemory(layout, weights, gradients, start, stop, master, shard)
         for index, slot in enumerate(layout.slots):
             tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(trains)
-            weight = Weight(slot.spec, tensor, wide if trains else None, self.gradients)
+            weight = Weight(slot.spec, tensor, grad_dtype if trains else None, self.gradients)
             self.weights[slot.spec.name] = weight
             if gradients is not None:
                 weight.grad = None if gradients.full is None else gradients.view(gradients.full, index)
