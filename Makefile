@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-matrix lint install
+.PHONY: demo test test-matrix pictures lint install
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/installed-demo
@@ -20,6 +20,12 @@ test: lint
 # The long form, days in all on two cores: each call runs a slice of under ten minutes, the next continues. MATRIX='--part random' takes one part.
 test-matrix: install
 	$(BIN)/python -m tests.matrix --minutes 9 $(MATRIX)
+
+# What docs/pipeline.md shows, drawn from the schedules themselves; a test compares.
+pictures: install
+	for name in gpipe 1f1b interleaved zb-h1 zb-h2 zb-v v-half; do \
+		$(BIN)/python tools/bubble_calc.py --pp 4 --microbatches 8 --schedule $$name --timeline docs/pictures/$$name.svg > /dev/null || exit 1; \
+	done
 
 lint: install
 	$(BIN)/ruff check .

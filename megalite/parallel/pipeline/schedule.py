@@ -9,6 +9,7 @@ Nothing that reads a schedule may assume that a stage's number is its rank, or t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -123,19 +124,23 @@ def dependencies(action: Action, stages: int) -> list[Action]:
     return [*own, Action(kind, stage + 1, microbatch)] if stage + 1 < stages else own
 
 
-def peak_activations(schedule: Schedule, until: Kind = Kind.BACKWARD) -> list[int]:
+def peak_activations(schedule: Schedule, until: Kind = Kind.BACKWARD, sizes: Sequence[float] | None = None) -> list[float]:
     """For each rank, the most (stage, microbatch) activations held at once, each from its forward to the end of its `until` pass.
 
     `until=Kind.WEIGHT` counts what a split backward keeps for the weight gradient too; where the backward is whole, nothing outlives it.
-    In evaluation nothing outlives its forward.
+    In evaluation nothing outlives its forward. `sizes` gives the memory of one activation on each stage, by default each counts 1.
     """
     last = until if until in schedule.passes else schedule.passes[-1]
-    peaks = []
+    size = sizes or [1] * schedule.stages
+    peaks: list[float] = []
     for actions in schedule.actions:
-        held = peak = 0
-        for action in actions:
-            held += action.kind is Kind.FORWARD
-            peak = max(peak, held)
-            held -= action.kind is last
+        held: float = 0
+        peak: float = 0
+        for kind, stage, _, _ in actions:
+            if kind is Kind.FORWARD:
+                held += size[stage]
+                peak = max(peak, held)
+            if kind is last:
+                held -= size[stage]
         peaks.append(peak)
     return peaks

@@ -1,0 +1,175 @@
+"""tools/bubble_calc.py as its users run it: JSON, text, pictures, errors, speed, and that docs/pipeline.md shows what it prints."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.parallel.pipeline.communication import with_communication
+from megalite.parallel.pipeline.generator import SCHEDULES, build
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "bubble_calc.py"
+SMALL = ["--pp", "4", "--microbatches", "8"]
+PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """tool(*arguments) → what it prints."""
+    monkeypatch.syspath_prepend(TOOL.parent)
+    monkeypatch.setenv("COLUMNS", "120")
+    main = importlib.import_module("bubble_calc").main
+
+    def call(*arguments: object) -> str:
+        main(list(map(str, arguments)))
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_json_has_every_measure_under_its_name(tool):
+    found = json.loads(tool(*SMALL, "--schedule", "zb-h2", "--json"))
+    assert found == {
+        **{"schedule": "zb-h2", "pp": 4, "microbatches": 8, "virtual_stages": 1},
+        **{"forward": 1, "input_backward": 1, "weight_backward": 1, "comm": 0},
+        **{"makespan": 27, "ideal": 24, "longest_span": 24},
+        **{"bubble_fraction": pytest.approx(1 / 9), "bubble_over_ideal": 0.125, "bubble_rate": 0},
+        **{"peak_activations": [7, 5, 3, 1], "peak_with_weight_stash": [7, 7, 7, 7], "messages": [8, 16, 16, 8]},
+    }
+
+
+def test_durations_reach_the_order_and_the_clock(tool):
+    """A backward of 0.5 + 0.25 on two ranks, one microbatch: two forwards, a message, two backwards, a message."""
+    times = ["--forward", 2, "--input_backward", 0.5, "--weight_backward", 0.25, "--comm", 0.125]
+    found = json.loads(tool("--pp", 2, "--microbatches", 1, "--schedule", "1f1b", *times, "--json"))
+    assert found["makespan"] == 2 * 2 + 2 * 0.75 + 2 * 0.125 and found["ideal"] == 2.75
+    cheap = json.loads(tool(*SMALL, "--schedule", "zb-h1", "--weight_backward", 0, "--json"))
+    assert cheap["weight_backward"] == 0 and cheap["ideal"] == 16, "0 is a duration, not an option left out"
+
+
+def test_text_has_measures_and_drawing(tool):
+    text = tool(*SMALL, "--schedule", "1f1b")
+    assert "bubble_over_ideal         37.5%  makespan / ideal - 1" in text and "rank 3  .........F0|B0---|F1|" in text
+    assert "rank 0  F" not in tool("--pp", 16, "--microbatches", 256, "--schedule", "1f1b"), "thousands of bars are not drawn unasked"
+    assert max(map(len, tool(*SMALL, "--schedule", "zb-v").splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_printed_actions_are_those_that_run(name, tool):
+    schedule = build(name, 4, 8)
+    assert str(schedule) in tool(*SMALL, "--schedule", name, "--print")
+    found = json.loads(tool(*SMALL, "--schedule", name, "--print", "messages", "--json"))
+    assert found["actions"] == [list(map(repr, actions)) for actions in with_communication(schedule).actions]
+
+
+def test_compare_and_sweep(tool):
+    plans = json.loads(tool(*SMALL, "--compare", "--virtual_stages", 4, "--json"))["plans"]
+    assert [(found["schedule"], found["virtual_stages"]) for found in plans] == [
+        (n, {"interleaved": 4, "zb-v": 2, "v-half": 2}.get(n, 1)) for n in SCHEDULES
+    ]
+    plans = json.loads(tool("--microbatches", 8, "--sweep", "pp=2,8", "--schedule", "gpipe", "--json"))["plans"]
+    assert [(found["pp"], found["bubble_over_ideal"]) for found in plans] == [(2, 1 / 8), (8, 7 / 8)]
+    rows = tool("--microbatches", 8, "--sweep", "pp=2,8", "--schedule", "gpipe").splitlines()
+    assert rows[0].startswith("gpipe: 8 microbatches") and [row.split()[0] for row in rows[2:]] == ["pp", "2", "8"]
+    text = tool("--pp", 4, "--sweep", "microbatches=4,8", "--compare")
+    for measure in ("bubble_fraction", "bubble_over_ideal", "bubble_rate", "peak_activations", "peak_with_weight_stash"):
+        assert f"\n{measure}\nmicrobatches  gpipe" in text
+
+
+def test_a_run_beside_its_prediction(tool, tmp_path):
+    (tmp_path / "traces").mkdir()
+    durations = {"forward": [0.01] * 4, "input_backward": [0.02] * 4, "weight_backward": None}
+    content = {"schedule": "1f1b", "pp": 4, "microbatches": 8, "virtual_stages": 1, "steps": [3, 4], "durations": durations, "comm": 0}
+    (tmp_path / "traces" / "timeline.json").write_text(json.dumps(content | {"measured": {"bubble_fraction": 0.3}}))
+    text = tool("--from_run", tmp_path, "--compare")
+    assert "bubble_fraction     30.0%      27.3%" in text and "makespan" in text and "a half" in text and "zb-v " in text
+    found = json.loads(tool("--from_run", tmp_path, "--json"))
+    assert found["measured"] == {"bubble_fraction": 0.3, "steps": [3, 4]}
+    assert found["predicted"]["makespan"] == pytest.approx(0.33) and found["predicted"]["forward"] == [0.01] * 4
+
+
+def test_timelines_in_every_format(tool, tmp_path):
+    starts = {"svg": b"<svg ", "html": b"<!doctype html>", "png": b"\x89PNG", "json": b'{"traceEvents"'}
+    for ending, start in starts.items():
+        tool(*SMALL, "--schedule", "zb-h1", "--timeline", tmp_path / f"a.{ending}")
+        assert (tmp_path / f"a.{ending}").read_bytes().startswith(start)
+    tool(*SMALL, "--compare", "--timeline", tmp_path / "all.svg")
+    assert all(f">{name}: 4 ranks" in (tmp_path / "all.svg").read_text() for name in SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("", "--pp is missing"),
+        ("--pp 4", "--microbatches is missing"),
+        ("--pp 4 --microbatches 8", "--schedule is missing. Give one, --compare for all, or --from_run"),
+        ("--pp 0 --microbatches 8 --compare", "--pp: '0' is not a whole number from 1 up"),
+        ("--pp 4 --microbatches many --compare", "--microbatches: 'many' is not a whole number from 1 up"),
+        ("--pp 4 --microbatches 8 --schedule zigzag", "choose from 'gpipe', '1f1b'"),
+        ("--pp 4 --microbatches 8 --schedule zb-v --virtual_stages 3", "--virtual_stages = 3: zb-v has 2: leave it out"),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --comm -1", "--comm: '-1' is not a number from 0 up"),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --forward inf", "--forward: 'inf' is not a number from 0 up"),
+        ("--pp 4 --microbatches 8 --compare --forward 0 --input_backward 0 --weight_backward 0", "all 0"),
+        ("--pp 4 --microbatches 8 --compare --schedule 1f1b", "--schedule does not go with --compare"),
+        ("--pp 4 --sweep tp=1,2 --compare", "'tp=1,2' varies neither microbatches nor pp"),
+        ("--pp 4 --sweep microbatches=1,,2 --compare", "'' is not a whole number"),
+        ("--pp 4 --microbatches 8 --sweep microbatches=1,2 --compare", "--microbatches is given by --sweep too"),
+        ("--pp 4 --sweep microbatches=1,2 --compare --timeline a.svg", "--timeline does not go with --sweep"),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --timeline a.gif", "ends in .png or .svg or .html or .json"),
+        ("--pp 4 --microbatches 8 --compare --timeline a.json", "ends in .png or .svg or .html."),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --timeline missing/a.svg", "--timeline missing/a.svg: No such file or directory"),
+        ("--pp 64 --microbatches 512 --schedule 1f1b --timeline a.svg", "--timeline a.svg: 65536 actions are too many"),
+        ("--from_run nowhere", "nowhere/traces/timeline.json: No such file"),
+        ("--from_run nowhere --pp 4", "--pp does not go with --from_run"),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --virtual 2", "unrecognized arguments: --virtual"),
+    ],
+)
+def test_bad_input_ends_with_one_message(arguments, message, tool, capsys):
+    with pytest.raises(SystemExit) as error:
+        tool(*arguments.split())
+    out, err = capsys.readouterr()
+    assert error.value.code == 2 and out == ""
+    assert message in err and err.count("\n") == 1 and err.startswith("bubble_calc.py: ")
+
+
+@pytest.mark.parametrize(
+    "arguments, seconds, makespan",
+    [
+        ("--pp 64 --microbatches 1024 --schedule interleaved --virtual_stages 4", 10, 3 * 1024 + 3 * 63 / 4),
+        ("--compare --pp 16 --microbatches 128", 2, 3 * (128 + 15)),
+    ],
+)
+def test_large_plans_are_quick_and_need_no_torch(arguments, seconds, makespan):
+    """In processor time, start-up included: other processes may have the machine."""
+    program = f"import runpy, sys; runpy.run_path({str(TOOL)!r}, run_name='__main__'); assert 'torch' not in sys.modules"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", program, *arguments.split(), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
+    found = json.loads(done.stdout)
+    assert (found["plans"][0] if "plans" in found else found)["makespan"] == makespan
+
+
+def test_the_page_shows_every_schedule_as_the_tool_draws_it(tool, tmp_path):
+    """`make pictures` draws them again."""
+    page = (ROOT / "docs" / "pipeline.md").read_text()
+    assert [path.stem for path in PICTURES] == sorted(SCHEDULES)
+    for path in PICTURES:
+        tool(*SMALL, "--schedule", path.stem, "--timeline", tmp_path / path.name)
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+        assert f"](pictures/{path.name})" in page
+    made = subprocess.run(["make", "-n", "pictures"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"for name in {' '.join(SCHEDULES)};" in made and " ".join(SMALL) in made
+
+
+def test_the_page_shows_the_table_as_the_tool_prints_it(tool):
+    assert tool(*SMALL, "--compare").rstrip() in (ROOT / "docs" / "pipeline.md").read_text()
