@@ -23,7 +23,8 @@ def make_trainer(context: Any, config: dict[str, Any]) -> Trainer:
 
 
 def settle(trainer: Trainer) -> None:
-    """Wait for the weights that the last step has sent."""
+    """Wait for the weights and the totals that the last step has sent."""
+    trainer.closing.settle()
     for memory in trainer.store.buckets:
         for unit in memory.layout.units:
             trainer.store.wait_for(unit)
