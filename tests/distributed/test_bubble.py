@@ -32,6 +32,7 @@ RANKS, MICROBATCHES, STEPS = 4, 8, 2
 PASS_S = 0.03  # seconds of one microbatch on a stage: of its forward, of its input gradient and of its weight gradient
 SHAPE = (64, 1, 64)  # 16 KB a message
 TOLERANCE = 0.02
+LATE = 0.03  # a machine whose sleeps take so much longer than asked for is too busy to measure anything by sleeping
 WINDOWS = 5  # noise only adds to a bubble: the best of so many counts, and the first that is good enough is the last
 
 
@@ -99,21 +100,30 @@ def predicted(name: str) -> float:
     return simulate(window(build(name, RANKS, MICROBATCHES))).bubble_fraction
 
 
-def measure(name: str, ranks: RankPool) -> float:
-    """1 - busy / wall over one window."""
+def measure(name: str, ranks: RankPool) -> tuple[float, float]:
+    """Over one window 1 - busy / wall, and how much longer than asked for the sleeps took."""
     found = ranks.run(RANKS, sleep_through, name)
     starts, ends, busy = zip(*found, strict=True)
-    return 1 - sum(busy) / RANKS / (max(ends) - min(starts))
+    schedule = build(name, RANKS, MICROBATCHES)
+    asked = 3 * PASS_S * STEPS * MICROBATCHES * schedule.stages
+    assert sum(busy) >= asked, "less was measured than was slept"
+    return 1 - sum(busy) / RANKS / (max(ends) - min(starts)), sum(busy) / asked - 1
 
 
 @pytest.fixture(scope="module")
 def measured(ranks: RankPool) -> dict[str, float]:
     best: dict[str, float] = {}
     for name in SCHEDULES:
+        lateness = []
         for _ in range(WINDOWS):
-            best[name] = min(best.get(name, 1.0), measure(name, ranks))
+            bubble, late = measure(name, ranks)
+            lateness.append(late)
+            best[name] = min(best.get(name, 1.0), bubble)
             if best[name] - predicted(name) <= 0.75 * TOLERANCE:
                 break
+        else:
+            if min(lateness) > LATE:
+                pytest.skip(f"this machine is too busy: sleeps of {PASS_S} s took {min(lateness):.0%} longer, {WINDOWS} times in a row")
     return best
 
 
