@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from megalite.config.load import from_dict
 from megalite.training.verification import compare, run_ranks, single_process
 from tests.distributed.configs import config_of, write_tokens
-from tests.distributed.layouts import NAMED
+from tests.distributed.layouts import NAMED, with_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2
@@ -26,7 +26,7 @@ def prefix(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def recordings(prefix, tmp_path_factory) -> tuple[Path, Path]:
     """Both sides of a comparison: tp 2 and one process."""
-    config = from_dict(config_of({**NAMED, "pp": 1, "dp": 1, "microbatches": 1, "zero": 0}, prefix))
+    config = from_dict(config_of(with_layers({**NAMED, "pp": 1, "dp": 1, "microbatches": 1, "zero": 0}), prefix))
     directory = tmp_path_factory.mktemp("recordings")
     run_ranks(config, STEPS, directory / "layout")
     run_ranks(single_process(config), STEPS, directory / "single")
