@@ -30,7 +30,7 @@ from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import draw
 from megalite.planning import drawing, measured, trace
-from megalite.planning.bubble import BUBBLES, Plan, compare, durations, grid, heading, plan, summary, sweep, table
+from megalite.planning.bubble import BUBBLES, Plan, Weights, compare, durations, grid, heading, plan, summary, sweep, table
 
 FORMATS = (".png", ".svg", ".html", ".json")
 MOST_DRAWN = 2_000  # actions up to which the terminal shows the timeline unasked
@@ -65,6 +65,9 @@ def parser() -> Parser:
         ("comm", 0, "of a message between two ranks"),
     ):
         add(f"--{name}", type=duration, metavar="T", help=f"duration {what} (default {value})")
+    add("--gather", type=duration, metavar="T", help="weights are shared over data parallelism (ZeRO-3): duration of gathering a rank's")
+    add("--buckets", type=positive, metavar="N", help=f"parts in which a rank's weights are gathered (default {Weights(0).buckets})")
+    add("--reshard", choices=("action", "step"), help="free gathered weights after each use (default), or at the end of the step")
     add("--compare", action="store_true", help="every schedule in one table")
     add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="several sizes")
     add("--from_run", type=Path, metavar="RUN_DIR", help="take the schedule and the durations from a run's traces/timeline.json")
@@ -104,10 +107,14 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
     times = Costs()._asdict()
     swept = options.sweep[0] if options.sweep else None
     together = [("from_run", name) for name in ("pp", "microbatches", "schedule", "virtual_stages", *times, "sweep")]
+    together += [("from_run", name) for name in Weights._fields]
     together += [("sweep", "timeline"), ("sweep", "print"), ("compare", "schedule"), ("compare", "print")]
     for one, other in together:
         if {one, other} <= given:
             tool.error(f"--{other} does not go with --{one}. Leave one of them out.")
+    for name in ("buckets", "reshard"):
+        if name in given and "gather" not in given:
+            tool.error(f"--{name} says how weights are gathered. Give --gather T too, the time that it takes.")
     for name in () if options.from_run else ("pp", "microbatches"):
         if (name in given) == (name == swept):
             tool.error(f"--{name} is given by --sweep too. Leave one of them out." if name == swept else f"--{name} is missing.")
@@ -123,16 +130,18 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
 def calculate(options: argparse.Namespace) -> tuple[list[Plan], Any]:
     """The plans that were asked for, and what to print of them: an object for JSON, or text."""
     costs = Costs(*(getattr(options, name) for name in Costs._fields))
+    shared = {name: value for name in Weights._fields if (value := getattr(options, name)) is not None}
+    weights = Weights(**shared) if shared else None
     if options.from_run:
         return from_run(options)
     if options.sweep:
         axis, values = options.sweep
-        plans = sweep(axis, values, options.schedule, options.pp, options.microbatches, options.virtual_stages, costs)
+        plans = sweep(axis, values, options.schedule, options.pp, options.microbatches, options.virtual_stages, costs, weights)
         return plans, {"plans": [found.measures() for found in plans]} if options.json else sweep_text(plans, options)
     if options.compare:
-        plans = compare(options.pp, options.microbatches, options.virtual_stages, costs)
+        plans = compare(options.pp, options.microbatches, options.virtual_stages, costs, weights)
         return plans, compared(plans, options)
-    found = plan(options.schedule, options.pp, options.microbatches, options.virtual_stages, costs)
+    found = plan(options.schedule, options.pp, options.microbatches, options.virtual_stages, costs, weights)
     return [found], single(found, options)
 
 

@@ -7,17 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megalite.parallel.pipeline.communication import send_after
+from megalite.parallel.pipeline.gathering import check_gathering, with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.orders import RECIPES
-from megalite.parallel.pipeline.schedule import Action, Costs, Kind, Schedule, ScheduleError, peak_activations
+from megalite.parallel.pipeline.schedule import Action, Costs, Kind, Schedule, ScheduleError, Unit, peak_activations
 from megalite.parallel.pipeline.simulator import Timeline, simulate
 
 BUBBLES = ("bubble_fraction", "bubble_over_ideal", "bubble_rate")
 DIGITS = 12  # sums of equal durations differ by rounding: what is 0 should read 0
 LISTED = 16  # ranks up to which a value is printed for each
+
+
+class Weights(NamedTuple):
+    """Weights that data-parallel ranks share and gather for use (ZeRO-3).
+
+    Attributes:
+        gather: how long it takes to gather a rank's whole weights once.
+        buckets: in how many parts, on each rank; at least one for each of its stages.
+        reshard: free a part after each use (action), or at the end of the step (step).
+    """
+
+    gather: float
+    buckets: int = 8
+    reshard: Literal["action", "step"] = "action"
+
+    def gathered(self, schedule: Schedule) -> Schedule:
+        """The schedule with gathers and reshards; a part is a unit of the model."""
+        held = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
+        each = max(self.buckets // len(held[0]), 1)
+        places = [held[rank].index(stage) for stage, rank in enumerate(schedule.placement)]
+        units = tuple(
+            tuple(Unit(1 + stage * each + part, (place * each + part,)) for part in range(each)) for stage, place in enumerate(places)
+        )
+        return with_gathering(schedule, units, keep=self.reshard == "step")
 
 
 @dataclass(frozen=True)
@@ -28,12 +53,14 @@ class Plan:
         durations: forward, input_backward and weight_backward of one microbatch: a number for a rank's whole share of the model, or a list
             with one for each stage; comm is the latency of a message.
         unit: what durations are in, "" where any unit will do.
+        weights: how they are gathered for use; None where they are whole.
     """
 
     schedule: Schedule
     timeline: Timeline
     durations: dict[str, Any]
     unit: str = ""
+    weights: Weights | None = None
 
     @property
     def chunks(self) -> int:
@@ -65,6 +92,20 @@ class Plan:
             sent[rank] += schedule.microbatches * sum(send_after(Action(kind, stage, 0), schedule) is not None for kind in schedule.passes)
         return sent
 
+    def gathering(self) -> dict[str, Any]:
+        """How weights are gathered, and for each rank how often they are gathered as a whole, the share of them that is whole at once at
+        most, and the time that compute waits for them."""
+        if self.weights is None:
+            return {}
+        ranks, gathers = range(self.schedule.ranks), [len(spans) for spans in self.timeline.gathers]
+        buckets = [sum(len(self.schedule.units[stage]) for stage in self.schedule.stages_of(rank)) for rank in ranks]
+        return {
+            **self.weights._asdict(),
+            "weights_gathered": [count / own for count, own in zip(gathers, buckets, strict=True)],
+            "weights_whole": [check_gathering(self.schedule, rank) / buckets[rank] for rank in ranks],
+            "stalled": list(self.timeline.stalled),
+        }
+
     def measures(self) -> dict[str, Any]:
         """Every figure by its name, as `tools/bubble_calc.py --json` prints it. Peaks are in whole-stage activations of one microbatch."""
         timeline, schedule = self.timeline, self.schedule
@@ -81,10 +122,18 @@ class Plan:
             "peak_activations": self.peaks(),
             "peak_with_weight_stash": self.peaks(Kind.WEIGHT),
             "messages": self.messages(),
+            **self.gathering(),
         }
 
 
-def plan(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None, costs: Costs | None = None) -> Plan:
+def plan(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None = None,
+    costs: Costs | None = None,
+    weights: Weights | None = None,
+) -> Plan:
     """Build a schedule for the costs, and time it by them.
 
     Raises:
@@ -94,12 +143,16 @@ def plan(name: str, ranks: int, microbatches: int, virtual_stages: int | None = 
     if not costs.forward + costs.input_backward + costs.weight_backward > 0:
         raise ScheduleError("forward, input_backward and weight_backward are all 0: a step must take some time.")
     schedule = build(name, ranks, microbatches, virtual_stages, costs)
-    return Plan(schedule, simulate(schedule, *costs), costs._asdict())
+    if weights is not None:
+        schedule = weights.gathered(schedule)
+    return Plan(schedule, simulate(schedule, *costs, weights.gather if weights else 0), costs._asdict(), weights=weights)
 
 
-def compare(ranks: int, microbatches: int, virtual_stages: int | None = None, costs: Costs | None = None) -> list[Plan]:
+def compare(
+    ranks: int, microbatches: int, virtual_stages: int | None = None, costs: Costs | None = None, weights: Weights | None = None
+) -> list[Plan]:
     """Every schedule at one size. `virtual_stages` goes to those that have a choice."""
-    return [plan(name, ranks, microbatches, None if RECIPES[name].chunks else virtual_stages, costs) for name in SCHEDULES]
+    return [plan(name, ranks, microbatches, None if RECIPES[name].chunks else virtual_stages, costs, weights) for name in SCHEDULES]
 
 
 def sweep(
@@ -110,6 +163,7 @@ def sweep(
     microbatches: int | None,
     virtual_stages: int | None = None,
     costs: Costs | None = None,
+    weights: Weights | None = None,
 ) -> list[Plan]:
     """One schedule, or where `name` is None every one, at each size; `axis` says which of ranks and microbatches `values` stand for."""
     plans = []
@@ -117,9 +171,9 @@ def sweep(
         sizes = (value, microbatches) if axis == "pp" else (ranks, value)
         assert sizes[0] is not None and sizes[1] is not None, "the size that does not vary must be given"
         if name is None:
-            plans += compare(sizes[0], sizes[1], virtual_stages, costs)
+            plans += compare(sizes[0], sizes[1], virtual_stages, costs, weights)
         else:
-            plans.append(plan(name, sizes[0], sizes[1], virtual_stages, costs))
+            plans.append(plan(name, sizes[0], sizes[1], virtual_stages, costs, weights))
     return plans
 
 
@@ -143,7 +197,10 @@ def heading(plan: Plan) -> str:
 
 def durations(plan: Plan) -> str:
     """What it is timed by, in a line."""
-    return ", ".join(f"{name} {_range(value, plan.unit)}" for name, value in plan.durations.items())
+    times = [f"{name} {_range(value, plan.unit)}" for name, value in plan.durations.items()]
+    if plan.weights is not None:
+        times.append(f"gather {number(plan.weights.gather, plan.unit)} in {plan.weights.buckets} buckets")
+    return ", ".join(times)
 
 
 def _range(value: float | list[float], unit: str) -> str:
@@ -167,6 +224,12 @@ def summary(plan: Plan) -> str:
         ("peak_with_weight_stash", _by_rank(plan.peaks(Kind.WEIGHT)), "to the end of the weight gradient"),
         ("messages", str(sum(plan.messages())), f"in a step, at most {max(plan.messages())} from one rank"),
     ]
+    if gathering := plan.gathering():
+        rows += [
+            ("weights_gathered", _by_rank(gathering["weights_gathered"]), "times in a step, over data parallelism"),
+            ("weights_whole", _by_rank(gathering["weights_whole"]), "share of a rank's weights, at most"),
+            ("stalled", _by_rank(gathering["stalled"]), "time that compute waits for weights, part of idle"),
+        ]
     width = max(len(value) for _, value, _ in rows)
     return "\n".join(f"{name:<22}  {value:>{width}}  {meaning}" for name, value, meaning in rows)
 

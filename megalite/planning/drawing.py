@@ -1,7 +1,8 @@
 """Timelines as pictures: laid out once, as boxes and labels in pixels, and written as SVG, as HTML or as PNG.
 
 A row is a rank, a bar an action, coloured by its pass and shaded by which of the rank's stages it belongs to. Behind the bars a tint, and
-below them a strip, tell the phase: warm-up until the rank's first backward, cool-down after its last forward, steady in between.
+below them a strip, tell the phase: warm-up until the rank's first backward, cool-down after its last forward, steady in between. A line
+along the bars' lower edge is the gathering of weights.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megalite.planning.bubble import BUBBLES, Plan, durations, heading, number, 
 COLOURS = {Kind.FORWARD: "#2a62a8", Kind.BACKWARD: "#c8691b", Kind.WEIGHT: "#2f7d4f"}
 MEANING = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
 PHASES = {"warm-up": ("#fdf0c0", "#e9bb2d"), "steady": ("#ececec", "#a9a9ae"), "cool-down": ("#dfe3fb", "#8d99e6")}  # tint, strip
+GATHER = "#b03a8c"
 INK, FAINT = "#1d1d1f", "#77777c"
 LEFT, RIGHT, MARGIN = 66, 112, 16  # room for the ranks' names, for the figures of each rank, and around everything
 WIDTHS = (880, 2600)  # pixels of the time axis
@@ -110,6 +112,7 @@ def _add_panel(made: Picture, plan: Plan, scale: float) -> None:
     row = 28 if ranks <= 8 else 24 if ranks <= 16 else 16
     for rank, (held, busy) in enumerate(zip(plan.peaks(), timeline.busy, strict=True)):
         _add_row(made, plan, rank, scale, row)
+        _add_gathers(made, plan, rank, scale, row)
         columns = ((LEFT - 8, f"rank {rank}"), (idle, percent(1 - busy / timeline.makespan)), (peak, f"{held:.4g}"))
         made.labels += [Label(x, made.height + row / 2 + 2, text, min(12, row - 4), "end") for x, text in columns]
         made.height += row
@@ -153,6 +156,14 @@ def _add_row(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> 
             )
 
 
+def _add_gathers(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> None:
+    """A rank's gathering of weights, a mark for each bucket."""
+    for move, start, stop in plan.timeline.gathers[rank] if plan.weights else ():
+        x, width = LEFT + start * scale, (stop - start) * scale
+        hover = f"{move}: gathers bucket {move.bucket}, rank {rank}; {number(start)} to {number(stop, plan.unit)}"
+        made.boxes.append(Box(x, made.height + row - 8, max(width - 0.8 / made.zoom, width / 2), 2.5, GATHER, hover, move.microbatch))
+
+
 def phases(spans: Sequence[Span]) -> tuple[float, float]:
     """When a rank's warm-up and its steady phase end: when its first backward starts, when its last forward has ended.
 
@@ -187,6 +198,8 @@ def _add_legend(made: Picture, plans: Sequence[Plan]) -> None:
     passes = [kind for kind in COLOURS if any(kind in plan.schedule.passes for plan in plans)]
     entries = [([shade(COLOURS[kind], place, most) for place in range(most)], f"{kind} {MEANING[kind]}") for kind in passes]
     entries += [([tint, strip], name) for name, (tint, strip) in PHASES.items()]
+    if any(plan.weights for plan in plans):
+        entries.append(([GATHER], "gathering of weights"))
     if Kind.WEIGHT in passes:
         entries.append(([], "where W is drawn, B is the gradient of the input alone"))
     if most > 1:

@@ -56,7 +56,8 @@ def read(run: Path) -> MeasuredRun:
         schedule = build(found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], _planned_for(run))
         passes = {name: _per_stage(found["durations"], name, schedule.stages) for name in PASSES}
         comm = float(found["comm"])
-        timeline = simulate(schedule, **passes, comm=comm)
+        forward, input_backward, weight_backward = passes.values()
+        timeline = simulate(schedule, forward, input_backward, weight_backward, comm)
         bubbles = {name: float(found["measured"][name]) for name in BUBBLES if name in found["measured"]}
         measured = MeasuredRun(Plan(schedule, timeline, {**passes, "comm": comm}, "s"), list(found["steps"]), bubbles)
         if not timeline.ideal > 0:

@@ -1,6 +1,7 @@
 """A timeline in the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Each rank is a thread with a slice for every action. A flow (an arrow) is a message between ranks, a counter the activations on a rank.
+Each rank is a thread with a slice for every action, and where weights are gathered for use another for its gatherings. A flow (an arrow)
+is a message between ranks, a counter the activations on a rank.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
         events += _slices(plan, rank) + _counter(plan, rank)
+        if plan.weights is not None:
+            events += _gathers(plan, rank)
     return {"traceEvents": events + _flows(plan), "displayTimeUnit": "ms", "metadata": plan.measures()}
 
 
@@ -34,6 +37,20 @@ def _slices(plan: Plan, rank: int) -> list[dict[str, Any]]:
             "args": {"action": repr(action), "stage": action.stage, "microbatch": action.microbatch},
         }
         for action, start, end in plan.timeline.spans[rank]
+    ]
+
+
+def _gathers(plan: Plan, rank: int) -> list[dict[str, Any]]:
+    """A rank's gathering of weights, on a thread of its own right below the rank's."""
+    scale, thread = MICROSECONDS[plan.unit], {"pid": 0, "tid": plan.schedule.ranks + rank}
+    slices = [
+        {"ph": "X", "name": repr(move), "cat": "gather", **thread, "ts": start * scale, "dur": (end - start) * scale}
+        for move, start, end in plan.timeline.gathers[rank]
+    ]
+    return [
+        {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"rank {rank} gathers weights"}},
+        {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": rank}},
+        *slices,
     ]
 
 

@@ -18,12 +18,15 @@ from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs, stage_units
 from megalite.model.stage import Stage
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channels, with_communication
+from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
 from megalite.parallel.pipeline.partition import balanced, explicit, layer_costs
 from megalite.parallel.pipeline.runtime import Runtime
-from megalite.parallel.pipeline.schedule import Costs, Schedule
+from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
 from megalite.parallel.pipeline.validator import validate
+from megalite.parallel.sharding.buckets import bucket_layout, buckets_of_units
 from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.spec import ParamSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -50,11 +53,41 @@ def partition(config: Config) -> list[int]:
     return balanced(costs.layers, parallel.stages, costs.embedding, costs.head)
 
 
+def _units_of(config: Config) -> dict[int, range]:
+    """The units of each stage."""
+    split = partition(config)
+    return {stage: stage_units(split, stage) for stage in range(len(split))}
+
+
+def _specs_of(config: Config, rank: int) -> list[ParamSpec]:
+    """The stored parameters of a pipeline rank."""
+    parallel, units = config.parallel, _units_of(config)
+    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    held = chain.from_iterable(units[stage] for stage in units if own[stage] == rank)
+    return model_specs(config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(held))
+
+
+def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
+    """For each stage its units with their buckets, where ZeRO-3 shares weights among ranks; else empty."""
+    parallel = config.parallel
+    shards = parallel.dp_shard or parallel.dp or 1
+    if parallel.zero < 3 or shards == 1:
+        return ()
+    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    numbers = [
+        buckets_of_units(bucket_layout(_specs_of(config, rank), 0, parallel.tp, parallel.dp or 1, parallel.bucket_mb * 1e6))
+        for rank in range(parallel.pp)
+    ]
+    return tuple(tuple(Unit(unit, numbers[own[stage]][unit]) for unit in units) for stage, units in _units_of(config).items())
+
+
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
-    """The validated list of actions of every rank, messages included."""
+    """The validated list of actions of every rank, messages included, and gatherings where weights are kept as shards."""
     options = config.parallel
     costs = Costs(*options.schedule_costs)
     plan = with_communication(build(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only))
+    if units := _gathered_units(config):
+        plan = with_gathering(plan, units, keep=options.zero3_reshard == "step" and not forward_only)
     validate(plan, OUTSTANDING_SENDS)
     return plan
 
@@ -94,10 +127,8 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
     """Allocate this rank's parameters (zero until initialised or loaded; gradients where it trains) and the stages that use them."""
     model, parallel, train = config.model, config.parallel, config.train
     dtype = DTYPES[train.precision]
-    split, own = partition(config), placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
-    units = {stage: stage_units(split, stage) for stage, rank in enumerate(own) if rank == mesh.pp.rank}
     store = ParameterStore(
-        model_specs(model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(chain(*units.values()))),
+        _specs_of(config, mesh.pp.rank),
         mesh,
         zero=parallel.zero,
         dtype=dtype,
@@ -105,10 +136,11 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         bucket_bytes=parallel.bucket_mb * 1e6,
         device=device,
         keep_tied_apart=config.run.deterministic,
-        keep_gathered=parallel.zero3_reshard == "step",
         training=training,
     )
-    stages = {stage: Stage(config, own_units, store, mesh, dtype) for stage, own_units in units.items()}
+    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    units = _units_of(config)
+    stages = {stage: Stage(config, units[stage], store, mesh, dtype) for stage, rank in enumerate(own) if rank == mesh.pp.rank}
     length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
     shape = (length, train.micro_batch_size, model.hidden_size)
     return Parts(store, stages, Runtime(stages, mesh, shape, dtype, device, store.residency))

@@ -7,10 +7,14 @@ add activations, and with ZeRO-2 and 3 the buckets that are whole for the moment
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from megalite.parallel.pipeline.gathering import check_gathering
+from megalite.parallel.pipeline.schedule import Kind
+from megalite.training import build
 from megalite.training.trainer import Trainer
 
 
@@ -60,8 +64,29 @@ def formula(trainer: Trainer) -> ModelStates:
     )
 
 
+def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[float, float]:
+    """What ZeRO-3 costs this rank's pipeline position in a step: how often it gathers its weights, and the most of its buckets that are
+    whole at once, both in units of all of them."""
+    config, rank = trainer.config, trainer.mesh.pp.rank
+    config = replace(config, parallel=replace(config.parallel, zero3_reshard=reshard))
+    plan = build.schedule(config, build.microbatch_count(config))
+    sizes = [memory.layout.size for memory in trainer.store.buckets]
+    gathered = sum(sizes[action.bucket] for action in plan.actions[rank] if action.kind is Kind.GATHER and action.bucket is not None)
+    return gathered / sum(sizes), check_gathering(plan, rank) / len(sizes)
+
+
+def _describe_gathering(trainer: Trainer) -> list[str]:
+    """Both ways of freeing gathered weights, beside each other."""
+    if trainer.store.residency is None:
+        return []
+    ways: tuple[Literal["action", "step"], ...] = ("action", "step")
+    costs = {way: gathering(trainer, way) for way in ways}
+    each = "; ".join(f"{way}: {times:.4g} times a step, at most {whole:.0%} of the buckets whole" for way, (times, whole) in costs.items())
+    return [f"weights of rank {trainer.mesh.rank} are gathered, by parallel.zero3_reshard: {each}"]
+
+
 def report(trainer: Trainer) -> list[str]:
-    """A line for each group of ranks with equal numbers, the same on every rank. Collective."""
+    """A line for each group of ranks with equal numbers, the same on every rank, and one of this rank's gathering. Collective."""
     own = (measured(trainer), formula(trainer))
     everyone: list[Any] = [own]
     if trainer.mesh.world.size > 1:
@@ -75,4 +100,4 @@ def report(trainer: Trainer) -> list[str]:
     return [
         f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (formula {sum(expected) / 1e6:,.1f} MB)"
         for (found, expected), group in ranks.items()
-    ]
+    ] + _describe_gathering(trainer)

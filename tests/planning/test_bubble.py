@@ -128,7 +128,7 @@ def longest_paths(schedule, durations, latency):
     needs: dict[Action, dict[Action, float]] = {}
     for rank, actions in enumerate(schedule.actions):
         for before, action in pairwise((None, *actions)):
-            kind, stage, microbatch, _ = action
+            kind, stage, microbatch = action[:3]
             needs[action] = {before: 0} if before else {}
             wanted = {F: [(F, stage - 1)], B: [(F, stage), (B, stage + 1)], W: [(B, stage)]}[kind]
             for other, source in wanted:

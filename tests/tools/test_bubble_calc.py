@@ -105,6 +105,28 @@ def test_timelines_in_every_format(tool, tmp_path):
     assert all(f">{name}: 4 ranks" in (tmp_path / "all.svg").read_text() for name in SCHEDULES)
 
 
+def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
+    """One rank, one microbatch: F takes 1, B 2; its two buckets take 1 each, and the one at the turning point stays."""
+    sizes = ("--pp", 1, "--microbatches", 1, "--schedule", "1f1b", "--gather", 2, "--buckets", 2)
+    found = json.loads(tool(*sizes, "--json"))
+    assert {name: found[name] for name in ("gather", "buckets", "reshard")} == {"gather": 2.0, "buckets": 2, "reshard": "action"}
+    assert (found["makespan"], found["ideal"], found["stalled"]) == (4.5, 3.0, [1.5])
+    assert (found["weights_gathered"], found["weights_whole"]) == ([1.5], [1.0])
+    kept = json.loads(tool(*sizes, "--reshard", "step", "--json"))
+    assert (kept["weights_gathered"], kept["makespan"]) == ([1.0], 4.5)
+    assert "stalled" not in json.loads(tool(*SMALL, "--schedule", "1f1b", "--json"))
+    assert ["weights_gathered", "1.5", "times", "in", "a", "step,"] in [line.split()[:6] for line in tool(*sizes).splitlines()]
+    tool(*sizes, "--timeline", tmp_path / "a.json")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert [(event["name"], event["ts"], event["dur"]) for event in events if event.get("cat") == "gather"] == [
+        ("G0", 0.0, 1000.0),
+        ("G1@1", 1000.0, 1000.0),
+        ("G0@2", 2500.0, 1000.0),
+    ]
+    tool(*sizes, "--timeline", tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text().count(": gathers bucket") == 3
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -130,6 +152,9 @@ def test_timelines_in_every_format(tool, tmp_path):
         ("--from_run nowhere", "nowhere/traces/timeline.json: No such file"),
         ("--from_run nowhere --pp 4", "--pp does not go with --from_run"),
         ("--pp 4 --microbatches 8 --schedule 1f1b --virtual 2", "unrecognized arguments: --virtual"),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --buckets 2", "--buckets says how weights are gathered. Give --gather T too"),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --gather 1 --buckets 0", "--buckets: '0' is not a whole number from 1 up"),
+        ("--from_run nowhere --gather 1", "--gather does not go with --from_run"),
     ],
 )
 def test_bad_input_ends_with_one_message(arguments, message, tool, capsys):

@@ -51,7 +51,7 @@ def channel_of(action: Action, rank: int) -> Channel:
 
 def channels(schedule: Schedule) -> list[Channel]:
     """The channels that a schedule uses, in the order in which every rank creates them."""
-    used = {channel_of(action, rank) for rank, actions in enumerate(schedule.actions) for action in actions if not action.is_compute}
+    used = {channel_of(action, rank) for rank, actions in enumerate(schedule.actions) for action in actions if action.is_message}
     return [channel for channel in CHANNELS if channel in used]
 
 
@@ -83,12 +83,12 @@ def received_from(receive: Action) -> Action:
 
 
 def forward_prefix(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, how many actions at the start of its list can be run twice: forwards and their messages, before any backward.
+    """For each rank, how many actions at the start of its list can be run twice: forwards, what they need and send, before any backward.
 
     Closed over messages: what a prefix receives is sent by a prefix. All ranks can therefore throw away what their prefixes did, and what
     they sent to each other, and start again.
     """
-    forward = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    forward = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.GATHER, Kind.RESHARD)
     lengths = [next((i for i, action in enumerate(actions) if action.kind not in forward), len(actions)) for actions in schedule.actions]
     while True:
         sent = {

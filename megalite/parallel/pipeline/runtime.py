@@ -24,7 +24,7 @@ from megalite.parallel.collectives import message
 from megalite.parallel.pipeline.clock import Clock, HostClock, Mark, Pace, Ran
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of, forward_prefix
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
-from megalite.parallel.sharding.residency import Residency, unit_uses
+from megalite.parallel.sharding.residency import Residency
 
 Key = tuple[int, int]  # stage, microbatch
 RECEIVES = {Kind.FORWARD: Kind.RECEIVE_FORWARD, Kind.BACKWARD: Kind.RECEIVE_BACKWARD}  # what brings a computation its input
@@ -75,7 +75,7 @@ class Runtime:
     Args:
         stages: the stages on this rank by number (`megalite.model.stage.Stage`).
         activation_shape: [seq (/tp), batch, hidden] of what travels between stages, in `dtype`.
-        residency: gathers the stages' weights (ZeRO-3), looking ahead in the list of actions.
+        residency: gathers and frees the stages' weights (ZeRO-3) as the list of actions says.
 
     Attributes:
         clock: what measures; on a GPU by default nothing, since reading its clock waits for the device.
@@ -104,6 +104,8 @@ class Runtime:
             Kind.SEND_BACKWARD: self._send,
             Kind.RECEIVE_FORWARD: self._receive,
             Kind.RECEIVE_BACKWARD: self._receive,
+            Kind.GATHER: self._move_weights,
+            Kind.RESHARD: self._move_weights,
         }
 
     def run(
@@ -147,8 +149,7 @@ class Runtime:
 
     def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
         if self.residency is not None:
-            units = {number: stage.units for number, stage in self.stages.items()}
-            self.residency.expect(unit_uses(schedule.actions[self.mesh.pp.rank], units))
+            self.residency.begin(planned=bool(schedule.units))
         return _Run(microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
 
     def _execute(self, run: _Run, schedule: Schedule, actions: Sequence[Action]) -> None:
@@ -218,6 +219,10 @@ class Runtime:
         with torch.no_grad():  # as in a backward, where the products of other schedules run
             for work in run.weight_work.pop((action.stage, action.microbatch)):
                 work()
+
+    def _move_weights(self, run: _Run, schedule: Schedule, action: Action) -> None:
+        assert self.residency is not None, f"{action} in a schedule for weights that are whole"
+        self.residency.plan(action)
 
     def _receive(self, run: _Run, schedule: Schedule, action: Action) -> None:
         buffer = torch.empty(self.activation_shape, dtype=self.dtype, device=self.device)

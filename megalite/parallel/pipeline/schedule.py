@@ -21,7 +21,7 @@ class ScheduleError(ValueError):
 
 
 class Kind(StrEnum):
-    """What an action does. The first three compute; the others move a tensor between two ranks."""
+    """What an action does. Three compute, four move a tensor between two ranks of the pipeline, two make weights whole and free them."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradient of the input; of the weights too, unless the schedule has a WEIGHT pass
@@ -30,28 +30,40 @@ class Kind(StrEnum):
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
+    GATHER = "G"  # a bucket of weights, over data parallelism (ZeRO-3)
+    RESHARD = "R"  # keep this rank's shard of the bucket alone
 
 
 class Action(NamedTuple):
     """One thing that one rank does. `stage` is this rank's own: a receive names the stage that consumes, a send the one that produced.
 
     Printed compactly: F0.3 is stage 0's forward of microbatch 3, SF0.3>1 sends its output to rank 1, RF1.3<0 receives it from rank 0.
+    A gather or reshard belongs to the computation that follows it in the list: G2@5 begins to gather the rank's bucket 2 when that
+    computation reaches unit 5 of the model, R2@5 frees it when it leaves unit 5; G2 begins at once.
     """
 
     kind: Kind
     stage: int
     microbatch: int
-    peer: int | None = None  # the other rank of a send or receive; None for compute
+    peer: int | None = None  # the other rank of a send or receive
+    bucket: int | None = None  # of a gather or reshard
+    unit: int | None = None  # with which a gather or reshard happens
 
     @property
     def is_compute(self) -> bool:
-        return self.peer is None
+        return self.peer is None and self.bucket is None
+
+    @property
+    def is_message(self) -> bool:
+        return self.peer is not None
 
     @property
     def is_send(self) -> bool:
         return self.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
     def __repr__(self) -> str:
+        if self.bucket is not None:
+            return f"{self.kind.value}{self.bucket}" + ("" if self.unit is None else f"@{self.unit}")
         peer = "" if self.peer is None else f"{'>' if self.is_send else '<'}{self.peer}"
         return f"{self.kind.value}{self.stage}.{self.microbatch}{peer}"
 
@@ -68,6 +80,13 @@ class Costs(NamedTuple):
     comm: float = 0.0  # latency of one message between two ranks
 
 
+class Unit(NamedTuple):
+    """A unit of the model (embedding, layer, head) on its rank, and the rank's buckets that hold its weights as shards."""
+
+    number: int
+    buckets: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A plan for one step.
@@ -82,6 +101,7 @@ class Schedule:
         activation_limit: for each rank, the promise of how many (stage, microbatch) activations it holds at most, from their forward to
             the end of their last pass.
         passes: the compute kinds that every microbatch goes through on every stage; FORWARD alone is evaluation.
+        units: for each stage its units, where their weights are kept as shards and gathered for use; else empty.
     """
 
     name: str
@@ -92,16 +112,17 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     activation_limit: tuple[int, ...]
     passes: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
+    units: tuple[tuple[Unit, ...], ...] = ()
 
     @cached_property
     def hash(self) -> str:
         """A digest that is equal on every rank, machine and Python exactly where the plans are equal."""
         passes = "".join(kind.value for kind in self.passes)
-        plan = (self.name, self.ranks, self.stages, self.microbatches, self.placement, passes, self.activation_limit, self.actions)
-        return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+        shape = (self.name, self.ranks, self.stages, self.microbatches, self.placement, passes, self.activation_limit, self.units)
+        return hashlib.sha256(repr((*shape, self.actions)).encode()).hexdigest()[:16]
 
     def compute(self, rank: int) -> list[Action]:
-        """The rank's compute actions, without its sends and receives."""
+        """The rank's compute actions, without its messages and gatherings."""
         return [action for action in self.actions[rank] if action.is_compute]
 
     def stages_of(self, rank: int) -> list[int]:
@@ -115,7 +136,7 @@ class Schedule:
 
 def dependencies(action: Action, stages: int) -> list[Action]:
     """The compute actions whose results a compute action needs, wherever they run."""
-    kind, stage, microbatch, _ = action
+    kind, stage, microbatch = action[:3]
     if kind is Kind.FORWARD:
         return [Action(kind, stage - 1, microbatch)] if stage > 0 else []
     if kind is Kind.WEIGHT:
@@ -136,7 +157,7 @@ def peak_activations(schedule: Schedule, until: Kind = Kind.BACKWARD, sizes: Seq
     for actions in schedule.actions:
         held: float = 0
         peak: float = 0
-        for kind, stage, _, _ in actions:
+        for kind, stage, *_ in actions:
             if kind is Kind.FORWARD:
                 held += size[stage]
                 peak = max(peak, held)

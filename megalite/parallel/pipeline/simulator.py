@@ -2,6 +2,8 @@
 
 A rank computes one action at a time, in the order of its list. An action starts when its rank is free and what it depends on has arrived:
 at once from the same rank, one message latency after its end from another. Messages overlap with compute.
+Where weights are gathered for use (ZeRO-3), a rank gathers one bucket at a time beside its compute, in the order of its list, and a unit
+of the model waits for its buckets; the units of a stage take equal time.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
 
 
 class Span(NamedTuple):
-    """One compute action in time."""
+    """One action in time."""
 
     action: Action
     start: float
@@ -25,9 +28,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The compute actions of every rank in time, in the unit of the durations given."""
+    """The compute actions of every rank in time, in the unit of the durations given.
+
+    Attributes:
+        gathers: for each rank its gathers in time; empty where weights are whole.
+        stalled: for each rank how much of its actions' time is spent waiting for weights.
+    """
 
     spans: tuple[tuple[Span, ...], ...]
+    gathers: tuple[tuple[Span, ...], ...] = ()
+    stalled: tuple[float, ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -37,7 +47,8 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """The time that each rank spends computing."""
-        return tuple(sum(end - start for _, start, end in spans) for spans in self.spans)
+        waits = self.stalled or (0.0,) * len(self.spans)
+        return tuple(sum(end - start for _, start, end in spans) - wait for spans, wait in zip(self.spans, waits, strict=True))
 
     @property
     def ideal(self) -> float:
@@ -74,6 +85,7 @@ def simulate(
     input_backward: float | Sequence[float] = 1,
     weight_backward: float | Sequence[float] = 1,
     comm: float = 0,
+    gather: float = 0,
 ) -> Timeline:
     """Time a schedule.
 
@@ -81,6 +93,7 @@ def simulate(
         forward, input_backward, weight_backward: duration of one microbatch on a rank's whole share of the model (a virtual stage takes its
             part of it), or one duration for each stage. A schedule without a WEIGHT pass computes both gradients in its backward.
         comm: latency of one message between two ranks; messages are not limited in number and none is needed within a rank.
+        gather: how long it takes to gather a rank's whole weights once; each of its buckets takes an equal part.
 
     Raises:
         ScheduleError: actions wait for each other in a circle, or for one that is in no list.
@@ -89,6 +102,7 @@ def simulate(
     ended: Ends = {(kind, stage): {} for kind in durations for stage in range(schedule.stages)}
     inputs = {(kind, stage): _inputs(schedule, kind, stage, comm, ended) for kind, stage in ended}
     todo = [deque(schedule.compute(rank)) for rank in range(schedule.ranks)]
+    links = [_Link(schedule, rank, gather) for rank in range(schedule.ranks)] if schedule.units else []
     spans: list[list[Span]] = [[] for _ in todo]
     waiting: defaultdict[Action, list[int]] = defaultdict(list)  # action not yet ended → ranks that need it next
     runnable = list(range(schedule.ranks))
@@ -97,13 +111,13 @@ def simulate(
         now = spans[rank][-1].end if spans[rank] else 0.0
         while todo[rank]:
             action = todo[rank][0]
-            kind, stage, microbatch, _ = action
+            kind, stage, microbatch = action[:3]
             start = _earliest(now, inputs[kind, stage], microbatch)
             if start is None:
                 missing = next(other.source for other in inputs[kind, stage] if microbatch not in other.ends)
                 waiting[Action(*missing, microbatch)].append(rank)
                 break
-            now = start + durations[kind][stage]
+            now = links[rank].run(action, now, start, durations[kind][stage]) if links else start + durations[kind][stage]
             spans[rank].append(Span(action, start, now))
             ended[kind, stage][microbatch] = now
             todo[rank].popleft()
@@ -111,7 +125,7 @@ def simulate(
                 runnable += waiting.pop(action)
     for missing_action, ranks in waiting.items():
         raise ScheduleError(f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing_action}, which never ends.")
-    return Timeline(tuple(map(tuple, spans)))
+    return Timeline(tuple(map(tuple, spans)), tuple(tuple(link.spans) for link in links), tuple(link.stalled for link in links))
 
 
 Ends = dict[tuple[Kind, int], dict[int, float]]
@@ -124,6 +138,45 @@ class _Input(NamedTuple):
     ends: dict[int, float]
     latency: float
     source: tuple[Kind, int]
+
+
+class _Link:
+    """What a rank gathers, in time: one bucket after the other."""
+
+    def __init__(self, schedule: Schedule, rank: int, gather: float):
+        self.schedule = schedule
+        self.moves: defaultdict[tuple[Kind, int, int, int | None], list[Action]] = defaultdict(list)  # (pass, stage, microbatch, unit)
+        waiting: list[Action] = []
+        for action in schedule.actions[rank]:
+            if action.kind is Kind.GATHER:
+                waiting.append(action)
+            elif action.is_compute:
+                for move in waiting:
+                    self.moves[*action[:3], move.unit].append(move)
+                waiting = []
+        buckets = {bucket for stage in schedule.stages_of(rank) for unit in schedule.units[stage] for bucket in unit.buckets}
+        self.seconds = gather / max(len(buckets), 1)
+        self.whole: dict[int, float] = {}  # bucket → since when
+        self.spans: list[Span] = []
+        self.stalled = 0.0
+
+    def run(self, action: Action, free: float, start: float, duration: float) -> float:
+        """When an action ends whose rank is free from `free` on and which has its inputs at `start`."""
+        self._gather(action, None, free)
+        units, now = uses(action, self.schedule), start
+        for unit in units:
+            ready = max([now, *(self.whole[bucket] for bucket in unit.buckets)])
+            self.stalled += ready - now
+            self._gather(action, unit.number, ready)
+            now = ready + duration / len(units)
+        return now if units else start + duration
+
+    def _gather(self, action: Action, unit: int | None, now: float) -> None:
+        for move in self.moves.get((*action[:3], unit), ()):
+            assert move.bucket is not None
+            begin = max(now, self.spans[-1].end if self.spans else 0.0)
+            self.spans.append(Span(move, begin, begin + self.seconds))
+            self.whole[move.bucket] = begin + self.seconds
 
 
 def _inputs(schedule: Schedule, kind: Kind, stage: int, comm: float, ended: Ends) -> list[_Input]:

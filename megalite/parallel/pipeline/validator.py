@@ -8,6 +8,7 @@ What is checked, in this order:
 3. *Progress*: the lists, executed under the rules that `communication.py` states, run to their end, and each receive meets the send of its
    own message. (All messages of a step have one shape: a crossed order would deliver wrong data in silence.)
 4. *Memory*: no rank holds more activations than promised.
+5. *Weights*: where they are gathered for use, each unit finds its buckets whole.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 
 from megalite.parallel.pipeline.communication import Channel, channel_of, receive_before, received_from, send_after
+from megalite.parallel.pipeline.gathering import check_gathering
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies, peak_activations
 
 
@@ -31,6 +33,7 @@ def validate(schedule: Schedule, outstanding_sends: int | None = None) -> None:
     for rank in range(schedule.ranks):
         _check_complete(schedule, rank)
         _check_order(schedule, rank)
+        check_gathering(schedule, rank)
     _Execution(schedule, outstanding_sends).run()
     peaks = peak_activations(schedule, until=schedule.passes[-1])
     for rank, (peak, limit) in enumerate(zip(peaks, schedule.activation_limit, strict=True)):
@@ -59,7 +62,7 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     expected = set(compute)
     for action in compute:
         expected |= {other for other in (receive_before(action, schedule), send_after(action, schedule)) if other}
-    found = Counter(schedule.actions[rank])
+    found = Counter(action for action in schedule.actions[rank] if action.bucket is None)
     for action, count in found.items():
         if action not in expected:
             raise ScheduleError(f"rank {rank}: {action} does not belong here: rank {rank} holds stages {schedule.stages_of(rank)}.")
@@ -112,7 +115,7 @@ class _Execution:
             while self.position[rank] < len(self.schedule.actions[rank]) and self._obstacle(rank) is None:
                 action = self.schedule.actions[rank][self.position[rank]]
                 self.position[rank] += 1
-                if not action.is_compute:
+                if action.is_message:
                     channel = channel_of(action, rank)
                     self.sending[rank] += action.is_send
                     self.queues[rank, channel].append(action)

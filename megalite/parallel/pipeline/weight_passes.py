@@ -94,7 +94,7 @@ class _Filling:
 
     def _needed(self, action: Action) -> tuple[bool, int, int] | None:
         """The other action whose result this one needs."""
-        kind, stage, microbatch, _ = action
+        kind, stage, microbatch = action[:3]
         if kind is Kind.FORWARD:
             return (True, stage - 1, microbatch) if stage > 0 else None
         last = stage + 1 == self.schedule.stages

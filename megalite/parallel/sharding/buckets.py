@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 
 from megalite.parallel.spec import ParamSpec
@@ -65,6 +65,17 @@ class Bucket:
             low, high = max(low, start), min(high, stop)
             if low < high:
                 yield low, high, decays
+
+
+def buckets_of_units(layouts: Sequence[Bucket]) -> dict[int, tuple[int, ...]]:
+    """The numbers of the buckets that each unit computes with; the head uses an embedding that it shares on its own rank."""
+    last = max(chain.from_iterable(layout.units for layout in layouts))
+    found: dict[int, tuple[int, ...]] = {}
+    for number, layout in enumerate(layouts):
+        shared = {last} if any(slot.spec.contributions > 1 for slot in layout.slots) else set()
+        for unit in layout.units | shared:
+            found[unit] = (*found.get(unit, ()), number)
+    return found
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,16 +1,15 @@
-"""Weights that are whole only while they are used (ZeRO-3; Rajbhandari et al. 2020).
+"""Weights that are whole only while they are used (ZeRO-3). A rank keeps its shard of each bucket and does what the schedule's list says.
 
-A rank keeps its shard of each bucket. Before a unit of the model computes, its bucket is gathered over data parallelism; afterwards the
-full buffer is freed. Which unit is used when follows from the schedule alone, so the next one is gathered while this one computes, and a
-bucket that is needed again at once stays: at most two are whole at a time. `keep` frees nothing before the end of the step: one
-gathering a step instead of one for each use, and all weights in memory.
+Gathers and reshards stand in the list in front of the computation during which they happen (`pipeline.gathering`): `plan` takes note of
+them, and the units of the model, as they are entered and left, carry them out.
 
-    forward   enter: gather this unit, start gathering the next        leave: free
-    backward  leave: the same                                          enter: free
+    forward   enter: await this unit's weights, begin the gathers planned for here        leave: free what is planned for here
+    backward  leave: the same                                                             enter: the same
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,70 +24,69 @@ if TYPE_CHECKING:
     from megalite.parallel.sharding.store import BucketMemory
 
 
-def unit_uses(actions: Sequence[Action], units: Mapping[int, Sequence[int]]) -> list[int]:
-    """The units whose weights a rank's actions need, in order; `units`: stage → its units. An embedding's backward needs no weights."""
-    uses: list[int] = []
-    for action in actions:
-        if action.kind is Kind.FORWARD:
-            uses += units[action.stage]
-        elif action.kind is Kind.BACKWARD:
-            uses += [unit for unit in reversed(units[action.stage]) if unit > 0]
-    return uses
-
-
 class Residency:
-    """Gathers and frees the full weights of one rank's buckets."""
+    """Gathers and frees the full weights of one rank's buckets.
 
-    def __init__(self, by_unit: Mapping[int, Sequence[BucketMemory]], axis: MeshAxis, keep: bool):
-        self.by_unit, self.axis, self.keep = by_unit, axis, keep
-        self._uses: Sequence[int] = ()
-        self._position = 0  # of the next use
+    Args:
+        buckets: the rank's, by number; those that are not kept as shards are left alone.
+        by_unit: the buckets that a unit needs.
+        axis: the ranks that share each bucket.
+    """
 
-    def expect(self, uses: Sequence[int]) -> None:
-        """Say in which order units will be used from now on."""
-        self._uses, self._position = uses, 0
+    def __init__(self, buckets: Sequence[BucketMemory], by_unit: Mapping[int, Sequence[BucketMemory]], axis: MeshAxis):
+        self.buckets, self.axis = buckets, axis
+        self.by_unit = {unit: [memory for memory in memories if memory.shard is not None] for unit, memories in by_unit.items()}
+        self._planned = False
+        self._moves: defaultdict[tuple[Kind, int], list[BucketMemory]] = defaultdict(list)
+
+    def begin(self, planned: bool) -> None:
+        """Forget what was planned, and free what was kept. Without a plan, a unit's weights are whole from when it is entered to when it
+        is left."""
+        self.drop()
+        self._planned = planned
+        self._moves.clear()
+
+    def plan(self, action: Action) -> None:
+        """Take note of a gather or reshard; one that is tied to no unit happens now."""
+        assert action.bucket is not None
+        memory = self.buckets[action.bucket]
+        if action.unit is None:
+            self._gather(memory)
+        else:
+            self._moves[action.kind, action.unit].append(memory)
 
     def acquire(self, unit: int) -> None:
-        """Return once a unit's weights are there; start gathering those of the next."""
-        if self._next() == unit:
-            self._position += 1
+        """Return once a unit's weights are there; begin the gathers that were planned for now."""
         for memory in self.by_unit.get(unit, ()):
-            self._start(memory)
-            if memory.gathering is not None:
-                memory.gathering.wait()
-                memory.gathering = None
-            memory.users += 1
-        for memory in self._needed_next():
-            self._start(memory)
+            if not self._planned:
+                self._gather(memory)
+            assert memory.resident, f"the schedule does not gather the weights of unit {unit} before they are used"
+            self._await(memory)
+        for memory in self._moves.pop((Kind.GATHER, unit), ()):
+            self._gather(memory)
 
     def release(self, unit: int) -> None:
-        """Free a unit's weights, unless they are needed next."""
-        for memory in self.by_unit.get(unit, ()):
-            memory.users -= 1
-            if memory.users == 0 and not self.keep and not any(memory is other for other in self._needed_next()):
-                memory.free()
+        """Free what was planned to be freed when this unit ends."""
+        for memory in self._moves.pop((Kind.RESHARD, unit), ()) if self._planned else self.by_unit.get(unit, ()):
+            memory.free()
 
     def drop(self) -> None:
         """Free everything: the shards have changed."""
-        for memories in self.by_unit.values():
-            for memory in memories:
-                if memory.gathering is not None:
-                    memory.gathering.wait()
-                    memory.gathering = None
+        for memory in self.buckets:
+            if memory.shard is not None:
+                self._await(memory)
                 memory.free()
 
-    def _next(self) -> int | None:
-        return self._uses[self._position] if self._position < len(self._uses) else None
+    def _gather(self, memory: BucketMemory) -> None:
+        assert memory.shard is not None and not memory.resident
+        memory.weights.untyped_storage().resize_(memory.layout.size * memory.weights.itemsize)
+        memory.gathering = all_gather(memory.shard, self.axis, memory.weights)
 
-    def _needed_next(self) -> Sequence[BucketMemory]:
-        unit = self._next()
-        return () if unit is None else self.by_unit.get(unit, ())
-
-    def _start(self, memory: BucketMemory) -> None:
-        if not memory.resident:
-            assert memory.shard is not None
-            memory.weights.untyped_storage().resize_(memory.layout.size * memory.weights.itemsize)
-            memory.gathering = all_gather(memory.shard, self.axis, memory.weights)
+    @staticmethod
+    def _await(memory: BucketMemory) -> None:
+        if memory.gathering is not None:
+            memory.gathering.wait()
+            memory.gathering = None
 
 
 class Enter(torch.autograd.Function):

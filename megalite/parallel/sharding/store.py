@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite import rng
 from megalite.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import Pending, all_gather, all_reduce
-from megalite.parallel.sharding.buckets import Bucket, bucket_layout
+from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradients import BucketGradients, GradientReducer
 from megalite.parallel.sharding.residency import Enter, Leave, Residency
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment, rectangles
@@ -43,7 +43,6 @@ class BucketMemory:
     master: Tensor  # [stop - start], at least fp32
     shard: Tensor | None  # [stop - start], compute precision, where the weights are kept as shards
     gathering: Pending | None = None
-    users: int = 0  # units that are computing with the full weights
 
     @property
     def owned_grads(self) -> Tensor:
@@ -72,7 +71,6 @@ class ParameterStore:
         specs: its stored tensors, in the model's order.
         zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone, 2 its gradients alone too,
             3 its weights alone too, but for those in use (`enter`, `leave`).
-        keep_gathered: with 3, frees weights at the end of a step, not after each use.
         dtype: compute precision.
         grad_dtype: what gradients accumulate in; by default at least fp32.
         keep_tied_apart: see `Weight.keep_apart`.
@@ -90,25 +88,22 @@ class ParameterStore:
         bucket_bytes: float = 25e6,
         device: torch.device | str = "cpu",
         keep_tied_apart: bool = False,
-        keep_gathered: bool = False,
         training: bool = True,
     ):
         if zero == 0 and mesh.shard.size > 1:
             raise ValueError(f"zero = 0 shares nothing, but the mesh's shard axis has {mesh.shard.size} ranks: make it with dp_shard=1")
         self.mesh = mesh
         self.zero = zero if mesh.shard.size > 1 else 0
-        self._last_unit = max(spec.unit for spec in specs)
         self.gradients = WeightGradients()
         self.weights: dict[str, Weight] = {}
-        self._by_unit: dict[int, list[BucketMemory]] = {}
         layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
         wide = torch.promote_types(dtype, torch.float32)
         dtypes = dtype, wide, grad_dtype or wide
         self.buckets = [self._allocate(layout, dtypes, device, training, keep_tied_apart) for layout in layouts]
+        self._by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
         trained = [memory.gradients for memory in self.buckets if memory.gradients is not None]
         self._reducer = GradientReducer(trained, mesh.shard, mesh.replicate)
-        sharded = {unit: [memory for memory in memories if memory.shard is not None] for unit, memories in self._by_unit.items()}
-        self.residency = Residency(sharded, mesh.shard, keep_gathered) if self.zero == 3 else None
+        self.residency = Residency(self.buckets, self._by_unit, mesh.shard) if self.zero == 3 else None
         for gradients in trained:
             for weight in gradients.weights:
                 weight.connect(partial(self._reducer.open, gradients), partial(self._reducer.completed, gradients))
@@ -145,9 +140,6 @@ class ParameterStore:
             gradients.keep_apart()
         if shard is not None:
             memory.free()
-        shared = {self._last_unit} if any(slot.spec.contributions > 1 for slot in layout.slots) else set()  # the head uses the embedding
-        for unit in layout.units | shared:
-            self._by_unit.setdefault(unit, []).append(memory)
         return memory
 
     def __getitem__(self, name: str) -> Weight:

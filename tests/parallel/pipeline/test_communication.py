@@ -203,7 +203,7 @@ def runs_correctly(schedule):
     for rank, actions in enumerate(schedule.actions):
         place = {action: i for i, action in enumerate(actions)}
         for action, i in place.items():
-            kind, stage, microbatch, peer = action
+            kind, stage, microbatch, peer = action[:4]
             if peer is not None:
                 compute = Action(F if kind in (SF, RF) else B, stage, microbatch)
                 if (place[compute] < i) != (kind in (SF, SB)):

@@ -1,0 +1,91 @@
+"""The pass that adds the gathering and freeing of weights to a schedule (ZeRO-3; Rajbhandari et al. 2020). Imports no torch.
+
+A rank keeps a shard of each bucket of weights. Before a unit of the model computes, its buckets are gathered over data parallelism, and
+freed afterwards. Which unit is used next follows from the list of actions, so its buckets are gathered while the present one
+computes, and a bucket that is needed again at once stays whole: no more are whole at a time than two units need. With `keep` nothing
+is freed before the end of the step: one gathering a step instead of one for each use, and all weights in memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, Unit
+
+
+def uses(action: Action, schedule: Schedule) -> Sequence[Unit]:
+    """The units whose gathered weights a compute action needs, in the order of its computation."""
+    if not schedule.units or action.kind is Kind.WEIGHT:  # a weight gradient needs inputs and output gradients
+        return ()
+    units = schedule.units[action.stage]
+    if action.kind is Kind.FORWARD:
+        return units
+    return [unit for unit in reversed(units) if unit.number > 0]  # an embedding's backward needs no weights
+
+
+def with_gathering(schedule: Schedule, units: tuple[tuple[Unit, ...], ...], keep: bool = False) -> Schedule:
+    """The schedule with its gathers and reshards; each stands in front of the compute action during which it happens.
+
+    Args:
+        units: for each stage its units, first to last.
+        keep: free nothing; the runtime does when the shards change, or the next step begins.
+    """
+    known = replace(schedule, units=units)
+    return replace(known, actions=tuple(_rank_actions(known, rank, keep) for rank in range(schedule.ranks)))
+
+
+def _rank_actions(schedule: Schedule, rank: int, keep: bool) -> tuple[Action, ...]:
+    used = [(action, unit) for action in schedule.compute(rank) for unit in uses(action, schedule)]
+    moves: defaultdict[Action, list[Action]] = defaultdict(list)
+    whole: set[int] = set()
+
+    def gather(action: Action, wanted: Unit, during: int | None) -> None:
+        missing = [bucket for bucket in wanted.buckets if bucket not in whole]
+        moves[action] += [Action(Kind.GATHER, action.stage, action.microbatch, None, bucket, during) for bucket in missing]
+        whole.update(missing)
+
+    if used:
+        gather(*used[0], None)
+    for place, (action, unit) in enumerate(used):
+        following = used[place + 1][1] if place + 1 < len(used) else Unit(-1, ())
+        gather(action, following, unit.number)
+        if not keep:
+            done = [bucket for bucket in unit.buckets if bucket not in following.buckets]
+            moves[action] += [Action(Kind.RESHARD, action.stage, action.microbatch, None, bucket, unit.number) for bucket in done]
+            whole.difference_update(done)
+    return tuple(made for action in schedule.actions[rank] for made in (*moves.get(action, ()), action))
+
+
+def check_gathering(schedule: Schedule, rank: int) -> int:
+    """Follow a rank's gathers and reshards as the runtime executes them; returns the most buckets that are whole at once.
+
+    Raises:
+        ScheduleError: a unit computes with a bucket that is not whole, or a bucket is gathered or freed twice.
+    """
+    whole: set[int] = set()
+    announced: defaultdict[tuple[Kind, int | None], list[Action]] = defaultdict(list)
+    most = 0
+
+    def carry_out(kind: Kind, unit: int | None) -> None:
+        for move in announced.pop((kind, unit), ()):
+            assert move.bucket is not None
+            if (move.bucket in whole) == (kind is Kind.GATHER):
+                state = "is whole" if move.bucket in whole else "is not whole"
+                raise ScheduleError(f"rank {rank}: {move} stands where bucket {move.bucket} {state}.")
+            whole.symmetric_difference_update({move.bucket})
+
+    for action in schedule.actions[rank]:
+        if action.bucket is not None:
+            announced[action.kind, action.unit].append(action)
+            carry_out(action.kind, None)
+        for unit in uses(action, schedule) if action.is_compute else ():
+            if lacking := sorted(set(unit.buckets) - whole):
+                raise ScheduleError(f"rank {rank}: {action} reaches unit {unit.number}, whose bucket {lacking[0]} is not gathered.")
+            carry_out(Kind.GATHER, unit.number)
+            most = max(most, len(whole))
+            carry_out(Kind.RESHARD, unit.number)
+        if action.is_compute and announced:
+            raise ScheduleError(f"rank {rank}: {next(iter(announced.values()))[0]} never happens: {action} does not use its unit.")
+    return most
