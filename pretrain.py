@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import ConfigError
-from megalite.training.launch import abandon, choose_device, configure_process, leave, start_process_group, world_size
+from megalite.training.launch import abandon, choose_device, configure_process, leave, local_world_size, start_process_group, world_size
 
 
 def main() -> None:
@@ -18,6 +18,7 @@ def main() -> None:
     from megalite.data import dataset
     from megalite.mesh import describe
     from megalite.parallel.collectives import CommunicationError
+    from megalite.parallel.sharding.offload import OffloadError
     from megalite.training import build
     from megalite.training.fit import fit
     from megalite.training.memory import report
@@ -28,6 +29,7 @@ def main() -> None:
     try:
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
+        build.check_offload(config, device, local_world_size() / world_size())
         dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
     except ConfigError as error:
         exit_with(str(error))
@@ -47,7 +49,7 @@ def main() -> None:
     try:
         fit(trainer)
         trainer.close()
-    except CommunicationError as error:
+    except (CommunicationError, OffloadError) as error:
         abandon(error)
 
 

@@ -1,11 +1,13 @@
-"""One rank acts, every rank knows how it went: nobody waits for a rank that has failed."""
+"""One rank acts, or all do, and every rank knows how it went: nobody waits for a rank that has failed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megalite.checkpoint.errors import CheckpointError
+from megalite.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from megalite.mesh import Mesh
@@ -35,3 +37,25 @@ def on_rank_0(mesh: Mesh | None, action: Callable[[], Result]) -> Result:
         raise CheckpointError(outcome[1]) from cause
     result: Result = outcome[0]
     return result
+
+
+@contextmanager
+def all_or_none(mesh: Mesh) -> Iterator[None]:
+    """Every rank runs the block, which must not communicate. Collective.
+
+    Raises:
+        ConfigError: on every rank, when any of them raised it in the block.
+    """
+    problem: str | None = None
+    try:
+        yield
+    except ConfigError as error:
+        problem = str(error)
+    problems: list[str | None] = [problem]
+    if mesh.world.size > 1:
+        import torch.distributed as dist
+
+        problems = [None] * mesh.world.size
+        dist.all_gather_object(problems, problem, group=mesh.world.group)
+    for first in filter(None, problems):
+        raise ConfigError(first)

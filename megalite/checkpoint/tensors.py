@@ -100,6 +100,14 @@ class _SavePlanner(DefaultSavePlanner):
                 raise CheckpointError(f"{name} has {prod(data.size)} elements, but the ranks hold {stored[name]}")
         return super().create_global_plan(all_plans)
 
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """A rectangle as the whole of a storage: DCP would copy a part of one, and keep all of these copies until its file is written."""
+        value = super().resolve_data(write_item)
+        if not isinstance(value, Tensor) or not value.is_cpu:
+            return value
+        start = value.storage_offset() * value.itemsize
+        return value.new_empty(0).set_(value.untyped_storage()[start : start + value.nbytes], 0, value.shape)  # type: ignore[call-overload]
+
 
 class _LoadPlanner(DefaultLoadPlanner):
     """Names everything that does not fit, with what was expected and what was found."""

@@ -154,6 +154,12 @@ class ParallelConfig:
     """With ZeRO-3, free a layer's weights after each use (gathered again for each microbatch and pass), or at the end of the step."""
     bucket_mb: float = 25.0
     """Gradients are reduced in buckets of at least this many MB (fp32); whole layers are never cut apart."""
+    offload: Literal["none", "cpu", "disk"] = "none"
+    """Where master weights and Adam's moments lie: beside the weights, in CPU memory, or in a memory-mapped file; updated on the CPU."""
+    offload_dir: str | None = None
+    """Directory on a fast local disk for offload disk; by default `offload/` in the run's directory. The files are scratch."""
+    offload_parameters: bool = False
+    """With ZeRO-3, keep the shards of the weights in CPU memory; layers come to the device as they are used."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half"] = "1f1b"
     """Pipeline schedule; tools/bubble_calc.py --compare shows what each costs in time and memory."""
     virtual_stages: int | None = None
@@ -161,7 +167,8 @@ class ParallelConfig:
     schedule_costs: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0, 0.0])
     """What a schedule with a split backward is planned for: duration of forward, input and weight gradient of a rank, and of a message."""
     optimistic_step: bool = True
-    """Under zb-h2 and zb-v, update before the gradient norm of the whole model is known, and correct the update if it clips."""
+    """Under zb-h2 and zb-v, update before the gradient norm of the whole model is known, and correct the update if it clips. That takes a
+    copy of the optimizer state, so not with offload."""
     partition: list[int] | None = None
     """Layers of each stage, first to last, for example [3, 5, 5, 3]; by default balanced by cost, embedding and head counted."""
     layer_costs: list[float] | None = None

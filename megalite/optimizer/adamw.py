@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from megalite_kernels.adamw import adamw_
 from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
+from megalite.parallel.sharding.offload import StateRange
 from megalite.parallel.sharding.store import BucketMemory, ParameterStore
 from megalite.parallel.spec import Rectangle
 
@@ -34,35 +34,35 @@ class AdamW:
     def __init__(self, store: ParameterStore, options: OptimizerConfig):
         self.store, self.options = store, options
         self._moments = {
-            memory: _Moments(torch.zeros_like(memory.master), torch.zeros_like(memory.master))
+            memory: _Moments(*(store.state.zeros(memory.master.numel(), memory.master.dtype) for _ in range(2)))
             for memory in store.buckets
             if memory.layout.trainable
         }
-        self._groups: dict[bool, list[tuple[Tensor, ...]]] = {True: [], False: []}
-        for memory, moments in self._moments.items():
-            for start, stop, decays in memory.layout.decay_ranges(memory.start, memory.stop):
-                own = slice(start - memory.start, stop - memory.start)
-                tensors = (memory.master, memory.owned_grads, moments.exp_avg, moments.exp_avg_sq)
-                self._groups[decays].append(tuple(tensor[own] for tensor in tensors))
+        self._ranges = [
+            StateRange(decays, *(tensor[start - memory.start : stop - memory.start] for tensor in tensors))
+            for memory, moments in self._moments.items()
+            for tensors in [(memory.owned_weights, memory.owned_grads, memory.master, moments.exp_avg, moments.exp_avg_sq)]
+            for start, stop, decays in memory.layout.decay_ranges(memory.start, memory.stop)
+        ]
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """Update the master weights. `step` is 1-based; gradients are divided by `divisor` first."""
+        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor` first."""
         options = self.options
-        for decays, ranges in self._groups.items():
-            for masters, grads, exp_avgs, exp_avg_sqs in _calls(ranges):
-                adamw_(
-                    masters,
-                    grads,
-                    exp_avgs,
-                    exp_avg_sqs,
-                    step=step,
-                    lr=lr,
-                    beta1=options.betas[0],
-                    beta2=options.betas[1],
-                    eps=options.eps,
-                    weight_decay=options.weight_decay if decays else 0.0,
-                    grad_scale=divisor,
-                )
+        scale = None if divisor is None else divisor.to(self.store.state.device)
+        for window in self.store.state.windows(self._ranges):
+            adamw_(
+                [each.master for each in window],
+                [each.grads.to(each.master.dtype) for each in window],
+                [each.exp_avg for each in window],
+                [each.exp_avg_sq for each in window],
+                step=step,
+                lr=lr,
+                beta1=options.betas[0],
+                beta2=options.betas[1],
+                eps=options.eps,
+                weight_decay=options.weight_decay if window[0].decays else 0.0,
+                grad_scale=scale,
+            )
 
     def _changing(self) -> list[Tensor]:
         return [tensor for memory, own in self._moments.items() for tensor in (memory.master, own.exp_avg, own.exp_avg_sq)]
@@ -100,12 +100,3 @@ class AdamW:
             for flat, offset in self.store.held(memory, memory.start, memory.stop)
             for kind, values in self._states(memory)
         ]
-
-
-def _calls(ranges: list[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Ranges of (master, gradient, moments) as the lists of fused calls: one call, or one a range where gradients must be widened first."""
-    if ranges and ranges[0][0].dtype == ranges[0][1].dtype:
-        yield tuple(list(tensors) for tensors in zip(*ranges, strict=True))
-        return
-    for master, grad, *moments in ranges:
-        yield [master], [grad.to(master.dtype)], *([moment] for moment in moments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
 from megalite.parallel.pipeline.validator import validate
 from megalite.parallel.sharding.buckets import bucket_layout, buckets_of_units
+from megalite.parallel.sharding.offload import check_directory, state_memory
 from megalite.parallel.sharding.store import ParameterStore
-from megalite.parallel.spec import ParamSpec
+from megalite.parallel.spec import ParamSpec, parameter_count
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -68,10 +70,10 @@ def _specs_of(config: Config, rank: int) -> list[ParamSpec]:
 
 
 def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
-    """For each stage its units with their buckets, where ZeRO-3 shares weights among ranks; else empty."""
+    """For each stage its units with their buckets, where ZeRO-3 keeps weights elsewhere until they are used; else empty."""
     parallel = config.parallel
     shards = parallel.dp_shard or parallel.dp or 1
-    if parallel.zero < 3 or shards == 1:
+    if parallel.zero < 3 or (shards == 1 and not parallel.offload_parameters):
         return ()
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     numbers = [
@@ -95,6 +97,27 @@ def schedule(config: Config, microbatches: int, forward_only: bool = False) -> S
 def ends_in_turn(config: Config) -> bool:
     """Whether the ranks finish a step one after the other, so that none should wait for the last (`training.closing`)."""
     return config.parallel.schedule in ("zb-h2", "zb-v") and config.parallel.pp > 1
+
+
+def runs_ahead(config: Config) -> bool:
+    """Whether a rank may update before the norm is known, keeping a copy of its optimizer state: offloaded, that has no room in memory."""
+    return config.parallel.optimistic_step and config.parallel.offload == "none"
+
+
+def offload_directory(config: Config) -> Path:
+    return Path(config.parallel.offload_dir or Path(config.run.dir) / config.run.name / "offload")
+
+
+def check_offload(config: Config, device: torch.device, share: float) -> None:
+    """Raise ConfigError where the disk can not take the optimizer state of this machine's ranks, which are a `share` of all."""
+    parallel, dtype = config.parallel, DTYPES[config.train.precision]
+    if parallel.offload != "disk":
+        return
+    wide = torch.promote_types(dtype, torch.float32)
+    own_master = dtype != wide or (device.type != "cpu" and not parallel.offload_parameters)
+    copies = (parallel.dp or 1) // ((parallel.dp_shard or parallel.dp or 1) if parallel.zero else 1)
+    wanted = parameter_count(model_specs(config.model)) * wide.itemsize * (3 if own_master else 2) * copies * share
+    check_directory(offload_directory(config), int(wanted))
 
 
 def mesh_options(config: Config) -> dict[str, Any]:
@@ -136,6 +159,8 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         bucket_bytes=parallel.bucket_mb * 1e6,
         device=device,
         keep_tied_apart=config.run.deterministic,
+        state=state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config)),
+        offload_parameters=parallel.offload_parameters,
         training=training,
     )
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)

@@ -79,7 +79,6 @@ class Closing:
         else:
             self._copies = self.optimizer.copy_state()
             self._step(update, None)
-            self.store.publish()
 
     def validate(self) -> bool:
         """Learn the total of the step before; False where some rank's update was wrong. Afterwards the weights are right in both cases."""
@@ -130,9 +129,9 @@ class Closing:
                 scale = torch.tensor(update.loss_scale, device=update.norm.device)
                 divisor = scale if divisor is None else divisor * scale
             self._step(update, divisor)
-            self.store.publish()
         else:
             self.skipped += 1
 
     def _step(self, update: Update, divisor: Tensor | None) -> None:
         self.optimizer.step(update.step - self.skipped, update.lr, divisor)
+        self.store.gather()

@@ -20,6 +20,7 @@ from megalite.config.rules.training import duration_seconds
 
 if TYPE_CHECKING:
     from megalite.parallel.collectives import CommunicationError
+    from megalite.parallel.sharding.offload import OffloadError
 
 GRACE = 2.0  # seconds that a rank which can not go on stays
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -30,13 +31,18 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size() -> int:
+    """Those of them on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def choose_device() -> torch.device:
     """A GPU of its own for every local rank, or the CPU for all of them."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size():
         return torch.device("cuda", local_rank())
     return torch.device("cpu")
 
@@ -80,26 +86,26 @@ def start_process_group(device: torch.device, timeout: str) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=duration_seconds(timeout) or 0), **options)  # type: ignore[arg-type]
 
 
-def abandon(error: CommunicationError) -> NoReturn:
-    """End the process after a failure of communication, status 1: nothing that needs other ranks can still be done.
+def abandon(error: CommunicationError | OffloadError) -> NoReturn:
+    """End the process after a failure of communication or of offloaded state, status 1: nothing that needs other ranks can still be done.
 
     A rank that waits for one that has given up loses that one too, so all say whom they lost, and the message names where it began.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks once it has seen one end; this one does so by itself
-    print(f"{error}{_origin(error)}", file=sys.stderr, flush=True)
+    print(f"{error}{_origin(getattr(error, 'peer', None))}", file=sys.stderr, flush=True)
     sleep(GRACE)  # so that those who wait for this rank can ask
     os._exit(1)
 
 
-def _origin(error: CommunicationError) -> str:
-    """Which rank was lost first, as far as the others have said."""
+def _origin(peer: int | None) -> str:
+    """Which rank was lost first, as far as the others have said; `peer` is the one that this rank has lost."""
     import torch.distributed as dist
 
-    if error.peer is None:
+    if peer is None:
         return ""
     store, rank, seen = dist.distributed_c10d._get_default_store(), dist.get_rank(), set[int]()
     with suppress(RuntimeError):  # the store may be gone too
-        store.set(f"lost/{rank}", str(error.peer))
+        store.set(f"lost/{rank}", str(peer))
         sleep(GRACE)
         while rank not in seen and store.check([f"lost/{rank}"]):
             seen.add(rank)

@@ -1,12 +1,14 @@
 """What the model's states take on each rank, measured beside the formula (Rajbhandari et al. 2020).
 
 Between steps: weights, accumulated gradients, and the optimizer's (master weights where they are apart, two moments). While a step runs,
-add activations, and with ZeRO-2 and 3 the buckets that are whole for the moment.
+add activations, and with ZeRO-2 and 3 the buckets that are whole for the moment. On disk lies what is offloaded there, in memory but for
+the windows that a step walks through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -30,23 +32,36 @@ class ModelStates(NamedTuple):
         return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
 
 
-def measured(trainer: Trainer) -> ModelStates:
-    """The memory of live tensors, each counted once, under the first name that it has."""
-    seen: set[int] = set()
-
-    def new(tensors: Iterable[Tensor | None]) -> int:
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor is not None}
-        fresh = {pointer: storage.nbytes() for pointer, storage in storages.items() if pointer not in seen}
-        seen.update(fresh)
-        return sum(fresh.values())
-
+def _storages(trainer: Trainer) -> Iterator[tuple[str, str, int]]:
+    """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it has."""
     buckets = trainer.store.buckets
     gradients = [memory.gradients for memory in buckets if memory.gradients is not None]
-    return ModelStates(
-        new(tensor for memory in buckets for tensor in (memory.weights, memory.shard)),
-        new(tensor for each in gradients for tensor in (each.full, each.owned, each.apart)),
-        new(rectangle.tensor for rectangle in trainer.optimizer.to_load()),
-    )
+    kinds: dict[str, Iterable[Tensor | None]] = {
+        "weights": (tensor for memory in buckets for tensor in (memory.weights, memory.shard)),
+        "gradients": (tensor for each in gradients for tensor in (each.full, each.owned, each.apart)),
+        "optimizer": (rectangle.tensor for rectangle in trainer.optimizer.to_load()),
+    }
+    seen: set[int] = set()
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            if tensor is not None and tensor.untyped_storage().data_ptr() not in seen:
+                seen.add(tensor.untyped_storage().data_ptr())
+                yield kind, trainer.store.state.place_of(tensor), tensor.untyped_storage().nbytes()
+
+
+def measured(trainer: Trainer) -> ModelStates:
+    found = Counter[str]()
+    for kind, _, size in _storages(trainer):
+        found[kind] += size
+    return ModelStates(*(found[kind] for kind in ModelStates._fields))
+
+
+def places(trainer: Trainer) -> dict[str, int]:
+    """The same bytes by where they lie: cuda, cpu, disk."""
+    found = Counter[str]()
+    for _, place, size in _storages(trainer):
+        found[place] += size
+    return dict(found)
 
 
 def formula(trainer: Trainer) -> ModelStates:
@@ -56,7 +71,7 @@ def formula(trainer: Trainer) -> ModelStates:
     memory = store.buckets[0]
     width, wide = memory.weights.itemsize, memory.master.itemsize
     grad_width = memory.owned_grads.itemsize if memory.gradients is not None else 0
-    masters = 3 if width < wide else 2  # in full precision the weights are their own masters
+    masters = 3 if memory.has_own_master else 2  # in full precision the weights are their own masters, unless state is offloaded
     return ModelStates(
         parameters * width / (shards if store.zero >= 3 else 1),
         parameters * grad_width / (shards if store.zero >= 2 else 1),
@@ -87,7 +102,9 @@ def _describe_gathering(trainer: Trainer) -> list[str]:
 
 def report(trainer: Trainer) -> list[str]:
     """A line for each group of ranks with equal numbers, the same on every rank, and one of this rank's gathering. Collective."""
-    own = (measured(trainer), formula(trainer))
+    lies = places(trainer)
+    where = ", ".join(f"{size / 1e6:,.1f} MB on {place}" for place, size in lies.items() if size)
+    own = (measured(trainer), formula(trainer), f"; {where}" if trainer.config.parallel.offload != "none" else "")
     everyone: list[Any] = [own]
     if trainer.mesh.world.size > 1:
         import torch.distributed as dist
@@ -98,6 +115,6 @@ def report(trainer: Trainer) -> list[str]:
     for rank, states in enumerate(everyone):
         ranks.setdefault(states, []).append(rank)
     return [
-        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (formula {sum(expected) / 1e6:,.1f} MB)"
-        for (found, expected), group in ranks.items()
+        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (formula {sum(expected) / 1e6:,.1f} MB){where}"
+        for (found, expected, where), group in ranks.items()
     ] + _describe_gathering(trainer)

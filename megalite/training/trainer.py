@@ -14,6 +14,7 @@ import torch
 
 from megalite import checkpoint
 from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.checkpoint.agreement import all_or_none
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.data import dataset as datasets
@@ -63,9 +64,10 @@ class Trainer:
         self.microbatches = build.microbatch_count(config)
         self.schedule = build.schedule(config, self.microbatches)
         self.forward_schedule = build.schedule(config, self.microbatches, forward_only=True)
-        self.parts = build.build_parts(config, mesh, self.device)
-        self.store = self.parts.store
-        self.optimizer = AdamW(self.store, config.optimizer)
+        with all_or_none(mesh):
+            self.parts = build.build_parts(config, mesh, self.device)
+            self.store = self.parts.store
+            self.optimizer = AdamW(self.store, config.optimizer)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
         clip, chained = config.train.grad_clip, build.ends_in_turn(config)
         self.closing = Closing(self.store, self.optimizer, mesh, clip, self.loss_scale, chained=chained)
@@ -140,7 +142,9 @@ class Trainer:
             "config": to_dict(self.config),
         }
         self.store.finish_gathering()
+        self.store.state.sync()  # before anything is saved: what the disk has lost must not replace what a checkpoint has
         checkpoint.save(directory, self.optimizer.to_save(), state, self.mesh)
+        self.store.state.release()
         if self.config.checkpoint.keep is not None:
             checkpoint.prune(directory.parent, self.config.checkpoint.keep, self.mesh)
         return directory
@@ -176,7 +180,7 @@ class Trainer:
         self.store.finish_gradients()
 
         counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)  # tp ranks hold the same loss
-        self.closing.close(update, (counted, *pace, float(stop)), wait or not self.config.parallel.optimistic_step)
+        self.closing.close(update, (counted, *pace, float(stop)), wait or not build.runs_ahead(self.config))
         self.step_done, self.samples = update.step, self.samples + self.config.train.global_batch_size
         if update.step % GARBAGE_INTERVAL == 0:
             gc.collect()

@@ -13,7 +13,17 @@ from tests.distributed.layouts import Case, global_batch, micro_batch, schedule_
 SEQUENCE = 16
 STEPS = 20
 EOS = 0
-SINGLE = {"tp": 1, "pp": 1, "dp": 1, "schedule": "1f1b", "zero": 0, "sequence_parallel": False, "microbatches": 1, "recompute": "none"}
+SINGLE = {
+    "tp": 1,
+    "pp": 1,
+    "dp": 1,
+    "schedule": "1f1b",
+    "zero": 0,
+    "offload": "none",
+    "sequence_parallel": False,
+    "microbatches": 1,
+    "recompute": "none",
+}
 
 
 def write_tokens(directory: Path, vocab_size: int, count: int = 12_000, seed: int = 0) -> str:
@@ -49,7 +59,7 @@ def config_of(case: Case, prefix: str, precision: str = "fp32", **changes: dict[
             "residual_dropout": case["dropout"],
         },
         "parallel": {
-            **{option: case[option] for option in ("tp", "pp", "dp", "zero", "sequence_parallel")},
+            **{option: case[option] for option in ("tp", "pp", "dp", "zero", "offload", "sequence_parallel")},
             "schedule": schedule,
             "virtual_stages": virtual_stages,
             "bucket_mb": 0.02,  # several buckets, so that reductions start at different times

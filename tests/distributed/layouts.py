@@ -20,6 +20,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "dp": (1, 2, 3, 4),
     "schedule": ("1f1b", "gpipe", "interleaved-2", "interleaved-3", "zb-h1", "zb-h2", "zb-v", "v-half"),
     "zero": (0, 1, 2, 3),
+    "offload": ("none", "cpu", "disk"),
     "sequence_parallel": (False, True),
     "microbatches": (1, 2, 8),
     "recompute": ("none", "selective", "full", "every-2"),
@@ -67,6 +68,7 @@ def micro_batch(case: Case) -> int:
 
 def name(case: Case) -> str:
     flags = [f"tp{case['tp']}", f"pp{case['pp']}", f"dp{case['dp']}", case["schedule"], f"zero{case['zero']}", f"m{case['microbatches']}"]
+    flags += [case["offload"]] if case["offload"] != "none" else []
     flags += ["sp"] if case["sequence_parallel"] else []
     flags += [case["recompute"], f"kv{case['kv_heads']}", f"v{case['vocab_size']}", f"l{case['layers']}"]
     return "-".join(flags + [flag for flag in ("tied", "masked", "dropout") if case[flag]])
@@ -85,6 +87,7 @@ NAMED = {  # in the table by name, whatever the pairs need
     "dp": 2,
     "schedule": "1f1b",
     "zero": 1,
+    "offload": "none",
     "sequence_parallel": True,
     "microbatches": 2,
     "recompute": "none",

@@ -161,4 +161,18 @@ RULES: tuple[Rule, ...] = (
         why="is not a ZeRO stage",
         legal=[0, 1, 2, 3],
     ),
+    Rule(
+        "offloaded parameters are sharded",
+        "parallel.offload_parameters",
+        broken=lambda c: c.parallel.offload_parameters and c.parallel.zero != 3,
+        why=lambda c: f"needs weights that are whole only while in use, but parallel.zero = {c.parallel.zero}",
+        legal="Leave it out, or set parallel.zero to 3.",
+    ),
+    Rule(
+        "offload_dir is for disk",
+        "parallel.offload_dir",
+        broken=lambda c: c.parallel.offload_dir is not None and c.parallel.offload != "disk",
+        why=lambda c: f"has no effect: parallel.offload = {c.parallel.offload}",
+        legal="Leave it out, or set parallel.offload to disk.",
+    ),
 )

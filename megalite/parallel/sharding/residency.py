@@ -10,18 +10,21 @@ them, and the units of the model, as they are entered and left, carry them out.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
-from megalite.parallel.collectives import all_gather
+from megalite.parallel.collectives import Pending, all_gather
 from megalite.parallel.pipeline.schedule import Action, Kind
 
 if TYPE_CHECKING:
     from megalite.parallel.sharding.store import BucketMemory
+
+Gather = Callable[[Tensor, MeshAxis, Tensor], Pending]
+"""(shard, axis, whole weights): the collective that fills the latter."""
 
 
 class Residency:
@@ -31,10 +34,13 @@ class Residency:
         buckets: the rank's, by number; those that are not kept as shards are left alone.
         by_unit: the buckets that a unit needs.
         axis: the ranks that share each bucket.
+        gather: how shards become whole weights.
     """
 
-    def __init__(self, buckets: Sequence[BucketMemory], by_unit: Mapping[int, Sequence[BucketMemory]], axis: MeshAxis):
-        self.buckets, self.axis = buckets, axis
+    def __init__(
+        self, buckets: Sequence[BucketMemory], by_unit: Mapping[int, Sequence[BucketMemory]], axis: MeshAxis, gather: Gather = all_gather
+    ):
+        self.buckets, self.axis, self.gather = buckets, axis, gather
         self.by_unit = {unit: [memory for memory in memories if memory.shard is not None] for unit, memories in by_unit.items()}
         self._planned = False
         self._moves: defaultdict[tuple[Kind, int], list[BucketMemory]] = defaultdict(list)
@@ -80,7 +86,7 @@ class Residency:
     def _gather(self, memory: BucketMemory) -> None:
         assert memory.shard is not None and not memory.resident
         memory.weights.untyped_storage().resize_(memory.layout.size * memory.weights.itemsize)
-        memory.gathering = all_gather(memory.shard, self.axis, memory.weights)
+        memory.gathering = self.gather(memory.shard, self.axis, memory.weights)
 
     @staticmethod
     def _await(memory: BucketMemory) -> None:

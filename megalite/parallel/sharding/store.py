@@ -4,7 +4,7 @@
     backward   a complete bucket starts its reduction at once (`gradients.py`)
     then       finish_gradients(): reductions awaited; tensor-partial, replicated key-value and tied gradients summed
     optimizer  works on `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it
-    after      publish(): updated shards travel back
+    after      gather(): updated shards travel back
 
 Gradients arrive already divided by the global token count, so every reduction is a plain sum.
 """
@@ -23,6 +23,7 @@ from megalite.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import Pending, all_gather, all_reduce
 from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradients import BucketGradients, GradientReducer
+from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zeros
 from megalite.parallel.sharding.residency import Enter, Leave, Residency
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment, rectangles
 from megalite.parallel.weight import Weight, WeightGradients
@@ -32,7 +33,8 @@ from megalite.parallel.weight import Weight, WeightGradients
 class BucketMemory:
     """A bucket's buffers. `master` covers [start, stop), the range whose optimizer state this rank keeps.
 
-    In fp32 and fp64 the master weights are the weights themselves; in bf16 and fp16 they are a separate fp32 copy.
+    In fp32 and fp64 the master weights are the weights themselves, unless optimizer state lies elsewhere; in bf16 and fp16 they are a
+    separate fp32 copy.
     """
 
     layout: Bucket
@@ -40,7 +42,7 @@ class BucketMemory:
     gradients: BucketGradients | None  # None for frozen buckets and without training
     start: int
     stop: int
-    master: Tensor  # [stop - start], at least fp32
+    master: Tensor  # [stop - start], at least fp32, where the optimizer state lies
     shard: Tensor | None  # [stop - start], compute precision, where the weights are kept as shards
     gathering: Pending | None = None
 
@@ -48,6 +50,15 @@ class BucketMemory:
     def owned_grads(self) -> Tensor:
         assert self.gradients is not None
         return self.gradients.owned
+
+    @property
+    def owned_weights(self) -> Tensor:
+        return self.weights[self.start : self.stop] if self.shard is None else self.shard
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the master weights are a copy of the weights."""
+        return self.owned_weights.data_ptr() != self.master.data_ptr()
 
     @property
     def resident(self) -> bool:
@@ -73,6 +84,8 @@ class ParameterStore:
             3 its weights alone too, but for those in use (`enter`, `leave`).
         dtype: compute precision.
         grad_dtype: what gradients accumulate in; by default at least fp32.
+        state: where master weights and the optimizer's moments lie; by default beside the weights.
+        offload_parameters: with 3, shards of weights lie in CPU memory; then they are freed after use on a single rank, too.
         keep_tied_apart: see `Weight.keep_apart`.
         training: False holds weights alone, without gradient buffers.
     """
@@ -88,12 +101,16 @@ class ParameterStore:
         bucket_bytes: float = 25e6,
         device: torch.device | str = "cpu",
         keep_tied_apart: bool = False,
+        state: StateMemory | None = None,
+        offload_parameters: bool = False,
         training: bool = True,
     ):
         if zero == 0 and mesh.shard.size > 1:
             raise ValueError(f"zero = 0 shares nothing, but the mesh's shard axis has {mesh.shard.size} ranks: make it with dp_shard=1")
         self.mesh = mesh
-        self.zero = zero if mesh.shard.size > 1 else 0
+        self.zero = zero if mesh.shard.size > 1 or offload_parameters else 0
+        device = torch.device(device)
+        self.state, self._offload_parameters = state or StateMemory(device), offload_parameters
         self.gradients = WeightGradients()
         self.weights: dict[str, Weight] = {}
         layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
@@ -103,7 +120,8 @@ class ParameterStore:
         self._by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
         trained = [memory.gradients for memory in self.buckets if memory.gradients is not None]
         self._reducer = GradientReducer(trained, mesh.shard, mesh.replicate)
-        self.residency = Residency(self.buckets, self._by_unit, mesh.shard) if self.zero == 3 else None
+        gather = Uploads(device) if offload_parameters else all_gather
+        self.residency = Residency(self.buckets, self._by_unit, mesh.shard, gather) if self.zero == 3 else None
         for gradients in trained:
             for weight in gradients.weights:
                 weight.connect(partial(self._reducer.open, gradients), partial(self._reducer.completed, gradients))
@@ -114,16 +132,19 @@ class ParameterStore:
         self,
         layout: Bucket,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],  # of weights, masters, gradients
-        device: torch.device | str,
+        device: torch.device,
         training: bool,
         keep_tied_apart: bool,
     ) -> BucketMemory:
         dtype, wide, grad_dtype = dtypes
         weights = torch.zeros(layout.size, dtype=dtype, device=device)
         start, stop = layout.part(self.mesh.shard.rank, self.mesh.shard.size) if layout.trainable else (0, layout.size)
-        shard = torch.zeros(stop - start, dtype=dtype, device=device) if self.zero == 3 and layout.trainable else None
+        shard = None
+        if self.zero == 3 and layout.trainable:
+            count = stop - start
+            shard = pinned_zeros(count, dtype, device) if self._offload_parameters else torch.zeros(count, dtype=dtype, device=device)
         own = weights[start:stop] if shard is None else shard
-        master = own if wide == dtype else torch.zeros(stop - start, dtype=wide, device=device)
+        master = own if wide == dtype and own.device.type == self.state.device.type else self.state.zeros(stop - start, wide)
         tied = keep_tied_apart and any(slot.spec.contributions > 1 for slot in layout.slots)
         zero = min(self.zero, 1) if tied else self.zero  # two accumulators are kept for the whole step, or their order would be lost
         trains = layout.trainable and training
@@ -151,6 +172,7 @@ class ParameterStore:
         """Set every weight; `values` gives this rank's part of a segment in its local shape."""
         for memory, segment, flat in self._segment_ranges():
             self._write(memory, flat, values(segment).reshape(-1))
+            self.state.release(memory.master)
 
     def initialise(self, seed: int) -> None:
         """Draw every weight, keyed by its global name: the same model under every mesh."""
@@ -197,16 +219,21 @@ class ParameterStore:
                     own[low - memory.start : high - memory.start] = values[low - start : high - start]
 
     def publish(self) -> None:
-        """Copy master weights into the compute-precision buckets (after a step or a load) and gather them over dp, where they are whole."""
-        if self.residency is not None:
-            self.residency.drop()
+        """Make the master weights the weights, after a load or an undone step, and gather them."""
         with torch.no_grad():
             for memory in self.buckets:
-                own = memory.weights[memory.start : memory.stop] if memory.shard is None else memory.shard
-                if own.data_ptr() != memory.master.data_ptr():
-                    own.copy_(memory.master)
-                if self.zero and memory.layout.trainable and memory.shard is None:
-                    memory.gathering = all_gather(own, self.mesh.shard, memory.weights)
+                if memory.has_own_master:
+                    memory.owned_weights.copy_(memory.master)
+        self.state.release()
+        self.gather()
+
+    def gather(self) -> None:
+        """Gather the updated weights over dp, where they are whole."""
+        if self.residency is not None:
+            self.residency.drop()
+        for memory in self.buckets:
+            if self.zero and memory.layout.trainable and memory.shard is None:
+                memory.gathering = all_gather(memory.owned_weights, self.mesh.shard, memory.weights)
 
     def enter(self, unit: int, x: Tensor) -> Tensor:
         """Make a unit's weights ready for computing on x, and for the backward of that. Returns x."""
