@@ -159,6 +159,15 @@ ROWS = [
         "dp_shard shares something", {"parallel.dp": 2, "parallel.dp_shard": 2, "parallel.zero": 0}, {"parallel.zero": 3}, ("= 0",), world=2
     ),
     Row("zero stage", {"parallel.zero": 4}, {"parallel.zero": 0}, ("not a ZeRO stage",)),
+    Row(
+        "offloaded parameters are sharded",
+        {"parallel.offload_parameters": True, "parallel.zero": 2},
+        {"parallel.zero": 3},
+        ("offload_parameters = true", "parallel.zero = 2"),
+    ),
+    Row(
+        "offload_dir is for disk", {"parallel.offload_dir": "/scratch"}, {"parallel.offload": "disk"}, ("= /scratch has no effect", "none")
+    ),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("tools/prepare_data.py",)),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
     Row(

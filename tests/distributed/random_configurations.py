@@ -160,6 +160,8 @@ def _parallel(random: Random, dp: int, stages: int, layers: int) -> Options:
     return {
         "parallel.sequence_parallel": random.random() < 0.5,
         "parallel.zero": zero,
+        "parallel.offload": random.choice(("none", "none", "cpu", "disk")),
+        "parallel.offload_parameters": zero == 3 and random.random() < 0.5,
         "parallel.dp_shard": random.choice((None, *(n for n in range(1, dp + 1) if zero and dp % n == 0))),
         "parallel.zero3_reshard": random.choice(("action", "step")),
         "parallel.bucket_mb": random.choice((1e-4, 0.01, 25.0)),
@@ -244,6 +246,7 @@ def wild_values(option: str, files: Files) -> list[Any]:
     special: dict[str, list[Any]] = {
         "data.train": [files.short, files.bare, files.odd, [], {first: 0}, {first: -1.0, second: 1}, [first, files.odd], first + "x", 3],
         "data.validation": [files.short, files.odd, 0, 0.0, 1, 0.999, 1e-9, -0.5, {first: 1, second: 0}, math.nan, [second, first]],
+        "parallel.offload_dir": [str(files.directory / "scratch"), f"{first}.bin", f"{first}.bin/inside", "", 5],
         "run.seed": [-1, 2**70, 1.5],
         "train.recompute": ["every-0", "every-", "every-03", "all", "", 2],
         "train.stop_after": ["1h", "0s", "soon", "", 90],
