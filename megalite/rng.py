@@ -24,6 +24,11 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def normal(shape: tuple[int, ...], *parts: int | str) -> Tensor:
+    """Numbers from normal(0, 1) under the key of `parts`, fp32, on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(key(*parts)))
+
+
 def initial_values(segment: Segment, tp_rank: int, tp_size: int, seed: int) -> Tensor:
     """This rank's part of a segment's initial values, fp32, in its local shape (padding is zero)."""
     part = segment.local(tp_rank, tp_size)
@@ -35,8 +40,7 @@ def initial_values(segment: Segment, tp_rank: int, tp_size: int, seed: int) -> T
     for block in range(start // BLOCK_ROWS, -(-(start + count) // BLOCK_ROWS) if count else 0):
         first = block * BLOCK_ROWS
         rows = min(BLOCK_ROWS, segment.shape[0] - first)
-        generator = torch.Generator().manual_seed(key(seed, segment.name, block))
-        drawn = torch.randn((rows, *segment.shape[1:]), generator=generator).mul_(segment.init_std)
+        drawn = normal((rows, *segment.shape[1:]), seed, segment.name, block).mul_(segment.init_std)
         low, high = max(start, first), min(start + count, first + rows)
         if low < high:
             target = values[low - start : high - start]

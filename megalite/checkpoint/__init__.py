@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megalite.mesh import Mesh
     from megalite.parallel.spec import Rectangle
 
-__all__ = ["CheckpointError", "latest", "load", "prune", "read_state", "save", "step_name", "step_number"]
+__all__ = ["CheckpointError", "latest", "load", "prune", "read_state", "save", "shapes", "step_name", "step_number"]
 
 
 def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> None:
@@ -64,6 +64,14 @@ def load(directory: Path, rectangles: Sequence[Rectangle]) -> None:
 
     directories.check(directory)
     tensors.read(directory, rectangles)
+
+
+def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The global shape of every stored tensor, by name."""
+    from megalite.checkpoint import tensors
+
+    directories.check(directory)
+    return tensors.shapes(directory)
 
 
 def read_state(directory: Path) -> dict[str, Any]:

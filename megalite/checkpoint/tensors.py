@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -139,6 +140,12 @@ def read(directory: Path, rectangles: Sequence[Rectangle]) -> None:
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _clear_errors(f"could not load {directory}"):
         dcp_load(_global_tensors(rectangles), checkpoint_id=directory, planner=planner, no_dist=True)
+
+
+def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The global shape of every stored tensor, by name."""
+    found = FileSystemReader(directory).read_metadata().state_dict_metadata
+    return {name: tuple(entry.size) for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 @contextmanager

@@ -152,6 +152,10 @@ class ParallelConfig:
     """ZeRO stage: 0 replicates optimizer state over dp, 1 shards master weights and moments, 2 gradients too, 3 weights too."""
     zero3_reshard: Literal["action", "step"] = "action"
     """With ZeRO-3, free a layer's weights after each use (gathered again for each microbatch and pass), or at the end of the step."""
+    reduce_dtype: Literal["wide", "bf16"] = "wide"
+    """What gradients travel in over data parallelism: wide as they accumulate, bf16 rounded to half of that, and added in fp32."""
+    powersgd_rank: int | None = None
+    """With ZeRO 0 and 1, send gradient matrices as two factors of so many columns (PowerSGD); none sends them whole."""
     bucket_mb: float = 25.0
     """Gradients are reduced in buckets of at least this many MB (fp32); whole layers are never cut apart."""
     offload: Literal["none", "cpu", "disk"] = "none"

@@ -11,7 +11,7 @@ bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -94,15 +94,13 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, wh
     return works
 
 
-def _ordered_sum(parts: list[Tensor]) -> Tensor:
-    """Sum in list order; floating-point numbers in at least fp32."""
-    wide = torch.promote_types(parts[0].dtype, torch.float32) if parts[0].is_floating_point() else parts[0].dtype
-    if parts[0].dtype != wide:
-        return torch.stack(parts).sum(0, dtype=wide).to(parts[0].dtype)
-    total = parts[0] + parts[1]
+def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Sum in list order, floating-point numbers in at least fp32; the result is of `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    total = parts[0].to(wide) + parts[1].to(wide)
     for part in parts[2:]:
-        total += part
-    return total
+        total += part.to(wide)
+    return total.to(dtype)
 
 
 def message(operation: Callable[..., Any], x: Tensor, peer: int, group: Any, what: str) -> Work:
@@ -126,8 +124,8 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
         return Pending([_group_work(lambda: dist.all_reduce(out, group=axis.group, async_op=True), "all_reduce", axis)], lambda: out)
     if axis.size == 2 or x.nbytes <= WHOLE_EXCHANGE_BYTES or x.numel() % axis.size:
         parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
-        return Pending(_exchange([x] * axis.size, parts, axis, "all_reduce"), lambda: _deliver(_ordered_sum(parts), into), x)
-    scattered = _scatter_sum(x.view(-1), axis)
+        return Pending(_exchange([x] * axis.size, parts, axis, "all_reduce"), lambda: _deliver(_ordered_sum(parts, x.dtype), into), x)
+    scattered = _scatter_sum(x.view(-1), axis, x.dtype)
 
     def gather() -> Tensor:
         return _deliver(_gather(scattered.wait(), axis).wait().view(x.shape), into)
@@ -135,15 +133,29 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
     return Pending([], gather)
 
 
+def all_reduce_together(tensors: Sequence[Tensor], axis: MeshAxis) -> Callable[[], list[Tensor]]:
+    """The sums of many tensors of one dtype over the axis, in one collective. Call the result to await them: new tensors."""
+    sizes = [tensor.numel() for tensor in tensors]
+    padding = tensors[0].new_zeros(-sum(sizes) % axis.size)
+    pending = all_reduce(torch.cat([*(tensor.reshape(-1) for tensor in tensors), padding]), axis, disposable=True)
+    return lambda: [part.view(like.shape) for part, like in zip(pending.wait().split([*sizes, padding.numel()]), tensors, strict=False)]
+
+
 def _deliver(value: Tensor, into: Tensor | None) -> Tensor:
     return value if into is None else into.copy_(value)
 
 
-def _scatter_sum(x: Tensor, axis: MeshAxis) -> Pending:
-    """gloo: this rank's part (along dim 0) of the sum."""
+def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
+    """This rank's part (along dim 0) of the sum, added here in rank order; the result is of `dtype`."""
     outgoing = list(x.chunk(axis.size))
-    parts = [outgoing[rank] if rank == axis.rank else torch.empty_like(outgoing[0]) for rank in range(axis.size)]
-    return Pending(_exchange(outgoing, parts, axis, "reduce_scatter"), lambda: _ordered_sum(parts), x)
+    if _is_gloo(axis):
+        parts = [outgoing[rank] if rank == axis.rank else torch.empty_like(outgoing[0]) for rank in range(axis.size)]
+        works = _exchange(outgoing, parts, axis, "reduce_scatter")
+    else:
+        received = torch.empty_like(x)
+        parts = list(received.chunk(axis.size))
+        works = [_group_work(lambda: dist.all_to_all_single(received, x, group=axis.group, async_op=True), "all_to_all", axis)]
+    return Pending(works, lambda: _ordered_sum(parts, dtype), x)
 
 
 def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
@@ -156,14 +168,18 @@ def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
     return Pending(works, lambda: out, x)
 
 
-def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
-    """This rank's part (along dim 0, which the axis divides) of the sum over the axis."""
+def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None, travel: torch.dtype | None = None) -> Pending:
+    """This rank's part (along dim 0, which the axis divides) of the sum over the axis.
+
+    `travel` is what values are rounded to on their way, this rank's own too: a sum does not depend on who makes it. They are added in rank
+    order in at least fp32 on every backend, where NCCL's own reduce-scatter would round the sum again at each rank that it passes.
+    """
     if axis.size == 1:
         return Pending([], lambda: x)
     axis.traffic["reduce_scatter", axis.name] += 1
     x = x.contiguous()
-    if _is_gloo(axis):
-        pending = _scatter_sum(x, axis)
+    if travel is not None or _is_gloo(axis):
+        pending = _scatter_sum(x if travel is None else x.to(travel), axis, x.dtype)
         return Pending([], lambda: _deliver(pending.wait(), into))
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
     work = _group_work(lambda: reduce_scatter_into(out, x, group=axis.group, async_op=True), "reduce_scatter", axis)

@@ -27,6 +27,7 @@ from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
 from megalite.parallel.pipeline.validator import validate
 from megalite.parallel.sharding.buckets import bucket_layout, buckets_of_units
 from megalite.parallel.sharding.offload import check_directory, state_memory
+from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import ParamSpec, parameter_count
 
@@ -156,6 +157,8 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         zero=parallel.zero,
         dtype=dtype,
         grad_dtype=None if train.grad_dtype == "wide" else DTYPES[train.grad_dtype],
+        reduce_dtype=None if parallel.reduce_dtype == "wide" else DTYPES[parallel.reduce_dtype],
+        powersgd=PowerSGD(mesh, parallel.powersgd_rank, config.run.seed) if parallel.powersgd_rank and mesh.data.size > 1 else None,
         bucket_bytes=parallel.bucket_mb * 1e6,
         device=device,
         keep_tied_apart=config.run.deterministic,

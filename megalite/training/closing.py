@@ -113,6 +113,7 @@ class Closing:
         """Take note of a step's totals: the norm of its scaled gradients, and the sums."""
         update.norm, update.sums = norm / update.loss_scale, sums
         self.loss_scale.update(update.finite)
+        self.store.settle_gradients(update.finite)
         self._known.append(update)
         self._calm = self._confirms(update) and update.sums[STOPS].item() == 0
 

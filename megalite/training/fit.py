@@ -31,6 +31,8 @@ def fit(trainer: Trainer) -> None:
     with StopRequest(limit) as request, console, recording as writer:
         if trainer.step_done:
             console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
+        for note in trainer.notes:
+            console.message(note)
         while trainer.step_done < config.train.steps:
             step = trainer.step_done + 1
             end = step == config.train.steps

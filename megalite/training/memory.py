@@ -1,14 +1,15 @@
 """What the model's states take on each rank, measured beside the formula (Rajbhandari et al. 2020).
 
-Between steps: weights, accumulated gradients, and the optimizer's (master weights where they are apart, two moments). While a step runs,
-add activations, and with ZeRO-2 and 3 the buckets that are whole for the moment. On disk lies what is offloaded there, in memory but for
-the windows that a step walks through.
+Between steps: weights, accumulated gradients, the optimizer's (master weights where they are apart, two moments), and what PowerSGD keeps
+of the matrices that it compresses. While a step runs, add activations, with ZeRO-2 and 3 the buckets that are whole for the moment, and
+with PowerSGD, until the step is known to be applied, its new errors. On disk lies
+what is offloaded there, in memory but for the windows that a step walks through.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megalite.parallel.pipeline.gathering import check_gathering
 from megalite.parallel.pipeline.schedule import Kind
+from megalite.parallel.sharding.powersgd import Matrix
 from megalite.training import build
 from megalite.training.trainer import Trainer
 
@@ -26,9 +28,10 @@ class ModelStates(NamedTuple):
     weights: float
     gradients: float
     optimizer: float
+    powersgd: float = 0.0  # errors and factors
 
     def __str__(self) -> str:
-        parts = (f"{name} {value / 1e6:,.1f}" for name, value in zip(self._fields, self, strict=True))
+        parts = (f"{name} {value / 1e6:,.1f}" for name, value in zip(self._fields, self, strict=True) if value or name != "powersgd")
         return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
 
 
@@ -40,6 +43,7 @@ def _storages(trainer: Trainer) -> Iterator[tuple[str, str, int]]:
         "weights": (tensor for memory in buckets for tensor in (memory.weights, memory.shard)),
         "gradients": (tensor for each in gradients for tensor in (each.full, each.owned, each.apart)),
         "optimizer": (rectangle.tensor for rectangle in trainer.optimizer.to_load()),
+        "powersgd": (tensor for matrix in _compressed(trainer) for tensor in (matrix.error, matrix.factor)),
     }
     seen: set[int] = set()
     for kind, tensors in kinds.items():
@@ -76,7 +80,12 @@ def formula(trainer: Trainer) -> ModelStates:
         parameters * width / (shards if store.zero >= 3 else 1),
         parameters * grad_width / (shards if store.zero >= 2 else 1),
         parameters * wide * masters / (shards if store.zero >= 1 else 1),
+        sum((matrix.part.numel + matrix.factor.numel()) * grad_width for matrix in _compressed(trainer)),
     )
+
+
+def _compressed(trainer: Trainer) -> Sequence[Matrix]:
+    return () if trainer.store.powersgd is None else trainer.store.powersgd.matrices
 
 
 def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[float, float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.load import from_dict, to_dict
+from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
 
 
@@ -27,3 +28,21 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning rate would change. "
             "Accept it with checkpoint.allow = [horizon]."
         )
+
+
+def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
+    """What to say where PowerSGD begins, ends, or continues on other ranks: the run is then not the one that never stopped."""
+    before, now = from_dict(state["config"]).parallel, config.parallel
+    on_before, on_now = (each.powersgd_rank is not None and (each.dp or 1) * each.cp > 1 for each in (before, now))
+    names = ("powersgd_rank", "dp", "cp", "tp", *(("pp", "schedule") if config.model.tie_word_embeddings else ()))
+    changed = [name for name in names if getattr(before, name) != getattr(now, name)]
+    if not changed or not (on_before or on_now):
+        return []
+    if not (on_before and on_now):
+        fate = "starts at zero" if on_now else "is dropped"
+    elif "dp" in changed or "cp" in changed:
+        fate = "is shared equally by the ranks that there are now"
+    else:
+        fate = "is taken over where the same matrices are compressed, with new factors"
+    what = ", ".join(f"parallel.{name} was {show(getattr(before, name))}, is {show(getattr(now, name))}" for name in changed)
+    return [f"{what}: what PowerSGD still owes the gradients {fate}; this resume is not bitwise"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -28,7 +29,7 @@ from megalite.parallel.collectives import all_reduce
 from megalite.parallel.spec import parameter_count
 from megalite.training import build
 from megalite.training.closing import Closing, Update
-from megalite.training.resuming import check_resume
+from megalite.training.resuming import changed_compression, check_resume
 
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
 
@@ -73,6 +74,7 @@ class Trainer:
         self.closing = Closing(self.store, self.optimizer, mesh, clip, self.loss_scale, chained=chained)
         self.step_done = 0
         self.samples = 0  # global sample index of the next batch
+        self.notes: list[str] = []  # what a user should know of how the run was resumed
         self.loader = self._loader(self.train_data)
         self._start_weights()
         self._check_plan()
@@ -125,6 +127,9 @@ class Trainer:
         state = checkpoint.read_state(directory)
         check_resume(self.config, self.train_data.fingerprint, state, directory)
         checkpoint.load(directory, self.optimizer.to_load())
+        if self.store.powersgd is not None:
+            self.store.powersgd.restore(checkpoint.shapes(directory), partial(checkpoint.load, directory))
+        self.notes += changed_compression(self.config, state)
         self.store.publish()
         self.step_done, self.samples, self.closing.skipped = state["step"], state["samples"], state["skipped"]
         self.loss_scale.load(state["loss_scale"])
@@ -143,7 +148,8 @@ class Trainer:
         }
         self.store.finish_gathering()
         self.store.state.sync()  # before anything is saved: what the disk has lost must not replace what a checkpoint has
-        checkpoint.save(directory, self.optimizer.to_save(), state, self.mesh)
+        compression = [] if self.store.powersgd is None else self.store.powersgd.to_save()
+        checkpoint.save(directory, [*self.optimizer.to_save(), *compression], state, self.mesh)
         self.store.state.release()
         if self.config.checkpoint.keep is not None:
             checkpoint.prune(directory.parent, self.config.checkpoint.keep, self.mesh)
@@ -173,7 +179,7 @@ class Trainer:
         update.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
-        self.store.begin_step(len(microbatches))
+        self.store.begin_step(len(microbatches), update.loss_scale)
         validate = None if self.closing.pending is None else self.closing.validate
         scale = update.loss_scale / max(update.tokens, 1)
         loss, pace = self.parts.runtime.run(self.schedule, microbatches, step=update.step, loss_scale=scale, validate=validate)

@@ -32,7 +32,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size"), (0, 1)),
     "validation.interval": (0, None),
     "parallel.virtual_stages": (0, 1),
-    "parallel.dp_shard": (0, 1),
+    **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank"), (0, 1)),
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
     "model.vocab_size": (0, 257),
@@ -168,6 +168,27 @@ ROWS = [
     Row(
         "offload_dir is for disk", {"parallel.offload_dir": "/scratch"}, {"parallel.offload": "disk"}, ("= /scratch has no effect", "none")
     ),
+    Row(
+        "bf16 reduction of wider gradients",
+        {"parallel.reduce_dtype": "bf16", "train.grad_dtype": "bf16", "train.precision": "bf16"},
+        {"train.grad_dtype": "wide"},
+        ("travel as bf16 anyway",),
+    ),
+    Row("no proof in bf16", {"parallel.reduce_dtype": "bf16", "train.precision": "fp64"}, {"train.precision": "fp16"}, ("fp64",)),
+    Row("PowerSGD reduces whole gradients", {"parallel.powersgd_rank": 4, "parallel.zero": 2}, {"parallel.zero": 1}, ("keeps a shard",)),
+    Row(
+        "PowerSGD reduces over all of dp",
+        {"parallel.powersgd_rank": 4, "parallel.dp": 4, "parallel.dp_shard": 2},
+        {"parallel.dp_shard": 4},
+        ("groups of parallel.dp_shard = 2",),
+    ),
+    Row(
+        "PowerSGD keeps fp32 errors",
+        {"parallel.powersgd_rank": 4, "train.grad_dtype": "bf16", "train.precision": "bf16"},
+        {"train.grad_dtype": "wide"},
+        ("would lose",),
+    ),
+    Row("one compression", {"parallel.powersgd_rank": 4, "parallel.reduce_dtype": "bf16"}, {"parallel.reduce_dtype": "wide"}, ("Remove",)),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("tools/prepare_data.py",)),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
     Row(

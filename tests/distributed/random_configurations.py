@@ -320,7 +320,7 @@ def prove(drawn: Draw, files: Files, ranks: RankPool) -> str:
     if isinstance(got[0], str):
         return assert_refused(drawn, got[0])
     assert all(skipped or math.isfinite(loss) and math.isfinite(norm) for loss, norm, skipped in got[0]), got[0]
-    if config.train.precision == "fp64" and drawn.world > 1:
+    if config.train.precision == "fp64" and drawn.world > 1 and config.parallel.powersgd_rank is None:
         alone = ranks.run(1, train, to_dict(on_one_process(config)), timeout=TIMEOUT_S)[0]
         for step in range(len(alone) if config.optimizer.lr * batch_scale(config) <= WARM_LR else 1):
             assert got[0][step] == pytest.approx(alone[step], rel=1e-9, abs=1e-11, nan_ok=True), f"step {step + 1}"

@@ -3,7 +3,7 @@
 from megalite.config.rule import Rule, bounded
 
 _SIZES = {
-    "parallel": "tp pp dp cp dp_shard virtual_stages",
+    "parallel": "tp pp dp cp dp_shard virtual_stages powersgd_rank",
     "model": "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings sliding_window",
     "data": "sequence_length",

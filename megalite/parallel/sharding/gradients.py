@@ -3,6 +3,9 @@
     whole    a full buffer for the whole step; after the last microbatch one all-reduce (ZeRO-0) or reduce-scatter (ZeRO-1)
     shards   a full buffer only while a microbatch's gradients arrive; then a reduce-scatter whose part is added to the shard (ZeRO-2)
 
+A reduction is a generator: made ready when its bucket is complete, it starts a first collective; each `next` awaits one and starts the one
+that follows. So those of many rounds run side by side, and beside the backward.
+
 Shards save memory and cost volume: with m microbatches they are reduced m times. A bucket is reduced when every tensor in it has all of a
 microbatch's contributions. A tensor may be ahead of that (under a split backward a norm's gradient comes with B, a matrix's with W): what
 it has added by then is reduced with the rest, since everything is a sum.
@@ -11,15 +14,16 @@ it has added by then is reduced with the rest, since everything is a sum.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
-from megalite.parallel.collectives import Pending, all_reduce, reduce_scatter
+from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.powersgd import Compression
 from megalite.parallel.weight import Weight
 
 IN_FLIGHT = 2  # full buffers that may wait for their reduction beside the one that is being filled
@@ -33,6 +37,7 @@ class BucketGradients:
         owned: [stop - start], the gradients whose optimizer state this rank keeps; valid after `finish`.
         full: [size], what accumulates; None while there is nothing, where only shards are kept.
         apart: [size], a tied tensor's second accumulator, see Weight.keep_apart.
+        compression: how `full` is reduced by PowerSGD, where it is.
     """
 
     layout: Bucket
@@ -44,7 +49,7 @@ class BucketGradients:
     weights: list[Weight] = field(default_factory=list)
     apart: Tensor | None = None
     complete: list[int] = field(default_factory=list)  # for each reduction of the step, how many tensors are ready
-    reductions: list[Pending] = field(default_factory=list)
+    compression: Compression | None = None
     fresh: bool = True  # nothing has been added to `owned` in this step
 
     @staticmethod
@@ -67,24 +72,33 @@ class BucketGradients:
             weight.keep_apart(self.view(self.apart, index))
 
 
+Rounds = Iterator[None]
+"""A reduction under way."""
+
+
 class GradientReducer:
-    """Starts and awaits the reductions of all buckets: over the ranks that share shards, then over their replicas."""
+    """Starts and awaits the reductions of all buckets: over the ranks that share shards, then over their replicas.
 
-    def __init__(self, buckets: Sequence[BucketGradients], shard: MeshAxis, replicate: MeshAxis):
-        self.buckets, self.shard, self.replicate = buckets, shard, replicate
-        self._in_flight: deque[tuple[BucketGradients, Pending]] = deque()
+    Args:
+        travel: what gradients are rounded to on their way; None: as they accumulate.
+    """
 
-    def begin_step(self, microbatches: int) -> None:
+    def __init__(self, buckets: Sequence[BucketGradients], shard: MeshAxis, replicate: MeshAxis, travel: torch.dtype | None = None):
+        self.buckets, self.shard, self.replicate, self.travel = buckets, shard, replicate, travel
+        self._in_flight: deque[Rounds] = deque()
+
+    def begin_step(self, microbatches: int, loss_scale: float) -> None:
         for bucket in self.buckets:
             rounds = microbatches if bucket.shards_only else 1
             bucket.complete, bucket.fresh = [0] * rounds, True
+            if bucket.compression is not None:
+                bucket.compression.loss_scale = loss_scale
             for weight in bucket.weights:
                 weight.begin_step(microbatches, rounds)
 
     def open(self, bucket: BucketGradients) -> None:
         """Give a bucket a buffer to accumulate in."""
-        while len(self._in_flight) >= IN_FLIGHT:
-            self._finish_oldest()
+        self._make_room()
         bucket.full = torch.zeros(bucket.layout.size, dtype=bucket.owned.dtype, device=bucket.owned.device)
         for index, weight in enumerate(bucket.weights):
             weight.grad = bucket.view(bucket.full, index)
@@ -93,26 +107,38 @@ class GradientReducer:
         """One more tensor has what the `reduction`-th reduction of this step waits for."""
         bucket.complete[reduction] += 1
         if bucket.complete[reduction] == len(bucket.weights) and self.shard.size * self.replicate.size > 1:
-            self._start(bucket)
+            self._reduce(bucket)
 
-    def _start(self, bucket: BucketGradients) -> None:
+    def _reduce(self, bucket: BucketGradients) -> None:
         if bucket.shards_only:
             if bucket.full is None:  # no tensor of the bucket was used; the other ranks may have used it
                 self.open(bucket)
-            assert bucket.full is not None
-            self._in_flight.append((bucket, reduce_scatter(bucket.full, self.shard)))
-            bucket.full = None
-            for weight in bucket.weights:
-                weight.forget()
+            self._start(self._add_part(bucket))
             return
-        for buffer in (bucket.full, bucket.apart):
-            if buffer is not None:
-                own, sharded = buffer[bucket.start : bucket.stop], self.shard.size > 1
-                started = reduce_scatter(buffer, self.shard, own) if sharded else all_reduce(buffer, self.replicate, buffer)
-                bucket.reductions.append(started)
+        assert bucket.full is not None
+        self._start(self._whole(bucket, bucket.full) if bucket.compression is None else bucket.compression.reduce(bucket.full))
+        if bucket.apart is not None:
+            self._start(self._whole(bucket, bucket.apart))
 
-    def _finish_oldest(self) -> None:
-        bucket, pending = self._in_flight.popleft()
+    def _start(self, rounds: Rounds) -> None:
+        if self.travel is not None:  # what travels is a copy
+            self._make_room()
+        next(rounds)
+        self._in_flight.append(rounds)
+
+    def _make_room(self) -> None:
+        while len(self._in_flight) >= IN_FLIGHT:
+            for _ in self._in_flight.popleft():
+                pass
+
+    def _add_part(self, bucket: BucketGradients) -> Rounds:
+        """Reduce a microbatch's gradients, give their buffer back, and add this rank's part to its shard."""
+        assert bucket.full is not None
+        pending = reduce_scatter(bucket.full, self.shard, travel=self.travel)
+        bucket.full = None
+        for weight in bucket.weights:
+            weight.forget()
+        yield
         part = pending.wait()
         if bucket.fresh:
             bucket.owned.copy_(part)
@@ -120,18 +146,55 @@ class GradientReducer:
             bucket.owned.add_(part)
         bucket.fresh = False
 
+    def _whole(self, bucket: BucketGradients, buffer: Tensor) -> Rounds:
+        """Reduce a whole buffer in place; where shards are shared, only its own part is valid afterwards."""
+        if self.shard.size == 1:
+            yield from self._everywhere(buffer)
+            return
+        pending = reduce_scatter(buffer, self.shard, buffer[bucket.start : bucket.stop], self.travel)
+        yield
+        pending.wait()
+
+    def _everywhere(self, buffer: Tensor) -> Rounds:
+        """Sum a buffer over the replicas, in place, the same bits on each.
+
+        A sum that was made in fp32 would differ from what the others get of it, so it too is rounded to what travels. Between two ranks
+        that is not needed: to swap all contributions costs as much as to swap halves of contributions and sums.
+        """
+        axis, travel = self.replicate, self.travel
+        if axis.size == 1:
+            return
+        if travel is None:
+            summed = all_reduce(buffer, axis, buffer)
+            yield
+            summed.wait()
+        elif axis.size == 2:
+            both = all_gather(buffer.to(travel), axis)
+            yield
+            torch.add(*both.wait().to(buffer.dtype).chunk(2), out=buffer)
+        else:
+            part = reduce_scatter(buffer, axis, travel=travel)
+            yield
+            whole = all_gather(part.wait().to(travel), axis)
+            yield
+            buffer.copy_(whole.wait())
+
     def finish(self) -> None:
         """Wait for every reduction. Raises RuntimeError where a tensor lacks contributions."""
         for bucket in self.buckets:
             for weight in bucket.weights:
                 weight.finish_step()
-        while self._in_flight:
-            self._finish_oldest()
+        _run(self._in_flight)
         for bucket in self.buckets:
-            while bucket.reductions:
-                bucket.reductions.pop(0).wait()
             if bucket.apart is not None:
                 bucket.owned.add_(bucket.apart[bucket.start : bucket.stop])
         if self.shard.size > 1:
-            for pending in [all_reduce(bucket.owned, self.replicate, bucket.owned) for bucket in self.buckets]:
-                pending.wait()
+            _run(deque(self._everywhere(bucket.owned) for bucket in self.buckets))
+
+
+def _run(reductions: deque[Rounds]) -> None:
+    """Bring reductions to their end, side by side."""
+    while reductions:
+        rounds = reductions.popleft()
+        if next(rounds, True) is None:
+            reductions.append(rounds)

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from megalite import rng
 from megalite.mesh import Mesh, MeshAxis
-from megalite.parallel.collectives import Pending, all_gather, all_reduce
+from megalite.parallel.collectives import Pending, all_gather, all_reduce, all_reduce_together
 from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradients import BucketGradients, GradientReducer
 from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zeros
+from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.residency import Enter, Leave, Residency
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment, rectangles
 from megalite.parallel.weight import Weight, WeightGradients
@@ -84,6 +85,8 @@ class ParameterStore:
             3 its weights alone too, but for those in use (`enter`, `leave`).
         dtype: compute precision.
         grad_dtype: what gradients accumulate in; by default at least fp32.
+        reduce_dtype: what gradients are rounded to on their way over data parallelism; by default they travel as they accumulate.
+        powersgd: compresses that way, with zero 0 and 1.
         state: where master weights and the optimizer's moments lie; by default beside the weights.
         offload_parameters: with 3, shards of weights lie in CPU memory; then they are freed after use on a single rank, too.
         keep_tied_apart: see `Weight.keep_apart`.
@@ -98,6 +101,8 @@ class ParameterStore:
         zero: int = 0,
         dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        powersgd: PowerSGD | None = None,
         bucket_bytes: float = 25e6,
         device: torch.device | str = "cpu",
         keep_tied_apart: bool = False,
@@ -119,7 +124,11 @@ class ParameterStore:
         self.buckets = [self._allocate(layout, dtypes, device, training, keep_tied_apart) for layout in layouts]
         self._by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
         trained = [memory.gradients for memory in self.buckets if memory.gradients is not None]
-        self._reducer = GradientReducer(trained, mesh.shard, mesh.replicate)
+        self._reducer = GradientReducer(trained, mesh.shard, mesh.replicate, reduce_dtype)
+        self.powersgd = powersgd
+        if powersgd is not None:
+            for gradients in trained:
+                gradients.compression = powersgd.compress(gradients.layout, gradients.owned)
         gather = Uploads(device) if offload_parameters else all_gather
         self.residency = Residency(self.buckets, self._by_unit, mesh.shard, gather) if self.zero == 3 else None
         for gradients in trained:
@@ -268,8 +277,9 @@ class ParameterStore:
 
     # ---- gradients
 
-    def begin_step(self, microbatches: int) -> None:
-        self._reducer.begin_step(microbatches)
+    def begin_step(self, microbatches: int, loss_scale: float = 1.0) -> None:
+        """Expect a step's gradients, each multiplied by `loss_scale`."""
+        self._reducer.begin_step(microbatches, loss_scale)
 
     def finish_gradients(self) -> None:
         """Wait for the reductions, then sum what tp ranks, key-value replicas and tied copies hold parts of."""
@@ -281,6 +291,11 @@ class ParameterStore:
                 if memory.layout.slots[0].spec.tied:
                     owned = memory.owned_grads
                     all_reduce(owned, self.mesh.tied_pair, owned).wait()
+
+    def settle_gradients(self, applied: bool) -> None:
+        """Hear whether the last reduced gradients became an update, or were thrown away."""
+        if self.powersgd is not None:
+            self.powersgd.settle(applied)
 
     def _owned_parts(self, wanted: Callable[[Segment], bool]) -> Iterator[Tensor]:
         """Views of this rank's owned gradients of the wanted segments."""
@@ -318,6 +333,5 @@ def _sum_coalesced(parts: list[Tensor], axis: MeshAxis) -> None:
     """Sum many small tensors over an axis in one collective, in place."""
     if not parts or axis.size == 1:
         return
-    total = all_reduce(torch.cat(parts), axis).wait()
-    for part, value in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+    for part, value in zip(parts, all_reduce_together(parts, axis)(), strict=True):
         part.copy_(value)
