@@ -25,6 +25,7 @@ LAYOUTS: dict[str, Case] = {
     "pp 4": {"pp": 4, "microbatches": 8},
     "tp 2, pp 2, dp 2": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4},
     "pp 2, dp 2, ZeRO-3": {"pp": 2, "dp": 2, "zero": 3, "microbatches": 4},
+    "pp 2, dp 2, PowerSGD": {"pp": 2, "dp": 2, "zero": 1, "microbatches": 4, "powersgd_rank": 2},
     "pp 2, tied": {"pp": 2, "microbatches": 2, "tied": True},
 }
 
@@ -75,6 +76,7 @@ CASES = [
     ("clips", "zb-v", "tp 2, pp 2, dp 2", "bf16"),
     ("clips", "zb-h2", "pp 2, tied", "fp32"),
     ("clips", "zb-v", "pp 2, dp 2, ZeRO-3", "bf16"),
+    *((event, "zb-v", "pp 2, dp 2, PowerSGD", "fp32") for event in ("clips", "infinite")),
 ]
 
 
@@ -84,7 +86,7 @@ def test_running_ahead_is_waiting(event, schedule, layout, precision, ranks, pre
     found = {}
     for optimistic in (True, False):
         config = config_of(case, prefix, precision)
-        config["parallel"] |= {"schedule": schedule, "optimistic_step": optimistic}
+        config["parallel"] |= {"schedule": schedule, "optimistic_step": optimistic, "powersgd_rank": case.get("powersgd_rank")}
         config["optimizer"] |= {"lr": 1e-3}
         config["train"]["grad_clip"] = 10.0
         found[optimistic] = ranks.run(case["tp"] * case["pp"] * case["dp"], train, config, EVENTS[event])

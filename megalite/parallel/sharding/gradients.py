@@ -72,7 +72,7 @@ class BucketGradients:
             weight.keep_apart(self.view(self.apart, index))
 
 
-Rounds = Iterator[None]
+Reduction = Iterator[None]
 """A reduction under way."""
 
 
@@ -85,7 +85,7 @@ class GradientReducer:
 
     def __init__(self, buckets: Sequence[BucketGradients], shard: MeshAxis, replicate: MeshAxis, travel: torch.dtype | None = None):
         self.buckets, self.shard, self.replicate, self.travel = buckets, shard, replicate, travel
-        self._in_flight: deque[Rounds] = deque()
+        self._in_flight: deque[Reduction] = deque()
 
     def begin_step(self, microbatches: int, loss_scale: float) -> None:
         for bucket in self.buckets:
@@ -120,18 +120,18 @@ class GradientReducer:
         if bucket.apart is not None:
             self._start(self._whole(bucket, bucket.apart))
 
-    def _start(self, rounds: Rounds) -> None:
-        if self.travel is not None:  # what travels is a copy
+    def _start(self, reduction: Reduction) -> None:
+        if self.travel is not None:  # what travels is a copy, and takes memory
             self._make_room()
-        next(rounds)
-        self._in_flight.append(rounds)
+        next(reduction)
+        self._in_flight.append(reduction)
 
     def _make_room(self) -> None:
         while len(self._in_flight) >= IN_FLIGHT:
             for _ in self._in_flight.popleft():
                 pass
 
-    def _add_part(self, bucket: BucketGradients) -> Rounds:
+    def _add_part(self, bucket: BucketGradients) -> Reduction:
         """Reduce a microbatch's gradients, give their buffer back, and add this rank's part to its shard."""
         assert bucket.full is not None
         pending = reduce_scatter(bucket.full, self.shard, travel=self.travel)
@@ -146,7 +146,7 @@ class GradientReducer:
             bucket.owned.add_(part)
         bucket.fresh = False
 
-    def _whole(self, bucket: BucketGradients, buffer: Tensor) -> Rounds:
+    def _whole(self, bucket: BucketGradients, buffer: Tensor) -> Reduction:
         """Reduce a whole buffer in place; where shards are shared, only its own part is valid afterwards."""
         if self.shard.size == 1:
             yield from self._everywhere(buffer)
@@ -155,7 +155,7 @@ class GradientReducer:
         yield
         pending.wait()
 
-    def _everywhere(self, buffer: Tensor) -> Rounds:
+    def _everywhere(self, buffer: Tensor) -> Reduction:
         """Sum a buffer over the replicas, in place, the same bits on each.
 
         A sum that was made in fp32 would differ from what the others get of it, so it too is rounded to what travels. Between two ranks
@@ -192,9 +192,9 @@ class GradientReducer:
             _run(deque(self._everywhere(bucket.owned) for bucket in self.buckets))
 
 
-def _run(reductions: deque[Rounds]) -> None:
+def _run(reductions: deque[Reduction]) -> None:
     """Bring reductions to their end, side by side."""
     while reductions:
-        rounds = reductions.popleft()
-        if next(rounds, True) is None:
-            reductions.append(rounds)
+        reduction = reductions.popleft()
+        if next(reduction, "done") is None:
+            reductions.append(reduction)
