@@ -171,6 +171,12 @@ def read_arguments(argv: list[str]) -> Arguments:
 
 def read_yaml(path: str) -> dict[str, Any]:
     """The options of a YAML file, {section.key: value}. Raises ConfigError where it can not be read."""
+    tree = read_tree(path, "--config")
+    return {} if tree is None else flatten(tree, f"in {path}")
+
+
+def read_tree(path: str, option: str) -> Any:
+    """The content of a YAML file; option: what named it. Raises ConfigError where it can not be read."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -185,15 +191,14 @@ def read_yaml(path: str) -> dict[str, Any]:
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789"))
     try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"--config = {path} can not be read: {reason}. {_nearest_file(path)}") from None
+        raise ConfigError(f"{option} = {path} can not be read: {reason}. {_nearest_file(path)}") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"--config = {path} is not valid YAML: {problem}{where}. Correct the file there.") from None
-    return {} if tree is None else flatten(tree, f"in {path}")
+        raise ConfigError(f"{option} = {path} is not valid YAML: {problem}{where}. Correct the file there.") from None
 
 
 def _nearest_file(path: str) -> str:

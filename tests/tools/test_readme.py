@@ -20,16 +20,18 @@ SHORT = {  # appended: later options win
     "pretrain.py": f"--train.steps 2 --optimizer.warmup_steps 1 --train.global_batch_size 4 {SMALL_BATCH}",
     "tools/generate.py": "--tokens 3",
     "tools/bubble_calc.py": "",
+    "tools/import_config.py": "",
     "tools/verify.py": f"--data.train data/corpus --train.global_batch_size 8 {SMALL_BATCH}",
 }
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """What a newcomer has: a clone, and a corpus of text files."""
+    """What a newcomer has: a clone, a corpus of text files, and a configuration of another program."""
     place = tmp_path_factory.mktemp("readme")
     for name in ("tools", "configs", "pretrain.py", "megalite", "Makefile", "pyproject.toml", "constraints.txt"):
         (place / name).symlink_to(ROOT / name)
+    (place / "ds_config.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     (place / "corpus").mkdir()
     for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]:  # enough text for 8,192 pieces
         (place / "corpus" / f"{source.stem}.txt").write_bytes(source.read_bytes())
@@ -54,6 +56,7 @@ def test_the_commands_are_those_known_here():
 
 def test_commands_run_in_order(place):
     for command in COMMANDS:
+        command, _, output = command.partition(" > ")
         words = shlex.split(command)
         if not script(words):
             continue
@@ -61,6 +64,8 @@ def test_commands_run_in_order(place):
         words = [str(binaries / word.removeprefix(".venv/bin/")) if word.startswith(".venv/bin/") else word for word in words]
         done = run([*words, *shlex.split(SHORT[script(words)])], place)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        if output:
+            (place / output).write_text(done.stdout)
 
 
 @pytest.mark.parametrize("target", ["demo", "test"])

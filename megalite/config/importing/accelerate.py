@@ -1,0 +1,126 @@
+"""Accelerate's default_config.yaml. Meanings and defaults: its commands/config/cluster.py, config_args.py and utils/dataclasses.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.config.importing import deepspeed
+from megalite.config.importing.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, never, only, sets, word
+
+PLUGIN, FSDP, SIZES = "deepspeed_config.", "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
+MARK = "distributed_type"
+LINKED = f"{PLUGIN}deepspeed_config_file"
+TYPES = ("MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "NO", "FALSE")  # YAML reads a bare no as false
+STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+STRATEGIES |= {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2, "TRUE": 3, "FALSE": 2}  # by number, and FSDP2's reshard_after_forward
+
+
+def linked_file(source: Source) -> str | None:
+    """The DeepSpeed file that a configuration names."""
+    return source.get(LINKED) if source.word(MARK) == "DEEPSPEED" and source.word(LINKED) not in ("NONE", "") else None
+
+
+def ranks(source: Source) -> int | None:
+    """Data-parallel ranks: the ranks of a tensor-parallel group share their data."""
+    processes, tp = source.size("num_processes"), source.size(f"{SIZES}tp_size") or 1
+    return processes // tp if processes and processes % tp == 0 and source.word(MARK) in TYPES else None
+
+
+def _type(value: Any, source: Source) -> Verdict:
+    if word(value) not in TYPES:
+        return lost("runs use CUDA GPUs or CPUs: set parallel.tp, pp, dp and zero")
+    return honoured({"parallel.zero": 0}) if word(value).startswith("MULTI") else harmless("its section, if it has one, says how")
+
+
+def _processes(value: Any, source: Source) -> Verdict:
+    known = ranks(source)
+    return honoured({"parallel.dp": known}) if known else lost("how many of them share no model is not known: set parallel.dp")
+
+
+def _strategy(value: Any, source: Source) -> Verdict:
+    """HYBRID shards within a machine, and replicates over machines."""
+    name, machines = word(value), source.size("num_machines") or 1
+    if name not in STRATEGIES:
+        return lost("it is no known strategy: set parallel.zero (3 is FULL_SHARD) and parallel.dp_shard")
+    zero = {"parallel.zero": STRATEGIES[name]}
+    if not name.startswith(("HYBRID", "4", "5")) or (source.dp and machines == 1):
+        return honoured(zero)
+    if source.dp is None or source.dp % machines:
+        return honoured(zero, "this is its ZeRO stage alone: set parallel.dp_shard to the number of ranks on one machine")
+    return honoured(zero | {"parallel.dp_shard": source.dp // machines})
+
+
+def _offload(value: Any, source: Source) -> Verdict:
+    """FSDP updates parameters where they lie: with them, the optimizer's state is on the CPU."""
+    if word(value) not in ("TRUE", "FALSE"):
+        return lost(deepspeed.BOOLEAN)
+    if word(value) == "FALSE":
+        return honoured({"parallel.offload": "none"})
+    strategy = source.get(f"{FSDP}reshard_after_forward", source.get(f"{FSDP}sharding_strategy", "FULL_SHARD"))
+    if STRATEGIES.get(word(strategy)) == 3:
+        return honoured({"parallel.offload": "cpu", "parallel.offload_parameters": True})
+    return honoured({"parallel.offload": "cpu"}, "the optimizer's state alone: weights leave the device with parallel.zero: 3 only")
+
+
+LAUNCH = "it is for the launcher: torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
+TABLE: Table = {
+    "compute_environment": only("LOCAL_MACHINE", "runs are started with torchrun"),
+    MARK: Row(_type, "parallel.zero"),
+    "num_processes": Row(_processes, "parallel.dp"),
+    "mixed_precision": sets(
+        "train.precision", {"NO": "fp32", "FALSE": "fp32", "FP16": "fp16", "BF16": "bf16"}, "train.precision: bf16 is nearest"
+    ),
+    "downcast_bf16": only("NO FALSE", "it is for TPUs; train.precision: bf16 is nearest"),
+    **each(FSDP, "sharding_strategy reshard_after_forward", Row(_strategy, "parallel.zero")),
+    f"{FSDP}activation_checkpointing": sets("train.recompute", {"TRUE": "full", "FALSE": "none"}, deepspeed.BOOLEAN),
+    f"{FSDP}offload_params": Row(_offload, "parallel.offload"),
+    f"{FSDP}auto_wrap_policy": only("TRANSFORMER_BASED_WRAP", "whole layers are gathered: parallel.bucket_mb is nearest"),
+    f"{FSDP}min_num_params": only("", "whole layers are gathered: parallel.bucket_mb is nearest"),
+    f"{FSDP}transformer_layer_cls_to_wrap": never("whole layers are gathered, of any model"),
+    **each(FSDP, "backward_prefetch backward_prefetch_policy forward_prefetch", never(deepspeed.GATHERING)),
+    **each(FSDP, "state_dict_type sync_module_states cpu_ram_efficient_loading", never(deepspeed.WHOLE)),
+    **each(FSDP, "use_orig_params version", never("it chooses FSDP's interface, not what is computed")),
+    f"{PLUGIN}zero_stage": deepspeed.STAGE,
+    f"{PLUGIN}gradient_clipping": deepspeed.TABLE["gradient_clipping"],
+    f"{PLUGIN}gradient_accumulation_steps": deepspeed.TABLE["gradient_accumulation_steps"],
+    f"{PLUGIN}offload_optimizer_device": deepspeed.OFFLOAD,
+    f"{PLUGIN}offload_optimizer_nvme_path": deepspeed.nvme_path(f"{PLUGIN}offload_optimizer_device"),
+    f"{PLUGIN}offload_param_device": deepspeed.offload_parameters(f"{PLUGIN}zero_stage", 2),
+    f"{PLUGIN}offload_param_nvme_path": never("weights go to CPU memory, not to disk"),
+    **each(PLUGIN, "zero3_init_flag zero3_save_16bit_model", never(deepspeed.WHOLE)),
+    **each(PLUGIN, "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter", never(LAUNCH)),
+    LINKED: only("NONE", "it is not read"),
+    "dynamo_config.dynamo_backend": sets("train.compile", {"INDUCTOR": True, "NO": False, "FALSE": False}, "train.compile uses inductor"),
+    "dynamo_config.*": only("FALSE DEFAULT", "train.compile has no further choices"),
+    f"{SIZES}tp_size": sets("parallel.tp"),
+    f"{SIZES}dp_shard_size": sets("parallel.dp_shard"),
+    f"{SIZES}dp_replicate_size": never("it is parallel.dp / parallel.dp_shard"),
+    **each(SIZES, "cp_size sp_size", only("1", "parallel.tp with parallel.sequence_parallel is nearest")),
+    "use_cpu": only("FALSE", "a run takes the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
+    **each("", "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network gpu_ids", never(LAUNCH)),
+    **each("", "main_training_function enable_cpu_affinity debug", never("it concerns Accelerate's own start")),
+    **each("", "tpu_use_cluster tpu_use_sudo", only("FALSE", "there are no TPUs here", "it is off")),
+}
+
+
+def table(source: Source) -> Table:
+    """What becomes of this file's keys: a section is read under its own distributed_type alone, and a DeepSpeed file that is named
+    takes the place of the keys beside its name."""
+    rows = dict(TABLE)
+    for key in source.leaves:
+        for section, kind in ((PLUGIN, "DEEPSPEED"), ("fsdp_config.", "FSDP")):
+            if key.startswith(section) and source.word(MARK) != kind:
+                rows[key] = never(f"Accelerate reads it under distributed_type {kind} alone")
+            elif key.startswith(PLUGIN) and linked_file(source):
+                rows[key] = never("the DeepSpeed file that deepspeed_config_file names says it")
+    if linked_file(source) and source.word("mixed_precision") in ("NO", "FALSE"):
+        rows["mixed_precision"] = never("the DeepSpeed file that deepspeed_config_file names says it")
+    return rows
+
+
+def defaults(source: Source) -> dict[str, Any]:
+    """What Accelerate shards with where the file does not say."""
+    kind = source.word(MARK)
+    if kind == "FSDP" and f"{FSDP}reshard_after_forward" not in source.leaves:
+        return {f"{FSDP}sharding_strategy": "FULL_SHARD"}
+    return {f"{PLUGIN}zero_stage": 2} if kind == "DEEPSPEED" and not linked_file(source) else {}
