@@ -20,10 +20,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.arguments import Parser
-from megalite.config.importing import Imported, Remark, convert, linked_file
 from megalite.config.load import nest, read_tree
 from megalite.config.rule import show
 from megalite.config.schema import ConfigError
+from tools.importing import Imported, Remark, convert, linked_file
 
 HEADINGS = {
     "lost": "not honoured",
