@@ -174,6 +174,32 @@ def test_training_ends_within_one_percent(layout, ranks, prefix):
     assert found[4] != found[None]
 
 
+def owed_in_fp16(context: Any, config: dict[str, Any], steps: int) -> list[tuple[bool, float]]:
+    """After each step: whether it was skipped, and the norm of this rank's errors."""
+    trainer = make_trainer(context, config)
+    found = []
+    for _ in range(steps):
+        skipped = trainer.step().skipped
+        found.append((skipped, torch.cat([error.flatten() for error in jobs_reduction.errors(trainer).values()]).norm().item()))
+    trainer.close()
+    return found
+
+
+def test_what_is_owed_has_no_loss_scale_and_outlives_overflows(ranks, prefix):
+    found = {}
+    for power in (8, 12, 26):
+        config = configuration(prefix, {"dp": 2, "zero": 1, "precision": "fp16"}, 2)
+        config["fp16"] = {"initial_scale_power": power, "hysteresis": 1}
+        found[power] = ranks.run(2, owed_in_fp16, config, 4 if power < 26 else 14)[0]
+    low, high = ([norm for _, norm in found[power]] for power in (8, 12))
+    assert low == pytest.approx(high, rel=0.02) and low[-1] > low[0] > 0
+    before, steps = 0.0, found[26]
+    for skipped, norm in steps:
+        assert norm == before if skipped else 0 < norm < 10 * low[-1]
+        before = norm
+    assert 2 < [skipped for skipped, _ in steps].count(True) < len(steps) - 2
+
+
 def padding(context: Any, config: dict[str, Any]) -> float:
     """The largest padded weight of the vocabulary's matrices, after some steps."""
     trainer = make_trainer(context, config)
