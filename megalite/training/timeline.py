@@ -1,4 +1,5 @@
-"""The measured timeline: when every compute action of a few steps ran, on every rank, beside what the simulator says.
+"""The measured timeline: when every compute action of a few steps ran, on every rank, beside what the simulator says, and what travelled
+over data parallelism meanwhile.
 
 The runtime marks its actions in every step; here those of `profiling.steps` are kept, gathered after the last of them, and written by
 rank 0 to traces/timeline.json: the durations by stage, the bubble measured and the one predicted from these durations, and a trace that
@@ -24,9 +25,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megalite.mesh import Layout
-from megalite.parallel.pipeline.clock import Clock, DeviceClock, Ran
+from megalite.parallel.pipeline.clock import Clock, DeviceClock, HostClock, Ran
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
+from megalite.parallel.transfers import Transfer
 from megalite.training.trainer import Trainer
 
 BARRIERS = 5  # the offset of another host's clock is the median of so many readings
@@ -43,11 +45,13 @@ class Record:
         host: equal where clocks are.
         clock: its readings after each of the barriers, in seconds.
         steps: step → its actions.
+        transfers: step → what arrived in it over data parallelism.
     """
 
     host: str
     clock: list[float] = field(default_factory=list)
     steps: dict[int, list[Ran]] = field(default_factory=dict)
+    transfers: dict[int, list[Transfer]] = field(default_factory=dict)
 
 
 class TimelineRecorder:
@@ -56,19 +60,25 @@ class TimelineRecorder:
     def __init__(self, trainer: Trainer):
         options = trainer.config.profiling
         self.trainer, self.runtime, self.record = trainer, trainer.parts.runtime, Record(host_name())
+        self.log = trainer.store.log
         first, self.last = options.steps
         self.wanted = range(first, self.last + 1) if options.timeline else range(0)
         self.summary: list[str] = []  # on rank 0, once the timeline is written
 
     def before(self, step: int) -> None:
-        if step in self.wanted and self.trainer.device.type == "cuda":
-            self.runtime.clock = DeviceClock()
+        if step in self.wanted:
+            on_device = self.trainer.device.type == "cuda"
+            self.log.clock = DeviceClock() if on_device else HostClock()
+            if on_device:
+                self.runtime.clock = self.log.clock
 
     def after(self, step: int) -> None:
         """Keep what the step has left; collect after the last one."""
         if step not in self.wanted:
             return
         self.record.steps[step] = self.runtime.ran
+        self.record.transfers[step] = self.log.take()
+        self.log.clock = None
         if self.trainer.device.type == "cuda":
             self.runtime.clock = Clock()
         if step == self.last:
@@ -126,12 +136,13 @@ def offsets(records: Sequence[Record]) -> list[float]:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of one pipeline: the ranks that differ in pp alone, each with its actions in time, on one clock."""
+    """One step of one pipeline: the ranks that differ in pp alone, each with its actions and transfers in time, on one clock."""
 
     name: str
     step: int
     ranks: tuple[int, ...]
     ran: tuple[tuple[Ran, ...], ...]
+    transfers: tuple[tuple[Transfer, ...], ...]
 
     @property
     def start(self) -> float:
@@ -158,7 +169,11 @@ def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
                 tuple(Ran(action, *(time - ahead[rank] for time in times)) for action, *times in records[rank].steps[step])
                 for rank in ranks
             )
-            made.append(PipelineStep(f"measured {place}".rstrip(), step, ranks, ran))
+            transfers = tuple(
+                tuple(Transfer(name, *(time - ahead[rank] for time in times)) for name, *times in records[rank].transfers.get(step, ()))
+                for rank in ranks
+            )
+            made.append(PipelineStep(f"measured {place}".rstrip(), step, ranks, ran, transfers))
     return made
 
 
@@ -184,6 +199,7 @@ def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> d
         "comm": comm,
         "measured": {name: fmean(getattr(one, name) for one in measured) for name in MEASURES},
         "predicted": {name: getattr(predicted, name) for name in MEASURES},
+        "data_parallel": data_parallel(steps),
         "traceEvents": trace_events(schedule, steps, predicted),
     }
 
@@ -198,6 +214,19 @@ def stage_durations(schedule: Schedule, steps: Iterable[PipelineStep]) -> dict[s
         name: [median(seconds[kind, stage]) for stage in range(schedule.stages)] if kind in schedule.passes else None
         for kind, name in PASSES.items()
     }
+
+
+def data_parallel(steps: Sequence[PipelineStep]) -> dict[str, float]:
+    """Means over ranks and steps: transfers, seconds in which at least one is under way, and seconds of waiting for one."""
+    ranks = [transfers for step in steps for transfers in step.transfers]
+    under_way = waited = 0.0
+    for transfers in ranks:
+        reached = float("-inf")
+        for _, start, awaited, end in sorted(transfers, key=lambda transfer: transfer.start):
+            under_way += max(end - max(start, reached), 0.0)
+            waited += end - awaited
+            reached = max(reached, end)
+    return {"transfers": fmean(map(len, ranks)), "under_way": under_way / len(ranks), "waited": waited / len(ranks)}
 
 
 def message_seconds(schedule: Schedule, steps: Iterable[PipelineStep]) -> float:
@@ -225,6 +254,7 @@ def trace_events(schedule: Schedule, steps: Sequence[PipelineStep], predicted: T
     origin = min(actions[0].free for step in steps for actions in step.ran)
     names = list(dict.fromkeys(step.name for step in steps))
     events = [event for pid, name in enumerate([*names, "predicted"]) for event in _names(pid, name, schedule.ranks)]
+    events += [event for step in steps for event in _transfer_events(step, names.index(step.name), origin)]
     for step in steps:
         pid, shift = names.index(step.name), step.start - origin
         for tid, actions in enumerate(step.ran):
@@ -242,6 +272,17 @@ def trace_events(schedule: Schedule, steps: Sequence[PipelineStep], predicted: T
 def _names(pid: int, name: str, ranks: int) -> list[dict[str, Any]]:
     threads = [{"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"pp {rank}"}} for rank in range(ranks)]
     return [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}, *threads]
+
+
+def _transfer_events(step: PipelineStep, pid: int, origin: float) -> Iterable[dict[str, Any]]:
+    """What is under way over data parallelism, on tracks of its own since several may be at once, and how the rank waits for it."""
+    for tid, transfers in enumerate(step.transfers):
+        for place, (name, start, awaited, end) in enumerate(transfers):
+            track = {"name": f"pp {tid}: {name}", "cat": "data parallel", "id": f"{step.step}.{pid}.{tid}.{place}", "pid": pid, "tid": tid}
+            args = {"step": step.step, "waited_ms": (end - awaited) * 1000}
+            yield {"ph": "b", **track, "ts": (start - origin) * MICROSECONDS, "args": args}
+            yield {"ph": "e", **track, "ts": (end - origin) * MICROSECONDS}
+            yield _slice(f"wait: {name}", "wait", pid, tid, awaited - origin, end - origin)
 
 
 def _action(action: Action, step: int, pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
@@ -270,7 +311,12 @@ def describe(found: Mapping[str, Any]) -> list[str]:
     compared = "; ".join(f"{name} {measured[name]:.1%} measured, {predicted[name]:.1%} predicted" for name in MEASURES)
     spans = (f"{name} {_range(values)} ms" for name, values in found["durations"].items() if values)
     head = f"{found['schedule']}, steps {steps[0]} to {steps[-1]}: {compared}"
-    return [head, f"  predicted from the median {', '.join(spans)} a stage, and {found['comm'] * 1000:.2f} ms a message"]
+    lines = [head, f"  predicted from the median {', '.join(spans)} a stage, and {found['comm'] * 1000:.2f} ms a message"]
+    count, under_way, waited = found["data_parallel"].values()
+    if count:
+        each = f"{under_way * 1000:.2f} ms with something under way, {waited * 1000:.2f} ms of waiting for it"
+        lines.append(f"  over data parallelism, a rank and step: {count:.4g} transfers, {each}")
+    return lines
 
 
 def _range(seconds: Sequence[float]) -> str:

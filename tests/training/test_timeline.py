@@ -19,6 +19,7 @@ from megalite.mesh import Layout
 from megalite.parallel.pipeline.clock import DeviceClock, Mark, Ran
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.parallel.transfers import Transfer
 from megalite.training.fit import fit
 from megalite.training.timeline import Record, describe, timeline
 from megalite.training.trainer import Trainer
@@ -74,6 +75,26 @@ def test_the_trace_shows_actions_waits_and_the_prediction() -> None:
     assert slices[1, 0] == [("F0.0", 1, 2), ("B0.0", 10, 3)] and slices[1, 1] == [("F1.0", 4, 1), ("B1.0", 5, 4)]
 
 
+def test_what_travels_over_data_parallelism_is_beside_the_actions() -> None:
+    """Two transfers that overlap, from 1 to 5, and one from 6 to 8; a rank waits for 1 + 0 + 1 seconds of them."""
+    records = by_hand(100.0)
+    records[0].transfers[3] = [
+        Transfer("gather 0", 101.0, 103.0, 104.0),
+        Transfer("reduce 1", 103.0, 105.0, 105.0),
+        Transfer("reduce 0", 106.0, 107.0, 108.0),
+    ]
+    found = timeline(build("1f1b", 2, 1), Layout(pp=2), records)
+    assert found["data_parallel"] == {"transfers": 1.5, "under_way": 3.0, "waited": 1.0}  # means over both ranks
+    assert "1.5 transfers, 3000.00 ms with something under way, 1000.00 ms of waiting" in describe(found)[-1]
+    under_way: dict[str, list[float]] = {}
+    for event in found["traceEvents"]:  # the trace begins a second before the first action
+        if event["ph"] in "be":
+            under_way.setdefault(event["name"], []).append(event["ts"] / 1e6)
+    assert under_way == {"pp 0: gather 0": [2, 5], "pp 0: reduce 1": [4, 6], "pp 0: reduce 0": [7, 9]}
+    waits = [(event["name"], event["ts"] / 1e6, event["dur"] / 1e6) for event in found["traceEvents"] if event["name"].startswith("wait: ")]
+    assert waits == [("wait: gather 0", 4, 1), ("wait: reduce 1", 6, 0), ("wait: reduce 0", 8, 1)]
+
+
 def test_medians_and_means_are_over_steps_and_pipelines() -> None:
     """Two pipelines and two steps; in one step of one pipeline everything takes ten times as long."""
     records = []
@@ -111,7 +132,8 @@ def test_events_of_a_device_become_host_seconds(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     clock, action = DeviceClock(), Action(F, 0, 0)
     before = perf_counter()
-    (ran,) = clock.read([Mark(action, clock.mark(), clock.mark(), clock.mark())])
+    (times,) = clock.read([Mark(action, clock.mark(), clock.mark(), clock.mark())])
+    ran = Ran(*times)
     assert (ran.start - ran.free, ran.end - ran.start) == pytest.approx((0.002, 0.003))
     assert before <= ran.end + 0.030 <= perf_counter()
 
@@ -164,7 +186,7 @@ def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks:
 
     slices: defaultdict[Any, list[Any]] = defaultdict(list)
     for event in found["traceEvents"]:
-        if event["ph"] == "X" and event["name"] != "wait" and event["pid"] < 2:
+        if event["ph"] == "X" and event["cat"] != "wait" and event["pid"] < 2:
             slices[event["pid"], event["args"]["step"], event["tid"]].append(event)
     assert len(slices) == 2 * 2 * 2  # pipelines, steps, ranks
     for (pid, step, rank), events in slices.items():
@@ -182,6 +204,34 @@ def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks:
     assert "timeline.json" in printed[0] and not any(printed[1:])
     written = [json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(written) == 4 and all(0 < bubble < 1 for bubble in written)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_reductions_and_gathers_are_seen_to_overlap_with_computing(zero: int, prefix: str, ranks: Any, tmp_path: Path) -> None:
+    """Two microbatches on one stage, two ranks, a bucket for each unit: 8 layers, the embedding, the head."""
+    config = configure(prefix, tmp_path, {"timeline": True, "steps": [2, 3]}, dp=2, microbatches=2, zero=zero)
+    config["parallel"]["bucket_mb"] = 1e-6
+    ranks.run(2, fit_quietly, config)
+    events = json.loads((tmp_path / "run" / "traces" / "timeline.json").read_text())["traceEvents"]
+    starts = {event["id"]: event for event in events if event["ph"] == "b" and event["id"].startswith("3.0.")}  # step 3 of the first rank
+    ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
+    computed = {
+        event["name"]: (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["ph"] == "X" and event["pid"] == 0 and event.get("args", {}).get("step") == 3
+    }
+    names = [event["name"].removeprefix("pp 0: ") for event in starts.values()]
+    reductions = sorted(name for name in names if name.startswith("reduce"))
+    assert reductions == sorted([f"reduce {bucket}" for bucket in range(10)] * (2 if zero >= 2 else 1))
+    gathers = {0: 0, 1: 10, 2: 10, 3: 2 * (2 * 10 - 2)}  # of weights: none, each once, each use, see test_zero.py
+    assert len(names) - len(reductions) == gathers[zero]
+    start, end = computed["B0.1"]
+    during = [event for key, event in starts.items() if "reduce" in event["name"] and start < event["ts"] < ends[key]]
+    assert sum(event["ts"] < end for event in during) >= 9, "reductions begin while the last backward still computes"
+    if zero == 3:
+        start, end = computed["F0.1"]
+        inside = [key for key, event in starts.items() if "gather" in event["name"] and start < event["ts"] and ends[key] < end]
+        assert len(inside) == 9, "each layer's weights, and the head's, come while the layer before computes"
 
 
 def test_a_run_that_ends_early_writes_what_it_has_and_one_that_begins_late_says_so(prefix: str, ranks: Any, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ clock. On a GPU the host runs far ahead of the device, so a mark is an event in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -51,8 +51,8 @@ class Clock:
     def mark(self) -> Any:
         return None
 
-    def read(self, marks: Sequence[Mark]) -> list[Ran]:
-        """The actions of a step in time."""
+    def read(self, marks: Iterable[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, float, float, float]]:
+        """Things with three marks each, in time."""
         return []
 
 
@@ -62,8 +62,8 @@ class HostClock(Clock):
     def mark(self) -> float:
         return perf_counter()
 
-    def read(self, marks: Sequence[Mark]) -> list[Ran]:
-        return [Ran(*mark) for mark in marks]
+    def read(self, marks: Iterable[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, float, float, float]]:
+        return list(marks)
 
 
 class DeviceClock(Clock):
@@ -74,8 +74,12 @@ class DeviceClock(Clock):
         event.record()
         return event
 
-    def read(self, marks: Sequence[Mark]) -> list[Ran]:
+    def read(self, marks: Iterable[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, float, float, float]]:
         now = self.mark()
         now.synchronize()
         seconds = perf_counter()
-        return [Ran(action, *(seconds - event.elapsed_time(now) / 1000 for event in events)) for action, *events in marks]
+
+        def at(event: Any) -> float:
+            return seconds - float(event.elapsed_time(now)) / 1000
+
+        return [(what, at(first), at(second), at(third)) for what, first, second, third in marks]

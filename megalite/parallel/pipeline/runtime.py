@@ -144,7 +144,7 @@ class Runtime:
             self._execute(run, schedule, actions[prefix:])
         for work, _ in run.sends.values():
             work.wait()
-        self.ran = self.clock.read(run.marks)
+        self.ran = [Ran(*each) for each in self.clock.read(run.marks)]
         return run.loss, Pace.of(self.ran, 0 in self.stages)
 
     def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:

@@ -14,7 +14,7 @@ it has added by then is reduced with the rest, since everything is a sum.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.sharding.buckets import Bucket
 from megalite.parallel.sharding.powersgd import Compression
+from megalite.parallel.transfers import Reduction, TransferLog
 from megalite.parallel.weight import Weight
 
 IN_FLIGHT = 2  # full buffers that may wait for their reduction beside the one that is being filled
@@ -72,19 +73,23 @@ class BucketGradients:
             weight.keep_apart(self.view(self.apart, index))
 
 
-Reduction = Iterator[None]
-"""A reduction under way."""
-
-
 class GradientReducer:
     """Starts and awaits the reductions of all buckets: over the ranks that share shards, then over their replicas.
 
     Args:
+        log: hears of every reduction.
         travel: what gradients are rounded to on their way; None: as they accumulate.
     """
 
-    def __init__(self, buckets: Sequence[BucketGradients], shard: MeshAxis, replicate: MeshAxis, travel: torch.dtype | None = None):
-        self.buckets, self.shard, self.replicate, self.travel = buckets, shard, replicate, travel
+    def __init__(
+        self,
+        buckets: Sequence[BucketGradients],
+        shard: MeshAxis,
+        replicate: MeshAxis,
+        log: TransferLog,
+        travel: torch.dtype | None = None,
+    ):
+        self.buckets, self.shard, self.replicate, self.log, self.travel = buckets, shard, replicate, log, travel
         self._in_flight: deque[Reduction] = deque()
 
     def begin_step(self, microbatches: int, loss_scale: float) -> None:
@@ -113,16 +118,17 @@ class GradientReducer:
         if bucket.shards_only:
             if bucket.full is None:  # no tensor of the bucket was used; the other ranks may have used it
                 self.open(bucket)
-            self._start(self._add_part(bucket))
+            self._start(bucket, self._add_part(bucket))
             return
         assert bucket.full is not None
-        self._start(self._whole(bucket, bucket.full) if bucket.compression is None else bucket.compression.reduce(bucket.full))
+        self._start(bucket, self._whole(bucket, bucket.full) if bucket.compression is None else bucket.compression.reduce(bucket.full))
         if bucket.apart is not None:
-            self._start(self._whole(bucket, bucket.apart))
+            self._start(bucket, self._whole(bucket, bucket.apart))
 
-    def _start(self, reduction: Reduction) -> None:
+    def _start(self, bucket: BucketGradients, reduction: Reduction) -> None:
         if self.travel is not None:  # what travels is a copy, and takes memory
             self._make_room()
+        reduction = self.log.reduction(f"reduce {self.buckets.index(bucket)}", reduction)
         next(reduction)
         self._in_flight.append(reduction)
 
@@ -189,7 +195,8 @@ class GradientReducer:
             if bucket.apart is not None:
                 bucket.owned.add_(bucket.apart[bucket.start : bucket.stop])
         if self.shard.size > 1:
-            _run(deque(self._everywhere(bucket.owned) for bucket in self.buckets))
+            replicas = (self.log.reduction(f"replicate {i}", self._everywhere(bucket.owned)) for i, bucket in enumerate(self.buckets))
+            _run(deque(replicas))
 
 
 def _run(reductions: deque[Reduction]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
 from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.parallel.transfers import TransferLog
 
 if TYPE_CHECKING:
     from megalite.parallel.sharding.store import BucketMemory
@@ -34,13 +35,19 @@ class Residency:
         buckets: the rank's, by number; those that are not kept as shards are left alone.
         by_unit: the buckets that a unit needs.
         axis: the ranks that share each bucket.
+        log: hears of every gather.
         gather: how shards become whole weights.
     """
 
     def __init__(
-        self, buckets: Sequence[BucketMemory], by_unit: Mapping[int, Sequence[BucketMemory]], axis: MeshAxis, gather: Gather = all_gather
+        self,
+        buckets: Sequence[BucketMemory],
+        by_unit: Mapping[int, Sequence[BucketMemory]],
+        axis: MeshAxis,
+        log: TransferLog,
+        gather: Gather = all_gather,
     ):
-        self.buckets, self.axis, self.gather = buckets, axis, gather
+        self.buckets, self.axis, self.log, self.gather = buckets, axis, log, gather
         self.by_unit = {unit: [memory for memory in memories if memory.shard is not None] for unit, memories in by_unit.items()}
         self._planned = False
         self._moves: defaultdict[tuple[Kind, int], list[BucketMemory]] = defaultdict(list)
@@ -86,7 +93,8 @@ class Residency:
     def _gather(self, memory: BucketMemory) -> None:
         assert memory.shard is not None and not memory.resident
         memory.weights.untyped_storage().resize_(memory.layout.size * memory.weights.itemsize)
-        memory.gathering = self.gather(memory.shard, self.axis, memory.weights)
+        name = f"gather {self.buckets.index(memory)}"
+        memory.gathering = self.log.gathering(name, self.gather(memory.shard, self.axis, memory.weights))
 
     @staticmethod
     def _await(memory: BucketMemory) -> None:

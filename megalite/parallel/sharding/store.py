@@ -27,6 +27,7 @@ from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zero
 from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.residency import Enter, Leave, Residency
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment, rectangles
+from megalite.parallel.transfers import TransferLog
 from megalite.parallel.weight import Weight, WeightGradients
 
 
@@ -124,13 +125,14 @@ class ParameterStore:
         self.buckets = [self._allocate(layout, dtypes, device, training, keep_tied_apart) for layout in layouts]
         self._by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
         trained = [memory.gradients for memory in self.buckets if memory.gradients is not None]
-        self._reducer = GradientReducer(trained, mesh.shard, mesh.replicate, reduce_dtype)
+        self.log = TransferLog()
+        self._reducer = GradientReducer(trained, mesh.shard, mesh.replicate, self.log, reduce_dtype)
         self.powersgd = powersgd
         if powersgd is not None:
             for gradients in trained:
                 gradients.compression = powersgd.compress(gradients.layout, gradients.owned)
         gather = Uploads(device) if offload_parameters else all_gather
-        self.residency = Residency(self.buckets, self._by_unit, mesh.shard, gather) if self.zero == 3 else None
+        self.residency = Residency(self.buckets, self._by_unit, mesh.shard, self.log, gather) if self.zero == 3 else None
         for gradients in trained:
             for weight in gradients.weights:
                 weight.connect(partial(self._reducer.open, gradients), partial(self._reducer.completed, gradients))
@@ -240,9 +242,10 @@ class ParameterStore:
         """Gather the updated weights over dp, where they are whole."""
         if self.residency is not None:
             self.residency.drop()
-        for memory in self.buckets:
+        for number, memory in enumerate(self.buckets):
             if self.zero and memory.layout.trainable and memory.shard is None:
-                memory.gathering = all_gather(memory.owned_weights, self.mesh.shard, memory.weights)
+                gathering = all_gather(memory.owned_weights, self.mesh.shard, memory.weights)
+                memory.gathering = self.log.gathering(f"gather {number}", gathering)
 
     def enter(self, unit: int, x: Tensor) -> Tensor:
         """Make a unit's weights ready for computing on x, and for the backward of that. Returns x."""
