@@ -25,7 +25,6 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.arguments import Parser
-from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import draw
@@ -33,6 +32,7 @@ from megalite.planning import drawing, measured, trace
 from megalite.planning.bubble import BUBBLES, Plan, Weights, compare, durations, grid, heading, plan, summary, sweep, table
 
 FORMATS = (".png", ".svg", ".html", ".json")
+LONGEST = 1e100  # duration: what is added up from so many stays finite
 MOST_DRAWN = 2_000  # actions up to which the terminal shows the timeline unasked
 
 
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         if options.timeline:
             write(plans, options.timeline)
     except ScheduleError as error:
-        tool.error(str(error).replace("parallel.", "--"))
+        tool.error(str(error) if options.from_run else str(error).replace("parallel.", "--"))
     except (drawing.DrawingError, OSError) as error:
         tool.error(f"--timeline {options.timeline}: {getattr(error, 'strerror', error)}")
     print(json.dumps(content) if options.json else content)
@@ -88,8 +88,8 @@ def duration(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    if not 0 <= value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {LONGEST:g}")
     return value
 
 
@@ -147,7 +147,7 @@ def calculate(options: argparse.Namespace) -> tuple[list[Plan], Any]:
 
 def single(found: Plan, options: argparse.Namespace) -> Any:
     """Every measure of a plan, its drawing where it is small, its actions where they are wanted."""
-    schedule = with_communication(found.schedule) if options.print == "messages" else found.schedule
+    schedule = found.with_messages() if options.print == "messages" else found.schedule
     if options.json:
         actions = {"actions": [list(map(repr, rank)) for rank in schedule.actions]} if options.print else {}
         return {**found.measures(), **actions}
@@ -169,7 +169,8 @@ def sweep_text(plans: list[Plan], options: argparse.Namespace) -> str:
     """A table with a row for each size: of every measure for one schedule, of one measure each for all."""
     axis, fixed = options.sweep[0], f"{options.pp} ranks" if options.pp else f"{options.microbatches} microbatches"
     if options.compare:
-        tables = [grid(plans, axis, measure) for measure in (*BUBBLES, "peak_activations", "peak_with_weight_stash")]
+        stalled = ["stalled"] if plans[0].weights else []
+        tables = [grid(plans, axis, measure) for measure in (*BUBBLES, "peak_activations", "peak_with_weight_stash", *stalled)]
         return "\n\n".join([f"{fixed}; {durations(plans[0])}", *tables])
     return f"{options.schedule}: {fixed}; {durations(plans[0])}\n\n{table(plans, axis)}"
 

@@ -67,6 +67,11 @@ class AdamW:
     def _changing(self) -> list[Tensor]:
         return [tensor for memory, own in self._moments.items() for tensor in (memory.master, own.exp_avg, own.exp_avg_sq)]
 
+    @property
+    def copy_size(self) -> int:
+        """Bytes of `copy_state`."""
+        return sum(tensor.nbytes for tensor in self._changing())
+
     def copy_state(self) -> list[Tensor]:
         """A copy of all that a step changes."""
         return [tensor.clone() for tensor in self._changing()]

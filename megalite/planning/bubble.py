@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megalite.parallel.pipeline.communication import send_after
+from megalite.parallel.pipeline.communication import send_after, with_communication
 from megalite.parallel.pipeline.gathering import check_gathering, with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.orders import RECIPES
@@ -36,13 +36,14 @@ class Weights(NamedTuple):
 
     def gathered(self, schedule: Schedule) -> Schedule:
         """The schedule with gathers and reshards; a part is a unit of the model."""
-        held = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
-        each = max(self.buckets // len(held[0]), 1)
-        places = [held[rank].index(stage) for stage, rank in enumerate(schedule.placement)]
-        units = tuple(
-            tuple(Unit(1 + stage * each + part, (place * each + part,)) for part in range(each)) for stage, place in enumerate(places)
-        )
-        return with_gathering(schedule, units, keep=self.reshard == "step")
+        chunks = schedule.stages // schedule.ranks
+        buckets = max(self.buckets, chunks)
+        units: list[tuple[Unit, ...]] = []
+        for stage, rank in enumerate(schedule.placement):
+            place = schedule.stages_of(rank).index(stage)
+            own = range(buckets * place // chunks, buckets * (place + 1) // chunks)
+            units.append(tuple(Unit(1 + stage * buckets + bucket, (bucket,)) for bucket in own))
+        return with_gathering(schedule, tuple(units), keep=self.reshard == "step")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ class Plan:
             sent[rank] += schedule.microbatches * sum(send_after(Action(kind, stage, 0), schedule) is not None for kind in schedule.passes)
         return sent
 
+    def with_messages(self) -> Schedule:
+        """The schedule as it would be executed."""
+        schedule = with_communication(self.schedule)
+        return schedule if self.weights is None else self.weights.gathered(schedule)
+
     def gathering(self) -> dict[str, Any]:
         """How weights are gathered, and for each rank how often they are gathered as a whole, the share of them that is whole at once at
         most, and the time that compute waits for them."""
@@ -101,6 +107,7 @@ class Plan:
         buckets = [sum(len(self.schedule.units[stage]) for stage in self.schedule.stages_of(rank)) for rank in ranks]
         return {
             **self.weights._asdict(),
+            "buckets": buckets[0],
             "weights_gathered": [count / own for count, own in zip(gathers, buckets, strict=True)],
             "weights_whole": [check_gathering(self.schedule, rank) / buckets[rank] for rank in ranks],
             "stalled": list(self.timeline.stalled),
@@ -197,9 +204,13 @@ def heading(plan: Plan) -> str:
 
 def durations(plan: Plan) -> str:
     """What it is timed by, in a line."""
-    times = [f"{name} {_range(value, plan.unit)}" for name, value in plan.durations.items()]
+    values = dict(plan.durations)
+    if not plan.splits and isinstance(values["weight_backward"], list):  # measured: one pass computes both gradients
+        parts = zip(values.pop("input_backward"), values.pop("weight_backward"), strict=True)
+        values = {"forward": values["forward"], "backward": [sum(both) for both in parts], "comm": values["comm"]}
+    times = [f"{name} {_range(value, plan.unit)}" for name, value in values.items()]
     if plan.weights is not None:
-        times.append(f"gather {number(plan.weights.gather, plan.unit)} in {plan.weights.buckets} buckets")
+        times.append(f"gather {number(plan.weights.gather, plan.unit)} in {plan.gathering()['buckets']} buckets")
     return ", ".join(times)
 
 
@@ -241,13 +252,16 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def table(plans: Sequence[Plan], axis: str = "schedule") -> str:
-    """A row for each plan, named by what varies between them: the schedule, pp or microbatches. Peaks are the largest of any rank."""
-    rows = [[axis, "v", "makespan", "longest_span", *BUBBLES, "peak", "with stash", "messages"]]
+    """A row for each plan, named by what varies between them: the schedule, pp or microbatches. Where ranks differ, the largest of any."""
+    gathering = ["gathered", "stalled"] if plans[0].weights else []
+    rows = [[axis, "v", "makespan", "longest_span", *BUBBLES, "peak", "with stash", "messages", *gathering]]
     for plan in plans:
         timeline = plan.timeline
         times = [number(timeline.makespan), number(timeline.longest_span), *(percent(getattr(timeline, name)) for name in BUBBLES)]
         memory = [number(max(plan.peaks())), number(max(plan.peaks(Kind.WEIGHT)))]
-        rows.append([str(plan.size(axis)), str(plan.chunks), *times, *memory, str(sum(plan.messages()))])
+        found = plan.gathering()
+        gathered = [number(max(found[name])) for name in ("weights_gathered", "stalled")] if found else []
+        rows.append([str(plan.size(axis)), str(plan.chunks), *times, *memory, str(sum(plan.messages())), *gathered])
     return aligned(rows)
 
 

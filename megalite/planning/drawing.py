@@ -8,6 +8,7 @@ along the bars' lower edge is the gathering of weights.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -23,7 +24,7 @@ from megalite.planning.bubble import BUBBLES, Plan, durations, heading, number, 
 COLOURS = {Kind.FORWARD: "#2a62a8", Kind.BACKWARD: "#c8691b", Kind.WEIGHT: "#2f7d4f"}
 MEANING = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
 PHASES = {"warm-up": ("#fdf0c0", "#e9bb2d"), "steady": ("#ececec", "#a9a9ae"), "cool-down": ("#dfe3fb", "#8d99e6")}  # tint, strip
-GATHER = "#b03a8c"
+GATHER, STALL = "#b03a8c", "#f3dcea"
 INK, FAINT = "#1d1d1f", "#77777c"
 LEFT, RIGHT, MARGIN = 66, 112, 16  # room for the ranks' names, for the figures of each rank, and around everything
 WIDTHS = (880, 2600)  # pixels of the time axis
@@ -150,14 +151,23 @@ def _add_row(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> 
         made.boxes.append(Box(x, made.height + 1, max(width - 0.8 / made.zoom, width / 2), row - 7, fill, hover, action.microbatch))
         size = min(11.0, 0.6 * row, (width - 2 / made.zoom) / (DIGIT * digits))
         if size * made.zoom >= SMALLEST:
-            ink = "#ffffff" if _is_dark(fill) else INK
+            ink = "#ffffff" if _is_dark(fill) and not _stalls_at((start + stop) / 2, plan, rank) else INK
             made.labels.append(
                 Label(x + width / 2 - 0.4, made.height + row / 2 - 2.5 + 0.36 * size, str(action.microbatch), size, "middle", ink)
             )
 
 
+def _stalls_at(time: float, plan: Plan, rank: int) -> bool:
+    """Whether a rank then waits for weights."""
+    stalls = plan.timeline.stalls[rank] if plan.weights else ()
+    place = bisect_right(stalls, (time, math.inf))
+    return place > 0 and time < stalls[place - 1][1]
+
+
 def _add_gathers(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> None:
-    """A rank's gathering of weights, a mark for each bucket."""
+    """A rank's waiting for weights, over its bars, and its gathering, a mark for each bucket."""
+    for start, stop in plan.timeline.stalls[rank] if plan.weights else ():
+        made.boxes.append(Box(LEFT + start * scale, made.height + 1, (stop - start) * scale, row - 7, STALL, f"rank {rank} waits: weights"))
     for move, start, stop in plan.timeline.gathers[rank] if plan.weights else ():
         x, width = LEFT + start * scale, (stop - start) * scale
         hover = f"{move}: gathers bucket {move.bucket}, rank {rank}; {number(start)} to {number(stop, plan.unit)}"
@@ -199,7 +209,7 @@ def _add_legend(made: Picture, plans: Sequence[Plan]) -> None:
     entries = [([shade(COLOURS[kind], place, most) for place in range(most)], f"{kind} {MEANING[kind]}") for kind in passes]
     entries += [([tint, strip], name) for name, (tint, strip) in PHASES.items()]
     if any(plan.weights for plan in plans):
-        entries.append(([GATHER], "gathering of weights"))
+        entries += [([GATHER], "gathering of weights"), ([STALL], "waiting for them")]
     if Kind.WEIGHT in passes:
         entries.append(([], "where W is drawn, B is the gradient of the input alone"))
     if most > 1:
@@ -221,7 +231,7 @@ def _add_legend(made: Picture, plans: Sequence[Plan]) -> None:
 
 def shade(colour: str, place: int, of: int) -> str:
     """The colour of a rank's stages, first to last: from the colour itself towards white."""
-    light = 0.0 if of == 1 else min(0.5, 0.72 / (of - 1)) * place
+    light = 0.0 if of == 1 else min(0.5, 0.6 / (of - 1)) * place
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * light):02x}" for part in parts)
 

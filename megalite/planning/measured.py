@@ -13,6 +13,7 @@ from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning.bubble import BUBBLES, Plan, aligned, compare, percent
 
 TIMELINE = Path("traces", "timeline.json")
+LONGEST = 1e9  # seconds
 PASSES = ("forward", "input_backward", "weight_backward")
 
 
@@ -39,7 +40,8 @@ class MeasuredRun:
         if not self.plan.splits:
             backward = weight = (backward + weight) / 2
         costs = Costs(forward, backward, weight, self.plan.durations["comm"])
-        return [replace(plan, unit=self.plan.unit) for plan in compare(schedule.ranks, schedule.microbatches, costs=costs)]
+        chunks = self.plan.chunks if schedule.name == "interleaved" else None
+        return [replace(plan, unit=self.plan.unit) for plan in compare(schedule.ranks, schedule.microbatches, chunks, costs)]
 
 
 def read(run: Path) -> MeasuredRun:
@@ -55,7 +57,7 @@ def read(run: Path) -> MeasuredRun:
             raise ValueError("it is no JSON object")
         schedule = build(found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], _planned_for(run))
         passes = {name: _per_stage(found["durations"], name, schedule.stages) for name in PASSES}
-        comm = float(found["comm"])
+        comm = _seconds(found["comm"])
         forward, input_backward, weight_backward = passes.values()
         timeline = simulate(schedule, forward, input_backward, weight_backward, comm)
         bubbles = {name: float(found["measured"][name]) for name in BUBBLES if name in found["measured"]}
@@ -67,7 +69,7 @@ def read(run: Path) -> MeasuredRun:
     except KeyError as error:
         raise ScheduleError(f"{path} has no {error}: it is not a run's timeline.") from None
     except (TypeError, ValueError) as error:
-        raise ScheduleError(f"{path} is not a run's timeline: {error}.") from None
+        raise ScheduleError(f"{path} is not a run's timeline: {str(error).rstrip('.')}.") from None
     return measured
 
 
@@ -92,4 +94,11 @@ def _per_stage(durations: dict[str, Any], name: str, stages: int) -> list[float]
         return [0.0] * stages
     if len(values) != stages:
         raise ValueError(f"{name} has {len(values)} durations for {stages} stages")
-    return [float(value) for value in values]
+    return list(map(_seconds, values))
+
+
+def _seconds(value: Any) -> float:
+    """A duration that can be added up with others."""
+    if not 0 <= float(value) < LONGEST:
+        raise ValueError(f"{value} is no duration in seconds")
+    return float(value)

@@ -66,14 +66,16 @@ class Closing:
         if self.chain is None:
             self._learn(update, *self.norm(numbers))
             self._apply(update)
+            self._known.append(update)
             return
         self.chain.start(numbers)
         if wait or not self._calm or self.loss_scale.active:  # a scale that changed would ask for the first forwards again
             self._learn(update, *self.chain.total())
             self._apply(update)
+            self._known.append(update)
             return
         self.pending = update
-        if self.chain.is_last:  # it knows the total already
+        if self.chain.is_last:  # it knows the total already, and keeps it to itself: all ranks must act upon it after the same step
             self._learn(update, *self.chain.total())
             self._apply(update)
         else:
@@ -84,6 +86,7 @@ class Closing:
         """Learn the total of the step before; False where some rank's update was wrong. Afterwards the weights are right in both cases."""
         update, self.pending = self.pending, None
         assert update is not None and self.chain is not None
+        self._known.append(update)
         if self.chain.is_last:
             return self._confirms(update)
         self._learn(update, *self.chain.total())
@@ -114,7 +117,6 @@ class Closing:
         update.norm, update.sums = norm / update.loss_scale, sums
         self.loss_scale.update(update.finite)
         self.store.settle_gradients(update.finite)
-        self._known.append(update)
         self._calm = self._confirms(update) and update.sums[STOPS].item() == 0
 
     def _confirms(self, update: Update) -> bool:

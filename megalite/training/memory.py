@@ -99,6 +99,14 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
     return gathered / sum(sizes), check_gathering(plan, rank) / len(sizes)
 
 
+def _describe_copies(trainer: Trainer) -> list[str]:
+    """What running ahead takes on top, see `training.closing`."""
+    if trainer.closing.chain is None or not build.runs_ahead(trainer.config):
+        return []
+    size = trainer.optimizer.copy_size / 1e6
+    return [f"steps that run ahead hold a copy of the optimizer state for a while: {size:,.1f} MB on rank {trainer.mesh.rank}"]
+
+
 def _describe_gathering(trainer: Trainer) -> list[str]:
     """Both ways of freeing gathered weights, beside each other."""
     if trainer.store.residency is None:
@@ -110,7 +118,7 @@ def _describe_gathering(trainer: Trainer) -> list[str]:
 
 
 def report(trainer: Trainer) -> list[str]:
-    """A line for each group of ranks with equal numbers, the same on every rank, and one of this rank's gathering. Collective."""
+    """A line for each group of ranks with equal numbers, the same on every rank, and what else this rank needs. Collective."""
     lies = places(trainer)
     where = ", ".join(f"{size / 1e6:,.1f} MB on {place}" for place, size in lies.items() if size)
     own = (measured(trainer), formula(trainer), f"; {where}" if trainer.config.parallel.offload != "none" else "")
@@ -126,4 +134,4 @@ def report(trainer: Trainer) -> list[str]:
     return [
         f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (formula {sum(expected) / 1e6:,.1f} MB){where}"
         for (found, expected, where), group in ranks.items()
-    ] + _describe_gathering(trainer)
+    ] + [*_describe_gathering(trainer), *_describe_copies(trainer)]

@@ -78,6 +78,13 @@ def test_other_schedules_take_the_means_and_halves_of_a_whole_backward(tmp_path)
     assert {plan.unit for plan in found.values()} == {"s"}
 
 
+def test_others_have_as_many_stages_on_a_rank_as_the_run(tmp_path):
+    durations = {"forward": [1] * 12, "input_backward": [2] * 12, "weight_backward": None}
+    run = read(saved(tmp_path, schedule="interleaved", virtual_stages=3, durations=durations, comm=0))
+    same = next(plan for plan in run.compare() if plan.schedule.name == "interleaved")
+    assert same.chunks == 3 and same.timeline.makespan == pytest.approx(run.plan.timeline.makespan)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -89,6 +96,9 @@ def test_other_schedules_take_the_means_and_halves_of_a_whole_backward(tmp_path)
         ({"durations": {**FILE["durations"], "forward": [1, 2]}}, "forward has 2 durations for 4 stages"),
         ({"durations": {**FILE["durations"], "forward": None}}, "is not a run's timeline"),
         ({"durations": dict.fromkeys(FILE["durations"], [0] * 4)}, "all 0"),
+        ({"durations": {**FILE["durations"], "forward": [-1, 1, 1, 1]}}, "-1 is no duration in seconds"),
+        ({"durations": {**FILE["durations"], "forward": [1, 1, 1, float("nan")]}}, "nan is no duration"),
+        ({"comm": float("inf")}, "inf is no duration"),
     ],
 )
 def test_a_broken_file_is_named(changes, message, tmp_path):

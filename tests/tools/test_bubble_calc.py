@@ -116,6 +116,16 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
     assert (kept["weights_gathered"], kept["makespan"]) == ([1.0], 4.5)
     assert "stalled" not in json.loads(tool(*SMALL, "--schedule", "1f1b", "--json"))
     assert ["weights_gathered", "1.5", "times", "in", "a", "step,"] in [line.split()[:6] for line in tool(*sizes).splitlines()]
+    printed = json.loads(tool(*sizes, "--print", "messages", "--json"))["actions"]
+    assert printed == [["G0", "G1@1", "R0@1", "F0.0", "G0@2", "R1@2", "R0@1", "B0.0"]]
+    two = ("--pp", 2, "--microbatches", 2, "--schedule", "1f1b", "--gather", 1, "--buckets", 2, "--print")
+    moves = [[name for name in rank if name[0] in "GR" and name[1] not in "FB"] for rank in json.loads(tool(*two, "--json"))["actions"]]
+    with_messages = json.loads(tool(*two, "messages", "--json"))["actions"]
+    assert [[name for name in rank if name[0] in "GR" and name[1] not in "FB"] for rank in with_messages] == moves and moves[0]
+    assert tool(*sizes, "--gather", 20).splitlines()[-1].count(".") >= 2, "waiting for weights is drawn as waiting"
+    assert " gathered  stalled" in tool(*SMALL, "--compare", "--gather", 1)
+    odd = json.loads(tool(*SMALL, "--schedule", "interleaved", "--virtual_stages", 3, "--gather", 1, "--buckets", 8, "--json"))
+    assert odd["buckets"] == 8 and odd["weights_whole"] == [0.25] * 4
     tool(*sizes, "--timeline", tmp_path / "a.json")
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     assert [(event["name"], event["ts"], event["dur"]) for event in events if event.get("cat") == "gather"] == [
@@ -137,8 +147,9 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
         ("--pp 4 --microbatches many --compare", "--microbatches: 'many' is not a whole number from 1 up"),
         ("--pp 4 --microbatches 8 --schedule zigzag", "choose from 'gpipe', '1f1b'"),
         ("--pp 4 --microbatches 8 --schedule zb-v --virtual_stages 3", "--virtual_stages = 3: zb-v has 2: leave it out"),
-        ("--pp 4 --microbatches 8 --schedule 1f1b --comm -1", "--comm: '-1' is not a number from 0 up"),
-        ("--pp 4 --microbatches 8 --schedule 1f1b --forward inf", "--forward: 'inf' is not a number from 0 up"),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --comm -1", "--comm: '-1' is not a number from 0 to 1e+100"),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --forward inf", "--forward: 'inf' is not a number from 0 to 1e+100"),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --forward 1e308", "--forward: '1e308' is not a number from 0 to 1e+100"),
         ("--pp 4 --microbatches 8 --compare --forward 0 --input_backward 0 --weight_backward 0", "all 0"),
         ("--pp 4 --microbatches 8 --compare --schedule 1f1b", "--schedule does not go with --compare"),
         ("--pp 4 --sweep tp=1,2 --compare", "'tp=1,2' varies neither microbatches nor pp"),

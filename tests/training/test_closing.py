@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
+from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from megalite.training.verification import global_tensors
 from tests.distributed.configs import SINGLE, config_of, write_tokens
@@ -57,12 +59,19 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
     trainer.store.finish_gradients = finish_and_break  # type: ignore[method-assign]
     trainer.closing.close, trainer.closing.validate = logged_close, logged_validate  # type: ignore[method-assign]
     try:
-        results = [result for step in range(STEPS) for result in trainer.advance(wait=step == STEPS - 1)]
+        known = [trainer.advance(wait=step == STEPS - 1) for step in range(STEPS)]
+        results = [result for step in known for result in step]
         tensors = global_tensors(trainer, STATE)
     finally:
         trainer.close()
     keys = [(result.step, result.loss, result.grad_norm, result.skipped, result.lr, result.tokens) for result in results]
-    return {"results": keys, "log": log, "tensors": tensors, "skipped": trainer.closing.skipped}
+    return {
+        "results": keys,
+        "known": [[result.step for result in step] for step in known],
+        "log": log,
+        "tensors": tensors,
+        "skipped": trainer.closing.skipped,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +104,7 @@ def test_running_ahead_is_waiting(event, schedule, layout, precision, ranks, pre
     assert all(repr(rank["results"]) == repr(waited[0]["results"]) for rank in (*ahead, *waited))  # repr: NaN is itself
     assert all(torch.equal(value, waited[0]["tensors"][name]) for name, value in ahead[0]["tensors"].items())
     assert set(waited[0]["log"]) == {"waited"}
+    assert all(rank["known"] == ahead[0]["known"] for rank in ahead), "ranks that stop or save for a result must all do so in one step"
     logs = [rank["log"] for rank in ahead]
     assert all(log == logs[0] for log in logs)
     skipped = [skipped for _, _, _, skipped, *_ in ahead[0]["results"]]
@@ -104,6 +114,30 @@ def test_running_ahead_is_waiting(event, schedule, layout, precision, ranks, pre
         assert logs[0] == ["waited", *["ahead", True] * (STEPS - 2), "waited"]
     else:  # the step after the event waits for its own total, and those after it run ahead again
         assert logs[0] == ["waited", "ahead", True, "ahead", False, "waited", "ahead", True, "waited"]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
+def test_a_run_ahead_that_has_to_stop_saves_on_all_ranks(schedule, ranks, prefix, tmp_path):
+    """A signal or the time limit reaches one rank, and the others with the totals of a step."""
+    config = config_of({**MODEL, **LAYOUTS["pp 4"], "schedule": schedule}, prefix)
+    config["run"] |= {"dir": str(tmp_path), "name": "run"}
+    config["train"] |= {"steps": 100_000, "stop_after": "1s", "grad_clip": 0.0}
+    done = ranks.run(4, fit_to_the_end, config, timeout=60.0)
+    assert len(set(done)) == 1 and (tmp_path / "run" / "checkpoints" / f"step_{done[0]:08d}" / "state.json").is_file()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, done[0] + 1))
+
+
+def fit_to_the_end(context: Any, config: dict[str, Any]) -> int:
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        fit(trainer)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    trainer.close()
+    return trainer.step_done
 
 
 def test_nothing_is_lost_between_runs_ahead_and_a_checkpoint(ranks, prefix):

@@ -40,8 +40,9 @@ class Pace(NamedTuple):
     wall: float = 0.0  # from the start of the first to the end of the last; 0 on ranks without the first stage, which frames the step
 
     @classmethod
-    def of(cls, ran: Sequence[Ran], first_stage: bool) -> Pace:
-        wall = ran[-1].end - ran[0].start if ran and first_stage else 0.0
+    def of(cls, ran: Sequence[Ran], first_stage: bool, thrown_away: Sequence[Ran] = ()) -> Pace:
+        """Of the actions of a step; those that were done first and thrown away count as waiting."""
+        wall = ran[-1].end - (*thrown_away, *ran)[0].start if ran and first_stage else 0.0
         return cls(sum(end - start for _, _, start, end in ran), wall)
 
 

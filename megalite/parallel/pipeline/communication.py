@@ -114,7 +114,7 @@ def forward_prefix(schedule: Schedule) -> tuple[int, ...]:
 
 
 def with_communication(schedule: Schedule) -> Schedule:
-    """The schedule with its sends and receives.
+    """The schedule's compute actions with their sends and receives; gathers and reshards are added afterwards.
 
     A send stands right after the action that makes its tensor. A receive stands one compute action ahead of the one that needs it, so that
     the transfer overlaps with compute, or further ahead where its tensor is expected even earlier; but never ahead of operations on
@@ -124,7 +124,7 @@ def with_communication(schedule: Schedule) -> Schedule:
         ScheduleError: the compute actions wait for each other in a circle, or for one that is in no list.
     """
     order = _global_order(schedule)
-    return replace(schedule, actions=tuple(_rank_actions(schedule, rank, order) for rank in range(schedule.ranks)))
+    return replace(schedule, actions=tuple(_rank_actions(schedule, rank, order) for rank in range(schedule.ranks)), units=())
 
 
 def _global_order(schedule: Schedule) -> dict[Action, int]:

@@ -124,10 +124,11 @@ class Runtime:
         rank: what was done so far is thrown away, and done again.
 
         Returns the summed loss times loss_scale of the microbatches whose last stage is here (0-d fp64, zero elsewhere), and how the
-        rank spent its time, as far as the clock measures it. Work that was thrown away does not count.
+        rank spent its time, as far as the clock measures it. Work that was thrown away counts as waiting.
         """
         run = self._begin(schedule, microbatches, step, loss_scale, training)
         actions, prefix = schedule.actions[self.mesh.pp.rank], 0
+        thrown_away: list[Mark] = []
         for stage in self.stages.values():
             stage.defer_weight_work(Kind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):
@@ -139,13 +140,15 @@ class Runtime:
                 self._execute(run, schedule, actions[:prefix])
                 if not validate():
                     self._throw_away(run, schedule, lengths)
+                    thrown_away = run.marks
                     run = self._begin(schedule, microbatches, step, loss_scale, training)
                     self._execute(run, schedule, actions[:prefix])
             self._execute(run, schedule, actions[prefix:])
         for work, _ in run.sends.values():
             work.wait()
-        self.ran = [Ran(*each) for each in self.clock.read(run.marks)]
-        return run.loss, Pace.of(self.ran, 0 in self.stages)
+        read = [Ran(*each) for each in self.clock.read((*thrown_away, *run.marks))]
+        self.ran, before = read[len(thrown_away) :], read[: len(thrown_away)]
+        return run.loss, Pace.of(self.ran, 0 in self.stages, before)
 
     def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
         if self.residency is not None:

@@ -8,6 +8,7 @@ of the model waits for its buckets; the units of a stage take equal time.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,12 +33,12 @@ class Timeline:
 
     Attributes:
         gathers: for each rank its gathers in time; empty where weights are whole.
-        stalled: for each rank how much of its actions' time is spent waiting for weights.
+        stalls: for each rank, (start, end) of what its actions spend waiting for weights.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     gathers: tuple[tuple[Span, ...], ...] = ()
-    stalled: tuple[float, ...] = ()
+    stalls: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -49,6 +50,11 @@ class Timeline:
         """The time that each rank spends computing."""
         waits = self.stalled or (0.0,) * len(self.spans)
         return tuple(sum(end - start for _, start, end in spans) - wait for spans, wait in zip(self.spans, waits, strict=True))
+
+    @property
+    def stalled(self) -> tuple[float, ...]:
+        """How long each rank's actions wait for weights."""
+        return tuple(sum(end - start for start, end in waits) for waits in self.stalls)
 
     @property
     def ideal(self) -> float:
@@ -125,7 +131,7 @@ def simulate(
                 runnable += waiting.pop(action)
     for missing_action, ranks in waiting.items():
         raise ScheduleError(f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing_action}, which never ends.")
-    return Timeline(tuple(map(tuple, spans)), tuple(tuple(link.spans) for link in links), tuple(link.stalled for link in links))
+    return Timeline(tuple(map(tuple, spans)), tuple(tuple(link.spans) for link in links), tuple(tuple(link.stalls) for link in links))
 
 
 Ends = dict[tuple[Kind, int], dict[int, float]]
@@ -158,7 +164,7 @@ class _Link:
         self.seconds = gather / max(len(buckets), 1)
         self.whole: dict[int, float] = {}  # bucket → since when
         self.spans: list[Span] = []
-        self.stalled = 0.0
+        self.stalls: list[tuple[float, float]] = []
 
     def run(self, action: Action, free: float, start: float, duration: float) -> float:
         """When an action ends whose rank is free from `free` on and which has its inputs at `start`."""
@@ -166,7 +172,8 @@ class _Link:
         units, now = uses(action, self.schedule), start
         for unit in units:
             ready = max([now, *(self.whole[bucket] for bucket in unit.buckets)])
-            self.stalled += ready - now
+            if ready > now:
+                self.stalls.append((now, ready))
             self._gather(action, unit.number, ready)
             now = ready + duration / len(units)
         return now if units else start + duration
@@ -211,7 +218,7 @@ def _durations(schedule: Schedule, *whole: float | Sequence[float]) -> dict[Kind
 
 
 def draw(timeline: Timeline, columns: int | None = None) -> str:
-    """A timeline as text: a row for each rank, dots where the rank waits.
+    """A timeline as text: a row for each rank, dots where the rank waits, be it for weights in the middle of an action.
 
     A bar reads F3 for the forward of microbatch 3, or F2.3 (stage 2) where ranks hold several stages, and runs to its closing `|`. The
     shortest action gets a cell that its label fills, unless the rows would be wider than `columns`: then all are scaled down to fit, where
@@ -227,12 +234,14 @@ def draw(timeline: Timeline, columns: int | None = None) -> str:
         cell = (columns - len(heads[-1])) / timeline.makespan
         cell = max(1, int(cell * shortest)) / shortest if cell * shortest >= 1 else cell
     rows = []
-    for head, spans in zip(heads, timeline.spans, strict=True):
+    for head, spans, stalls in zip(heads, timeline.spans, timeline.stalls or ((),) * len(heads), strict=True):
         row = ""
         for action, start, end in spans:
             row = row.ljust(round(start * cell), ".")
             width = round(end * cell) - len(row)
             label = labels[action] if len(labels[action]) < width else action.kind.value
             row += (label.ljust(width - 1, "-") + "|")[: max(0, width)]
+        for first, last in ((math.ceil(start * cell), math.floor(end * cell)) for start, end in stalls):
+            row = row[:first] + row[first:last].replace("-", ".") + row[max(first, last) :]
         rows.append(head.ljust(len(heads[-1])) + row.ljust(round(timeline.makespan * cell), "."))
     return "\n".join(rows)
