@@ -7,6 +7,7 @@ that it holds a part of and keeps its part. (Dropout's keyed mask lies with the 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,21 +30,23 @@ def normal(shape: tuple[int, ...], *parts: int | str) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(key(*parts)))
 
 
-def initial_values(segment: Segment, tp_rank: int, tp_size: int, seed: int) -> Tensor:
-    """This rank's part of a segment's initial values, fp32, in its local shape (padding is zero)."""
+def initial_values(segment: Segment, tp_rank: int, tp_size: int, seed: int) -> Iterator[Tensor]:
+    """This rank's part of a segment's initial values, fp32: blocks of rows of its local shape, in order (padding is zero).
+
+    By blocks, because a large table would need its memory twice for a moment.
+    """
     part = segment.local(tp_rank, tp_size)
-    values = torch.zeros(part.shape, dtype=torch.float32)
     if segment.init_std == 0.0:
-        return values.fill_(segment.init_value)
-    start, count = part.offsets[0], part.sizes[0]
-    columns = slice(part.offsets[1], part.offsets[1] + part.sizes[1]) if len(segment.shape) > 1 else slice(None)
-    for block in range(start // BLOCK_ROWS, -(-(start + count) // BLOCK_ROWS) if count else 0):
-        first = block * BLOCK_ROWS
+        yield torch.full(part.shape, segment.init_value)
+        return
+    start, stop = part.offsets[0], part.offsets[0] + part.sizes[0]
+    columns = tuple(slice(offset, offset + size) for offset, size in zip(part.offsets[1:], part.sizes[1:], strict=True))
+    for first in range(start - start % BLOCK_ROWS, stop, BLOCK_ROWS) if start < stop else ():
         rows = min(BLOCK_ROWS, segment.shape[0] - first)
-        drawn = normal((rows, *segment.shape[1:]), seed, segment.name, block).mul_(segment.init_std)
-        low, high = max(start, first), min(start + count, first + rows)
-        if low < high:
-            target = values[low - start : high - start]
-            source = drawn[low - first : high - first]
-            target[..., : part.sizes[-1]] = source[:, columns] if source.dim() > 1 else source
-    return values
+        drawn = normal((rows, *segment.shape[1:]), seed, segment.name, first // BLOCK_ROWS).mul_(segment.init_std)
+        drawn = drawn[max(start - first, 0) : stop - first]
+        values = torch.zeros(drawn.shape[0], *part.shape[1:])
+        values[(slice(None), *(slice(0, size) for size in part.sizes[1:]))] = drawn[(slice(None), *columns)]
+        yield values
+    if part.shape[0] > part.sizes[0]:
+        yield torch.zeros(part.shape[0] - part.sizes[0], *part.shape[1:])

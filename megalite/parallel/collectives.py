@@ -81,6 +81,11 @@ def _is_gloo(axis: MeshAxis) -> bool:
     return dist.get_backend(axis.group) == "gloo"
 
 
+def reduces_in_place(axis: MeshAxis) -> bool:
+    """Whether a reduction over the axis takes no memory beside its buffer."""
+    return axis.size == 1 or not _is_gloo(axis)
+
+
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, what: str) -> list[Work]:
     """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, ourselves left out."""
     works = []
@@ -94,10 +99,11 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, wh
     return works
 
 
-def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sum in list order, floating-point numbers in at least fp32; the result is of `dtype`."""
+def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype, own: int) -> Tensor:
+    """Sum in list order, floating-point numbers in at least fp32; the result is of `dtype`. All parts but our `own` may be overwritten."""
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    total = parts[0].to(wide) + parts[1].to(wide)
+    first, second = parts[0].to(wide), parts[1].to(wide)
+    total = first.add_(second) if own == 1 else torch.add(first, second, out=second)
     for part in parts[2:]:
         total += part.to(wide)
     return total.to(dtype)
@@ -124,7 +130,8 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
         return Pending([_group_work(lambda: dist.all_reduce(out, group=axis.group, async_op=True), "all_reduce", axis)], lambda: out)
     if axis.size == 2 or x.nbytes <= WHOLE_EXCHANGE_BYTES or x.numel() % axis.size:
         parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
-        return Pending(_exchange([x] * axis.size, parts, axis, "all_reduce"), lambda: _deliver(_ordered_sum(parts, x.dtype), into), x)
+        works = _exchange([x] * axis.size, parts, axis, "all_reduce")
+        return Pending(works, lambda: _deliver(_ordered_sum(parts, x.dtype, axis.rank), into), x)
     scattered = _scatter_sum(x.view(-1), axis, x.dtype)
 
     def gather() -> Tensor:
@@ -155,7 +162,7 @@ def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
         received = torch.empty_like(x)
         parts = list(received.chunk(axis.size))
         works = [_group_work(lambda: dist.all_to_all_single(received, x, group=axis.group, async_op=True), "all_to_all", axis)]
-    return Pending(works, lambda: _ordered_sum(parts, dtype), x)
+    return Pending(works, lambda: _ordered_sum(parts, dtype, axis.rank), x)
 
 
 def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:

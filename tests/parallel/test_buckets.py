@@ -1,5 +1,7 @@
 """Bucket layout: aligned, padded to the shards, whole units together, decaying tensors first."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ def test_layout_invariants(shards, tp, size, tied):
     placed = [slot for bucket in buckets for slot in bucket.slots]
     assert sorted(slot.spec.name for slot in placed) == sorted(spec.name for spec in specs)
     for bucket in buckets:
+        assert len(bucket.units) == 1 or 4 * sum(math.prod(slot.shape) for slot in bucket.slots) <= size
         assert bucket.size % (shards * 64) == 0
         assert all(slot.start % 32 == 0 for slot in bucket.slots)
         assert all(before.stop <= after.start for before, after in zip(bucket.slots, bucket.slots[1:], strict=False))

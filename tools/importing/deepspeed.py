@@ -102,7 +102,7 @@ TABLE: Table = {
     "steps_per_print": sets("logging.interval"),
     "zero_optimization": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, BOOLEAN),
     f"{ZERO}stage": STAGE,
-    f"{ZERO}reduce_bucket_size": sets("parallel.bucket_mb", roughly="here it is a bucket's least size, in MB of fp32", scale=4e-6),
+    f"{ZERO}reduce_bucket_size": sets("parallel.bucket_mb", roughly="here it is a bucket's greatest size, in MB of fp32", scale=4e-6),
     f"{ZERO}offload_optimizer.device": OFFLOAD,
     f"{ZERO}offload_optimizer.nvme_path": nvme_path(f"{ZERO}offload_optimizer.device"),
     f"{ZERO}offload_optimizer.ratio": only("1", "all of the optimizer's state is offloaded, or none"),

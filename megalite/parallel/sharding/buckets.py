@@ -1,17 +1,17 @@
 """Bucket layout: where each stored tensor lies in a few flat buffers. A pure function of the specs, the same for every ZeRO stage.
 
-Whole units (embedding, a layer, the head) fill a bucket until it reaches the wanted size, so that a bucket's gradients complete together
-and a layer's weights gather together. Inside a bucket the tensors that decay come first: the optimizer then works on two ranges.
+Whole units (embedding, a layer, the head) share a bucket up to the wanted size, so that a bucket's gradients complete together and a
+layer's weights gather together. Inside a bucket the tensors that decay come first: the optimizer then works on two ranges.
 Tied tensors have a bucket of their own, so that both copies are sharded alike; so have frozen ones, which need no gradient.
 Imports no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from math import prod
 
 from megalite.parallel.spec import ParamSpec
 
@@ -29,7 +29,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        return self.start + prod(self.shape)
+        return self.start + math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,19 @@ def bucket_layout(specs: Sequence[ParamSpec], tp_rank: int, tp_size: int, shards
     Args:
         specs: the stored tensors of this rank, in the model's order.
         shards: dp ranks that share a bucket.
-        bucket_bytes: fp32 gradient bytes after which a bucket is full.
+        bucket_bytes: fp32 gradient bytes that a bucket holds at most; a larger unit has one of its own.
     """
     alone = [[spec] for spec in specs if spec.tied]
     groups: list[list[ParamSpec]] = []
     for trainable in (True, False):
         rest = [spec for spec in specs if not spec.tied and spec.trainable is trainable]
-        filled = bucket_bytes
+        filled = math.inf
         for _, unit in groupby(rest, key=lambda spec: spec.unit):
             members = list(unit)
-            if filled >= bucket_bytes:
+            unit_bytes = 4.0 * sum(math.prod(spec.local_shape(tp_rank, tp_size)) for spec in members)
+            if filled + unit_bytes > bucket_bytes:
                 groups.append([])
                 filled = 0.0
             groups[-1].extend(members)
-            filled += 4.0 * sum(prod(spec.local_shape(tp_rank, tp_size)) for spec in members)
+            filled += unit_bytes
     return [_bucket(group, tp_rank, tp_size, shards) for group in sorted((*alone, *groups), key=lambda group: group[0].unit)]

@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
-from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter, reduces_in_place
 from megalite.parallel.sharding.buckets import Bucket
 from megalite.parallel.sharding.powersgd import Compression
 from megalite.parallel.transfers import Reduction, TransferLog
 from megalite.parallel.weight import Weight
-
-IN_FLIGHT = 2  # full buffers that may wait for their reduction beside the one that is being filled
 
 
 @dataclass(eq=False)
@@ -90,6 +88,7 @@ class GradientReducer:
         travel: torch.dtype | None = None,
     ):
         self.buckets, self.shard, self.replicate, self.log, self.travel = buckets, shard, replicate, log, travel
+        self._takes_memory = travel is not None or not reduces_in_place(shard) or not reduces_in_place(replicate)
         self._in_flight: deque[Reduction] = deque()
 
     def begin_step(self, microbatches: int, loss_scale: float) -> None:
@@ -103,7 +102,7 @@ class GradientReducer:
 
     def open(self, bucket: BucketGradients) -> None:
         """Give a bucket a buffer to accumulate in."""
-        self._make_room()
+        self._make_room(waiting=1)
         bucket.full = torch.zeros(bucket.layout.size, dtype=bucket.owned.dtype, device=bucket.owned.device)
         for index, weight in enumerate(bucket.weights):
             weight.grad = bucket.view(bucket.full, index)
@@ -126,14 +125,15 @@ class GradientReducer:
             self._start(bucket, self._whole(bucket, bucket.apart))
 
     def _start(self, bucket: BucketGradients, reduction: Reduction) -> None:
-        if self.travel is not None:  # what travels is a copy, and takes memory
-            self._make_room()
+        if self._takes_memory and bucket.compression is None:
+            self._make_room(waiting=0)
         reduction = self.log.reduction(f"reduce {self.buckets.index(bucket)}", reduction)
         next(reduction)
         self._in_flight.append(reduction)
 
-    def _make_room(self) -> None:
-        while len(self._in_flight) >= IN_FLIGHT:
+    def _make_room(self, waiting: int) -> None:
+        """Wait until no more than `waiting` reductions are in flight, those of the buckets that were complete first."""
+        while len(self._in_flight) > waiting:
             for _ in self._in_flight.popleft():
                 pass
 

@@ -11,7 +11,7 @@ Gradients arrive already divided by the global token count, so every reduction i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -179,10 +179,12 @@ class ParameterStore:
 
     # ---- the values of weights
 
-    def fill(self, values: Callable[[Segment], Tensor]) -> None:
-        """Set every weight; `values` gives this rank's part of a segment in its local shape."""
-        for memory, segment, flat in self._segment_ranges():
-            self._write(memory, flat, values(segment).reshape(-1))
+    def fill(self, values: Callable[[Segment], Iterable[Tensor]]) -> None:
+        """Set every weight; `values` gives this rank's part of a segment, in its local shape, by blocks of rows."""
+        for memory, segment, start in self._segment_ranges():
+            for block in values(segment):
+                self._write(memory, start, block.reshape(-1))
+                start += block.numel()
             self.state.release(memory.master)
 
     def initialise(self, seed: int) -> None:
@@ -192,12 +194,12 @@ class ParameterStore:
     def assign(self, tensors: Mapping[str, Tensor]) -> None:
         """Set every weight from whole global tensors by name."""
 
-        def part_of(segment: Segment) -> Tensor:
+        def part_of(segment: Segment) -> list[Tensor]:
             part = segment.local(self.mesh.tp.rank, self.mesh.tp.size)
             values = torch.zeros(part.shape, dtype=tensors[segment.name].dtype)
             whole = tensors[segment.name][tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))]
             values[tuple(slice(0, size) for size in part.sizes)] = whole
-            return values
+            return [values]
 
         self.fill(part_of)
 
