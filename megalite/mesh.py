@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from megalite.shared_memory import SharedMemory
 
 AXES = ("pp", "dp", "cp", "tp")
 PRODUCTS = {"data": ("dp", "cp"), "model": ("pp", "tp"), "stage": ("dp", "cp", "tp"), "world": AXES}
@@ -67,6 +69,7 @@ class MeshAxis:
     """This rank's view of one axis (or product of axes): its place among `ranks`, and the group they talk through.
 
     `traffic` counts the collectives issued, by (operation, axis): what a step really communicates can be read and tested.
+    `shared` is memory that all ranks of a tp axis share, where they compute on CPUs of one host.
     """
 
     name: str
@@ -75,6 +78,7 @@ class MeshAxis:
     ranks: tuple[int, ...]
     group: ProcessGroup | None = None  # None where the size is 1: there is nobody to talk to
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
+    shared: SharedMemory | None = field(default=None, compare=False, repr=False)
 
 
 class Mesh:
@@ -124,10 +128,20 @@ class Mesh:
         self.channels = {name: self._new_group(self.pp.ranks) for name in names} if self.pp.size > 1 else {}
         self.stage = self._axis("stage", layout.peers(self.rank, PRODUCTS["stage"])) if chained else None
         self._warm_up()
+        self.tp = self._with_shared_memory(self.tp)
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
         group = self._group(ranks) if len(ranks) > 1 else None
         return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic)
+
+    def _with_shared_memory(self, axis: MeshAxis) -> MeshAxis:
+        import torch.distributed as dist
+
+        if axis.group is None or dist.get_backend(axis.group) != "gloo":
+            return axis
+        from megalite.shared_memory import SharedMemory
+
+        return replace(axis, shared=SharedMemory.open(axis.ranks, axis.group, self.timeout or dist.default_pg_timeout))
 
     def _split(self, axis: MeshAxis, size: int) -> tuple[MeshAxis, MeshAxis]:
         """An axis cut into groups of `size` neighbours: this rank's group, and its counterparts in the others."""

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
+from megalite.shared_memory import SLOT_BYTES, PeerLost
+
+_T = TypeVar("_T")
 
 WHOLE_EXCHANGE_BYTES = 1 << 18  # below this, sending everything to everyone once beats two rounds of parts
 
@@ -81,6 +84,30 @@ def _is_gloo(axis: MeshAxis) -> bool:
     return dist.get_backend(axis.group) == "gloo"
 
 
+def _through_memory(x: Tensor, axis: MeshAxis, what: str, use: Callable[[list[Tensor]], Tensor]) -> Pending | None:
+    """Let the other ranks read x; the result is what `use` makes of every rank's tensor. None where sockets are to be used."""
+    shared = axis.shared
+    if shared is None or x.nbytes > SLOT_BYTES:
+        return None
+    number = _survive(lambda: shared.publish(x), axis, what)
+
+    def result() -> Tensor:
+        found = use(_survive(lambda: shared.peers(number, x), axis, what))
+        shared.release(number)
+        return found
+
+    return Pending([], result)
+
+
+def _survive(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
+    """What `act` gives. Raises CommunicationError where a rank is lost."""
+    try:
+        return act()
+    except PeerLost as error:
+        peer = axis.ranks[error.peer]
+        raise CommunicationError(f"rank {dist.get_rank()}: {what} over {axis.name} failed, rank {peer} is lost: {error}", peer) from error
+
+
 def reduces_in_place(axis: MeshAxis) -> bool:
     """Whether a reduction over the axis takes no memory beside its buffer."""
     return axis.size == 1 or not _is_gloo(axis)
@@ -99,11 +126,16 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, wh
     return works
 
 
-def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype, own: int) -> Tensor:
-    """Sum in list order, floating-point numbers in at least fp32; the result is of `dtype`. All parts but our `own` may be overwritten."""
+def _received(axis: MeshAxis) -> int:
+    """Which of the first two parts came from another rank, and may be overwritten."""
+    return 0 if axis.rank == 1 else 1
+
+
+def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype, reuse: int | None = None) -> Tensor:
+    """Sum in list order, floating-point numbers in at least fp32; the result is of `dtype`. Part `reuse`, 0 or 1, may be overwritten."""
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     first, second = parts[0].to(wide), parts[1].to(wide)
-    total = first.add_(second) if own == 1 else torch.add(first, second, out=second)
+    total = first + second if reuse is None else torch.add(first, second, out=(first, second)[reuse])
     for part in parts[2:]:
         total += part.to(wide)
     return total.to(dtype)
@@ -129,9 +161,11 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
         out = x if disposable or into is x else x.clone() if into is None else into.copy_(x)
         return Pending([_group_work(lambda: dist.all_reduce(out, group=axis.group, async_op=True), "all_reduce", axis)], lambda: out)
     if axis.size == 2 or x.nbytes <= WHOLE_EXCHANGE_BYTES or x.numel() % axis.size:
+        if pending := _through_memory(x, axis, "all_reduce", lambda parts: _deliver(_ordered_sum(parts, x.dtype), into)):
+            return pending
         parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
         works = _exchange([x] * axis.size, parts, axis, "all_reduce")
-        return Pending(works, lambda: _deliver(_ordered_sum(parts, x.dtype, axis.rank), into), x)
+        return Pending(works, lambda: _deliver(_ordered_sum(parts, x.dtype, _received(axis)), into), x)
     scattered = _scatter_sum(x.view(-1), axis, x.dtype)
 
     def gather() -> Tensor:
@@ -155,6 +189,12 @@ def _deliver(value: Tensor, into: Tensor | None) -> Tensor:
 def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
     """This rank's part (along dim 0) of the sum, added here in rank order; the result is of `dtype`."""
     outgoing = list(x.chunk(axis.size))
+
+    def added(whole: list[Tensor]) -> Tensor:
+        return _ordered_sum([each.chunk(axis.size)[axis.rank] for each in whole], dtype)
+
+    if pending := _through_memory(x, axis, "reduce_scatter", added):
+        return pending
     if _is_gloo(axis):
         parts = [outgoing[rank] if rank == axis.rank else torch.empty_like(outgoing[0]) for rank in range(axis.size)]
         works = _exchange(outgoing, parts, axis, "reduce_scatter")
@@ -162,13 +202,15 @@ def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
         received = torch.empty_like(x)
         parts = list(received.chunk(axis.size))
         works = [_group_work(lambda: dist.all_to_all_single(received, x, group=axis.group, async_op=True), "all_to_all", axis)]
-    return Pending(works, lambda: _ordered_sum(parts, dtype, axis.rank), x)
+    return Pending(works, lambda: _ordered_sum(parts, dtype, _received(axis)), x)
 
 
 def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
     """gloo: the ranks' tensors, concatenated along dim 0."""
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
     parts = list(out.chunk(axis.size))
+    if into is None and (pending := _through_memory(x, axis, "all_gather", lambda found: torch.cat(found, out=out))):
+        return pending
     works = _exchange([x] * axis.size, parts, axis, "all_gather")
     if parts[axis.rank].data_ptr() != x.data_ptr():
         parts[axis.rank].copy_(x)

@@ -124,7 +124,7 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
     """What one step (not the first) communicates: counted by the mesh, and independently by torch's dispatcher.
 
     `observed` counts every c10d operation that this process issued, whoever asked for it; `expected` is what the mesh's count amounts to
-    on gloo, where a collective of n ranks is n - 1 sends and receives.
+    on gloo, where a collective of n ranks is n - 1 sends and receives, and over tp one message in shared memory.
     """
     trainer = make_trainer(context, config)
     mesh, store = trainer.mesh, trainer.store
@@ -134,6 +134,7 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
         trainer.step()
         settle(trainer)
         mesh.traffic.clear()
+        shared, before = mesh.tp.shared, mesh.tp.shared.published if mesh.tp.shared else 0
         with profile() as recorded:
             trainer.step()
             settle(trainer)  # torch crashes where a message outlives the profiler that saw it start
@@ -141,10 +142,14 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
     finally:
         trainer.close()
     observed = Counter(event.name for event in recorded.function_events if event.name.startswith("c10d::"))
+    if shared is not None:
+        observed["published"] = shared.published - before
     expected: Counter[str] = Counter()
     for (operation, axis), count in traffic.items():
         if operation in ("isend", "irecv"):
             expected["c10d::send" if operation == "isend" else "c10d::recv_"] += count
+        elif axis == "tp":
+            expected["published"] += count
         else:
             expected["c10d::send"] += count * (sizes[axis] - 1)
             expected["c10d::recv_"] += count * (sizes[axis] - 1)

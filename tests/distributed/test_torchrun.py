@@ -98,28 +98,33 @@ def test_a_signal_to_one_worker_saves_and_ends_all_and_the_run_resumes_until_its
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers through /proc")
-@pytest.mark.parametrize("end, limit", [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 40.0)], ids=["killed", "stopped"])
-def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, end, limit):
-    """Killed, its connections close; stopped, it does not answer within run.timeout. Nobody hangs in either case."""
+@pytest.mark.parametrize(
+    "layout, end, limit",
+    [("dp 3", signal.SIGKILL, 20.0), ("dp 3", signal.SIGSTOP, 40.0), ("tp 4", signal.SIGKILL, 20.0)],
+    ids=["killed", "stopped", "killed, tp"],
+)
+def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, layout, end, limit):
+    """Killed, its connections close, or its process is seen to be gone; stopped, it does not answer in time. Nobody ever hangs."""
     run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
-    options = ["--run.timeout", "5s", "--train.global_batch_size", "6"]
+    axis, size = layout.split()
+    options = ["--run.timeout", "5s", "--train.global_batch_size", "6", "--dp", "1", f"--{axis}", size]
     arguments = command(run, prefix, *options)
-    arguments[arguments.index("--nproc-per-node") + 1] = arguments[arguments.index("--dp") + 1] = "3"
+    arguments[arguments.index("--nproc-per-node") + 1] = size
     process = start(arguments)
     wait_for_steps(run, process, 3)
-    first, gone, last = (worker(process, rank) for rank in range(3))
+    gone, *others = (worker(process, rank) for rank in (1, 0, *range(2, int(size))))
     os.kill(gone, end)
     began = time.monotonic()
     try:
-        while any(Path(f"/proc/{other}").exists() for other in (first, last)) and time.monotonic() < began + limit:
+        while any(Path(f"/proc/{other}").exists() for other in others) and time.monotonic() < began + limit:
             time.sleep(0.1)
-        assert not any(Path(f"/proc/{other}").exists() for other in (first, last)), "a rank still waits"
+        assert not any(Path(f"/proc/{other}").exists() for other in others), "a rank still waits"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(gone, signal.SIGKILL)
     status, output = finish(process)
     assert status != 0
-    for rank in (0, 2):
+    for rank in (0, *range(2, int(size))):
         assert re.search(rf"^rank {rank}: \w+ over \w+ failed, rank \d .*\(rank 1 was lost first\)$", output, re.MULTILINE), output
     assert str(ROOT / "megalite") not in output, "no frame of ours is shown"
 

@@ -1,0 +1,176 @@
+"""Small messages between the ranks of one host that compute on its CPU: written once, read in place by every other rank.
+
+A tensor-parallel layer waits for every message that it sends, and TCP takes a thread and two copies for each. Here a group's file in
+/dev/shm holds SLOTS messages of each rank. It has no name any more once all ranks have opened it, so nothing is left of a run however it
+ends. Semaphores say that a message is there; nobody spins, since ranks may share cores. Sizes, places and order are known on both sides:
+the ranks of a group call the same operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, sleep, time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SLOTS = 4  # messages of a rank that others may still have to read: layers have two collectives under way, not more
+SLOT_BYTES = 1 << 19  # longer messages go through sockets
+_SEMAPHORE_BYTES = 64  # glibc's sem_t has 32
+_PATIENCE = 1.0  # seconds between looks at whether a silent peer still lives
+
+
+class PeerLost(RuntimeError):
+    """A rank has ended or did not answer within the time limit; `peer` is its place in the group."""
+
+    def __init__(self, peer: int, reason: str):
+        super().__init__(reason)
+        self.peer = peer
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class SharedMemory:
+    """This rank's access to the messages of a group. `open` makes one.
+
+    A message is published under a number, 0, 1, … in the order of calls, the same in every rank. It stays readable until every rank has
+    released it; numbers may be read and released in any order. `published` counts this rank's messages.
+    """
+
+    def __init__(self, file: int, rank: int, size: int, timeout: timedelta):
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._memory = mmap.mmap(file, _bytes(size))
+        self.rank, self.size, self._timeout = rank, size, timeout.total_seconds()
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        counters, semaphores = size * SLOTS, size * size * _SEMAPHORE_BYTES
+        self._released = (ctypes.c_int64 * counters).from_buffer(self._memory, semaphores)  # [reader, slot]: the last number, plus one
+        self._processes = (ctypes.c_int64 * size).from_buffer(self._memory, semaphores + 8 * counters)
+        self._slots = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_control_bytes(size)).view(size, SLOTS, SLOT_BYTES)
+        self.published = 0
+        self._seen = [0] * size  # messages of each rank whose semaphore has been waited for
+        self._lives: dict[int, int] = {}
+        self._others = [(rank + step) % size for step in range(1, size)]
+
+    @staticmethod
+    def open(ranks: tuple[int, ...], group: ProcessGroup, timeout: timedelta) -> SharedMemory | None:
+        """Memory of all ranks of a group, or None where they do not share a host. Collective over the group."""
+        rank, size = ranks.index(dist.get_rank()), len(ranks)
+        name: list[str | None] = [None]
+        file = _create(name, size) if rank == 0 else None
+        dist.broadcast_object_list(name, src=ranks[0], group=group)
+        if rank > 0 and name[0] is not None:
+            with suppress(OSError):
+                file = os.open(name[0], os.O_RDWR)
+        made = SharedMemory(file, rank, size, timeout) if file is not None else None
+        opened = torch.tensor(float(made is not None))
+        dist.all_reduce(opened, group=group)
+        if file is not None:
+            os.close(file)  # the mapping stays
+        if rank == 0 and name[0] is not None:
+            os.unlink(name[0])
+        if made is None or opened < size:
+            return None
+        made._introduce(group)
+        return made
+
+    def _introduce(self, group: ProcessGroup) -> None:
+        """Make this rank's semaphores, and learn which processes the others are."""
+        for writer in self._others:
+            self._libc.sem_init(self._semaphore(writer, self.rank), 1, 0)
+        self._processes[self.rank] = os.getpid()
+        dist.barrier(group=group)
+        for peer in self._others:
+            with suppress(OSError):  # ended already, or not ours to see: then only the time limit tells
+                self._lives[peer] = os.pidfd_open(int(self._processes[peer]))
+
+    def __del__(self) -> None:
+        for life in getattr(self, "_lives", {}).values():
+            os.close(life)
+
+    def _semaphore(self, writer: int, reader: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._base + (writer * self.size + reader) * _SEMAPHORE_BYTES)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a message fits."""
+        return x.nbytes <= SLOT_BYTES
+
+    def publish(self, x: Tensor) -> int:
+        """Let the other ranks read a contiguous tensor; returns its number."""
+        number = self.published
+        self.published += 1
+        deadline = monotonic() + self._timeout
+        for reader in self._others if number >= SLOTS else ():
+            while self._released[reader * SLOTS + number % SLOTS] <= number - SLOTS:
+                if monotonic() > deadline:
+                    raise PeerLost(reader, f"it has read nothing for {self._timeout:g} s")
+                sleep(0)
+        self._view(self.rank, number, x).copy_(x)
+        for reader in self._others:
+            self._libc.sem_post(self._semaphore(self.rank, reader))
+        return number
+
+    def _view(self, writer: int, number: int, like: Tensor) -> Tensor:
+        return self._slots[writer, number % SLOTS, : like.nbytes].view(like.dtype).view(like.shape)
+
+    def peers(self, number: int, own: Tensor) -> list[Tensor]:
+        """Every rank's message of that number, in rank order: `own`, and views of those of the others, to be read before `release`."""
+        for writer in self._others:
+            while self._seen[writer] <= number:
+                self._await(writer)
+                self._seen[writer] += 1
+        return [own if writer == self.rank else self._view(writer, number, own) for writer in range(self.size)]
+
+    def release(self, number: int) -> None:
+        """The messages of that number have been read."""
+        self._released[self.rank * SLOTS + number % SLOTS] = number + 1
+
+    def _await(self, writer: int) -> None:
+        """Wait for the next message of a rank. Raises PeerLost."""
+        semaphore, deadline = self._semaphore(writer, self.rank), monotonic() + self._timeout
+        while True:
+            until = time() + _PATIENCE
+            if self._libc.sem_timedwait(semaphore, ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))) == 0:
+                return
+            if monotonic() > deadline:
+                raise PeerLost(writer, f"no message within {self._timeout:g} s")
+            life = self._lives.get(writer)
+            if life is not None and select.select([life], [], [], 0)[0] and self._libc.sem_trywait(semaphore) != 0:
+                raise PeerLost(writer, "its process has ended")
+
+
+def _control_bytes(size: int) -> int:
+    """Semaphores [writer, reader], what each reader has released, and processes; rounded up to a cache line."""
+    return -(-(size * size * _SEMAPHORE_BYTES + 8 * size * (SLOTS + 1)) // 64) * 64
+
+
+def _bytes(size: int) -> int:
+    return _control_bytes(size) + size * SLOTS * SLOT_BYTES
+
+
+def _create(name: list[str | None], size: int) -> int | None:
+    """Make the file and put down its name; None where that is not possible. Its memory is reserved: a full /dev/shm shows here."""
+    path = f"/dev/shm/megalite-{os.getpid()}-{os.urandom(6).hex()}"
+    with suppress(OSError, AttributeError):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        name[0] = path
+        try:
+            os.posix_fallocate(file, 0, _bytes(size))
+        except OSError:
+            os.close(file)
+            os.unlink(path)
+            name[0] = None
+            return None
+        return file
+    return None
