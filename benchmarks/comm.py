@@ -46,22 +46,22 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
         Run("megalite, ZeRO-3", "everything", zero=3),
         Run("FSDP2", "everything", peer="fsdp2"),
     ]
-    model, length = (SMOKE_MODEL, 16) if smoke else (MODEL, 64)
+    model, length, ranks = (SMOKE_MODEL, 16, 2) if smoke else (MODEL, 64, RANKS)
     protocol = {"warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 8, "peak_size": 128, "product_steps": 1, "matmul": "medium"}
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
-        config = _config(model, length, Path(scratch))
+        config = _config(model, length, ranks, Path(scratch))
         for number in range(1, rounds + 1):
             for run in runs:
                 progress(f"round {number} of {rounds}: {run.name}")
                 own = {**config, "parallel": {**config["parallel"], "zero": run.zero or 0}}
                 module = "benchmarks.ours" if run.peer is None else "benchmarks.sharded_peer"
                 spec = {**protocol, "config": own, "peer": run.peer}
-                run.results.append(report.launch(module, spec, ranks=RANKS, threads=1))
-    rows = [_row(run, length) for run in runs]
-    shape = {"model": model, "sequence_length": length, "batch_size": RANKS, "bucket_mb": 25.0, "optimizer": "AdamW"}
+                run.results.append(report.launch(module, spec, ranks=ranks, threads=1))
+    rows = [_row(run, ranks * length) for run in runs]
+    shape = {"model": model, "sequence_length": length, "batch_size": ranks, "bucket_mb": 25.0, "optimizer": "AdamW"}
     return {
         "threads": 1,
-        "ranks": RANKS,
+        "ranks": ranks,
         "config": shape,
         "protocol": {**protocol, "rounds": rounds},
         "results": rows,
@@ -69,18 +69,18 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     }
 
 
-def _config(model: dict[str, Any], length: int, scratch: Path) -> dict[str, Any]:
+def _config(model: dict[str, Any], length: int, ranks: int, scratch: Path) -> dict[str, Any]:
     return {
         "run": {"dir": str(scratch), "name": "comm"},
         "model": model,
-        "parallel": {"tp": 1, "pp": 1, "dp": RANKS, "bucket_mb": 25.0},
-        "data": {"train": report.write_random_tokens(scratch, model["vocab_size"], 64 * RANKS * length), "sequence_length": length},
-        "train": {"steps": 1000, "global_batch_size": RANKS, "micro_batch_size": 1, "grad_clip": 1.0},
+        "parallel": {"tp": 1, "pp": 1, "dp": ranks, "bucket_mb": 25.0},
+        "data": {"train": report.write_random_tokens(scratch, model["vocab_size"], 64 * ranks * length), "sequence_length": length},
+        "train": {"steps": 1000, "global_batch_size": ranks, "micro_batch_size": 1, "grad_clip": 1.0},
         "checkpoint": {"load": "none"},
     }
 
 
-def _row(run: Run, length: int) -> dict[str, Any]:
+def _row(run: Run, tokens: int) -> dict[str, Any]:
     seconds = median(value for result in run.results for value in result["seconds"])
     memory = [result["peak_rss_above_import"] for result in run.results if result["peak_rss_above_import"] is not None]
     return {
@@ -88,7 +88,7 @@ def _row(run: Run, length: int) -> dict[str, Any]:
         "shards": run.shards,
         "peer": run.peer is not None,
         "ms_per_step": 1e3 * seconds,
-        "tokens_per_second": RANKS * length / seconds,
+        "tokens_per_second": tokens / seconds,
         "peak_rss_above_import_mib": median(memory) / 2**20 if memory else None,
         "step_ms": [[1e3 * value for value in result["seconds"]] for result in run.results],
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations, product
+from random import Random
 from typing import Any
 
 from megalite.parallel.pipeline.generator import chunks_of
@@ -31,6 +32,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "masked": (False, True),
     "dropout": (0.0, 0.1),
 }
+PLACE = {option: number for number, option in enumerate(OPTIONS)}
+DEAR = ("tp", "pp", "dp", "offload", "recompute", "uneven", "microbatches")  # their values are listed from cheap to dear
+SEED, CANDIDATES = 49, 10
 MAX_WORLD = 8
 FEWEST_LAYERS = 4
 
@@ -113,31 +117,38 @@ def pairs_of(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(combinations([(option, case[option]) for option in OPTIONS], 2))
 
 
-def _pair(one: tuple[str, Any], other: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted((one, other), key=lambda item: list(OPTIONS).index(item[0])))
+def _pair(one: tuple[str, Any], other: tuple[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    return (one, other) if PLACE[one[0]] < PLACE[other[0]] else (other, one)
+
+
+def cost(case: Case) -> float:
+    """Roughly what a case takes: the overhead of ranks that share two cores, growing with their messages."""
+    return float(2 + case["tp"] * case["pp"] * case["dp"] * case["microbatches"] ** 0.5)
 
 
 def pairwise() -> list[Case]:
-    """Greedy cover: seed each case with an uncovered pair, then choose each option's value for the most new pairs. Deterministic."""
+    """Greedy cover: of some cases grown from uncovered pairs, the one that covers most for what it costs. The seed is that of a cheap table."""
+    random = Random(SEED)
     table = [dict(NAMED)]
     missing = legal_pairs() - pairs_of(NAMED)
     while missing:
-        case: Case = dict(min(missing, key=repr))
-        for option in [option for option in OPTIONS if option not in case]:
-            values = [value for value in _by_preference(option, case, table) if is_legal({**case, option: value})]
-            gains = [len(missing & {_pair(item, (option, value)) for item in case.items()}) for value in values]
-            case[option] = values[gains.index(max(gains))]
-        missing -= pairs_of(case)
-        table.append(case)
+        uncovered = sorted(missing, key=repr)
+        grown = [_grown(pair, missing, random) for pair in random.sample(uncovered, min(CANDIDATES, len(uncovered)))]
+        best = max(grown, key=lambda case: len(missing & pairs_of(case)) / cost(case) ** 0.8)
+        missing -= pairs_of(best)
+        table.append(best)
     return [with_layers(case) for case in table]
 
 
-def _by_preference(option: str, case: Case, table: list[Case]) -> list[Any]:
-    """An option's values, first the one to take where the pairs leave a choice: many microbatches for a pipeline, else the cheapest,
-    and where none is dearer the one that the table has used least."""
-    values = list(OPTIONS[option])
-    if option == "microbatches" and case.get("pp", 1) > 1:
-        return values[::-1]
-    if option in ("zero", "recompute", "tied"):
-        return sorted(values, key=[other[option] for other in table].count)
-    return values
+def _grown(pair: tuple[tuple[str, Any], ...], missing: set[Any], random: Random) -> Case:
+    """A legal case around a pair: each other option, in random order, takes the value that covers most, the cheapest of equals."""
+    case: Case = dict(pair)
+    for option in random.sample([option for option in OPTIONS if option not in case], len(OPTIONS) - len(case)):
+        values = [value for value in OPTIONS[option] if is_legal({**case, option: value})]
+        if option == "microbatches" and case.get("pp", 2) > 1:
+            values = [*values[1:], values[0]]  # one microbatch shows little of a pipeline
+        elif option not in DEAR:
+            random.shuffle(values)
+        gains = [sum(_pair(item, (option, value)) in missing for item in case.items()) for value in values]
+        case[option] = values[gains.index(max(gains))]
+    return case

@@ -25,7 +25,7 @@ from tests.distributed import jobs, jobs_training, layouts
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.layouts import Case
 
-STEPS = 3
+STEPS = 2
 MODEL = {"tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}
 BASE: Case = {**SINGLE, **MODEL}
 

@@ -28,7 +28,7 @@ from tests.distributed.jobs import mesh_of
 from tests.distributed.layouts import Case
 
 ROOT = Path(__file__).parents[2]
-STEPS = 3
+STEPS = 2
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {
     "one process": {},

@@ -16,7 +16,7 @@ from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs import mesh_of
 from tests.distributed.layouts import Case
 
-STEPS = 3
+STEPS = 2
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}
 SHARDED: dict[str, Case] = {
     "dp 2": {"dp": 2, "microbatches": 4},
