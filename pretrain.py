@@ -40,6 +40,8 @@ def main() -> None:
         trainer = Trainer(config, mesh, device)
     except (ConfigError, CheckpointError) as error:  # a checkpoint that this run must not continue: every rank finds the same
         exit_with(str(error))
+    except (CommunicationError, OffloadError) as error:
+        abandon(error)
     memory = report(trainer)
     if mesh.rank == 0:
         write_config(config, trainer.run_dir)
@@ -49,6 +51,8 @@ def main() -> None:
     try:
         fit(trainer)
         trainer.close()
+    except CheckpointError as error:  # one that could not be written: every rank hears of it
+        exit_with(str(error), status=1)
     except (CommunicationError, OffloadError) as error:
         abandon(error)
 

@@ -32,7 +32,8 @@ def on_rank_0(mesh: Mesh | None, action: Callable[[], Result]) -> Result:
     if mesh is not None and mesh.world.group is not None:
         import torch.distributed as dist
 
-        dist.broadcast_object_list(outcome, src=mesh.world.ranks[0], group=mesh.world.group)
+        with _named("broadcast", mesh):
+            dist.broadcast_object_list(outcome, src=mesh.world.ranks[0], group=mesh.world.group)
     if outcome[1] is not None:
         raise CheckpointError(outcome[1]) from cause
     result: Result = outcome[0]
@@ -40,22 +41,36 @@ def on_rank_0(mesh: Mesh | None, action: Callable[[], Result]) -> Result:
 
 
 @contextmanager
-def all_or_none(mesh: Mesh) -> Iterator[None]:
+def _named(what: str, mesh: Mesh) -> Iterator[None]:
+    """A failure of torch's object collectives, which have an error of no kind of their own, becomes a CommunicationError."""
+    try:
+        yield
+    except RuntimeError as error:
+        from megalite.parallel.collectives import CommunicationError
+
+        reason = str(error).strip().splitlines()[0]
+        message = f"rank {mesh.rank}: {what} over world failed, a rank of its group is gone or does not answer: {reason}"
+        raise CommunicationError(message, None) from error
+
+
+@contextmanager
+def all_or_none(mesh: Mesh, kind: type[Exception] = ConfigError) -> Iterator[None]:
     """Every rank runs the block, which must not communicate. Collective.
 
     Raises:
-        ConfigError: on every rank, when any of them raised it in the block.
+        kind: on every rank, when any of them raised it in the block.
     """
     problem: str | None = None
     try:
         yield
-    except ConfigError as error:
+    except kind as error:
         problem = str(error)
     problems: list[str | None] = [problem]
     if mesh.world.size > 1:
         import torch.distributed as dist
 
         problems = [None] * mesh.world.size
-        dist.all_gather_object(problems, problem, group=mesh.world.group)
+        with _named("all_gather", mesh):
+            dist.all_gather_object(problems, problem, group=mesh.world.group)
     for first in filter(None, problems):
-        raise ConfigError(first)
+        raise kind(first)

@@ -157,7 +157,7 @@ class ParallelConfig:
     powersgd_rank: int | None = None
     """With ZeRO 0 and 1, send gradient matrices as two factors of so many columns (PowerSGD); none sends them whole."""
     bucket_mb: float = 25.0
-    """Gradients are reduced in buckets of at least this many MB (fp32); whole layers are never cut apart."""
+    """Gradients are reduced in buckets of at most this many MB (fp32); a layer is never cut apart, so one that is larger has its own."""
     offload: Literal["none", "cpu", "disk"] = "none"
     """Where master weights and Adam's moments lie: beside the weights, in CPU memory, or in a memory-mapped file; updated on the CPU."""
     offload_dir: str | None = None

@@ -41,7 +41,7 @@ class _Specs:
     """Builds the specs of one model for a tp size; `sequence_parallel` decides whose gradients are partial."""
 
     def __init__(self, model: ModelConfig, tp: int, sequence_parallel: bool):
-        self.model, self.tp, self.sequence_parallel = model, tp, sequence_parallel
+        self.model, self.tp, self.sequence_parallel = model, tp, sequence_parallel and tp > 1
         self.std = model.initializer_range
         self.out_std = self.std / sqrt(2 * model.num_hidden_layers)
 

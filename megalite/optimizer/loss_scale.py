@@ -48,7 +48,7 @@ class LossScale:
         return {"value": self.value, "tolerance": self.tolerance, "step": self.step, "last_overflow": self.last_overflow}
 
     def load(self, state: dict[str, float | int]) -> None:
-        """Continue from a checkpoint's state; one of another precision has nothing to continue."""
-        if self.active and state["value"] != 1.0:
+        """Continue from a checkpoint's state; one of another precision has counted no step."""
+        if self.active and state["step"] > 0:
             self.value, self.tolerance = float(state["value"]), int(state["tolerance"])
             self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])

@@ -34,7 +34,8 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
     """What to say where PowerSGD begins, ends, or continues on other ranks: the run is then not the one that never stopped."""
     before, now = from_dict(state["config"]).parallel, config.parallel
     on_before, on_now = (each.powersgd_rank is not None and (each.dp or 1) * each.cp > 1 for each in (before, now))
-    names = ("powersgd_rank", "dp", "cp", "tp", *(("pp", "schedule") if config.model.tie_word_embeddings else ()))
+    tied, positions = config.model.tie_word_embeddings, config.model.position == "learned"
+    names = ("powersgd_rank", "dp", "cp", "tp", *(("pp", "schedule") if tied else ()), *(("sequence_parallel",) if positions else ()))
     changed = [name for name in names if getattr(before, name) != getattr(now, name)]
     if not changed or not (on_before or on_now):
         return []

@@ -26,6 +26,7 @@ from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
+from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import parameter_count
 from megalite.training import build
 from megalite.training.closing import Closing, Update
@@ -147,7 +148,8 @@ class Trainer:
             "config": to_dict(self.config),
         }
         self.store.finish_gathering()
-        self.store.state.sync()  # before anything is saved: what the disk has lost must not replace what a checkpoint has
+        with all_or_none(self.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
+            self.store.state.sync()
         compression = [] if self.store.powersgd is None else self.store.powersgd.to_save()
         checkpoint.save(directory, [*self.optimizer.to_save(), *compression], state, self.mesh)
         self.store.state.release()

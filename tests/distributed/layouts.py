@@ -127,7 +127,7 @@ def cost(case: Case) -> float:
 
 
 def pairwise() -> list[Case]:
-    """Greedy cover: of some cases grown from uncovered pairs, the one that covers most for what it costs. The seed is that of a cheap table."""
+    """Greedy cover: of some cases grown from uncovered pairs, the one that covers most for what it costs. The seed gives a cheap table."""
     random = Random(SEED)
     table = [dict(NAMED)]
     missing = legal_pairs() - pairs_of(NAMED)

@@ -271,6 +271,27 @@ def test_resuming_is_bitwise_the_run_that_never_stopped(layout, ranks, prefix, s
         assert all(value.any() for value in got["errors"].values())
 
 
+def factors_apart(context: Any, config: dict[str, Any]) -> bool:
+    trainer = make_trainer(context, config)
+    trainer.step()
+    trainer.close()
+    assert trainer.store.powersgd is not None
+    return all(matrix.factor.untyped_storage().nbytes() == matrix.factor.nbytes for matrix in trainer.store.powersgd.matrices)
+
+
+def test_factors_lie_where_a_checkpoint_would_fill_them(ranks, prefix):
+    """As parts of what travelled they would be aligned otherwise than after a resume, and BLAS would round otherwise."""
+    assert all(ranks.run(2, factors_apart, configuration(prefix, {"dp": 2, "zero": 1}, 1)))
+
+
+def test_one_copy_of_a_tied_tensor_takes_what_was_owed_to_both(ranks, prefix, saved):
+    before = saved("pp 2, dp 2, tied")
+    got = ranks.run(2, jobs_reduction.resume, configuration(prefix, {"dp": 2, "zero": 1, "tied": True}, 4, load=before[0]["directory"]), 1)
+    for dp, rank in enumerate(got):
+        first, last = (before[pp * 2 + dp]["errors"] for pp in (0, 1))
+        assert torch.equal(rank["errors"]["embedding.weight"], first["embedding.weight"] + last["embedding.weight.copy"])
+
+
 @pytest.mark.parametrize("layout, other", [("dp 2", "dp 4"), ("dp 4", "dp 2")])
 def test_other_ranks_share_what_is_owed(layout, other, ranks, prefix, saved):
     before = saved(layout)

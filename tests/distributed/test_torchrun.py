@@ -135,3 +135,13 @@ def test_a_wrong_configuration_is_one_message(tmp_path):
     assert status == 1 and output.count("parallel.tp = 3") == 1, output
     assert "pretrain.py FAILED" in output and "exitcode  : 2" in output, output
     assert str(ROOT / "megalite") not in output, "no frame of ours is shown"
+
+
+def test_a_checkpoint_that_can_not_be_written_is_one_message(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").write_text("not a directory")
+    arguments = command(run, write_tokens(tmp_path, 96), "--dp", "1", "--train.steps", "2")
+    status, output = finish(start([sys.executable, *arguments[6:]]))
+    assert status == 1 and "Traceback" not in output, output
+    assert str(run / "checkpoints") in output.splitlines()[-1], output

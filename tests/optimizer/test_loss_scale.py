@@ -49,6 +49,22 @@ def test_state_continues():
         assert one == other
 
 
+def test_a_scale_at_its_minimum_continues_there():
+    options = FP16Config(initial_scale_power=2, hysteresis=1)
+    one, other = LossScale(options, active=True), LossScale(options, active=True)
+    for _ in range(3):
+        one.update(False)
+    assert one.value == options.min_loss_scale == 1.0
+    other.load(one.state())
+    assert one == other
+
+
+def test_a_run_of_another_precision_leaves_nothing_to_continue():
+    scale = LossScale(FP16Config(), active=True)
+    scale.load(LossScale(FP16Config(), active=False).state())
+    assert scale == LossScale(FP16Config(), active=True)
+
+
 @pytest.fixture
 def prefix(tmp_path) -> str:
     return write_tokens(tmp_path, 96)

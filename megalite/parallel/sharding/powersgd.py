@@ -80,7 +80,7 @@ class Compression:
         yield
         for matrix, value, basis, factor in zip(self.matrices, values, left, wait(), strict=True):
             error = torch.addmm(value, basis, factor.t(), beta=1 / self.loss_scale, alpha=-1 / (self.loss_scale * self.axis.size))
-            matrix.undecided = error, factor
+            matrix.undecided = error, factor.clone()  # memory of its own: how BLAS rounds depends on where a matrix lies
             torch.mm(basis, factor.t(), out=value)
 
 
@@ -94,6 +94,7 @@ class PowerSGD:
 
     def __init__(self, mesh: Mesh, rank: int, seed: int):
         self.tp, self.data, self.rank, self.seed = mesh.tp, mesh.data, rank, seed
+        self.one_copy = mesh.tied_pair is None
         self.matrices: list[Matrix] = []
 
     def compress(self, layout: Bucket, like: Tensor) -> Compression | None:
@@ -129,10 +130,10 @@ class PowerSGD:
 
     # ---- checkpoints: errors as [dp, *segment], factors as [tp parts, m, rank]
 
-    def _error(self, matrix: Matrix, values: Tensor, row: int, rows: int) -> Rectangle:
+    def _error(self, matrix: Matrix, values: Tensor, row: int, rows: int, name: str | None = None) -> Rectangle:
         """`values` ([n, m], padding left out) as the error of one of `rows` dp ranks."""
         shape, offsets = (rows, *matrix.segment.shape), (row, *matrix.part.offsets)
-        return Rectangle(f"powersgd_error/{matrix.name}", shape, offsets, values[: matrix.part.sizes[0]].unsqueeze(0))
+        return Rectangle(f"powersgd_error/{name or matrix.name}", shape, offsets, values[: matrix.part.sizes[0]].unsqueeze(0))
 
     def _factor(self, matrix: Matrix) -> Rectangle:
         index, parts = (0, 1) if matrix.segment.split is None else (self.tp.rank, self.tp.size)
@@ -147,23 +148,24 @@ class PowerSGD:
     def restore(self, stored: Mapping[str, tuple[int, ...]], fill: Callable[[list[Rectangle]], None]) -> None:
         """Take over what a checkpoint holds: this rank's errors, or, where another number of ranks saved them, their mean per rank.
 
-        The sum over ranks, which is what the gradients are still owed, is the same in both cases. Matrices and factors that the checkpoint
-        does not know start afresh.
+        The sum over ranks, which is what the gradients are still owed, is the same in both cases. A tied tensor that had two copies and has
+        one now takes what was owed to both. Matrices and factors that the checkpoint does not know start afresh.
 
         Args:
             stored: global shapes by name.
             fill: fills rectangles from the checkpoint.
         """
-        known = [matrix for matrix in self.matrices if self._error(matrix, matrix.error, 0, 0).name in stored]
+        names = [(matrix, name) for matrix in self.matrices for name in (matrix.name, *([f"{matrix.name}.copy"] if self.one_copy else []))]
+        known = [(matrix, name) for matrix, name in names if f"powersgd_error/{name}" in stored]
         fill([each for each in map(self._factor, self.matrices) if stored.get(each.name) == each.global_shape])
         if not known:
             return
-        rows = stored[self._error(known[0], known[0].error, 0, 0).name][0]
-        scratch = [torch.zeros_like(matrix.error) for matrix in known]
+        rows = stored[f"powersgd_error/{known[0][1]}"][0]
+        scratch = [torch.zeros_like(matrix.error) for matrix, _ in known]
         for row in [self.data.rank] if rows == self.data.size else range(rows):  # one at a time: there may be many
-            fill([self._error(matrix, values, row, rows) for matrix, values in zip(known, scratch, strict=True)])
-            for matrix, values in zip(known, scratch, strict=True):
+            fill([self._error(matrix, values, row, rows, name) for (matrix, name), values in zip(known, scratch, strict=True)])
+            for (matrix, _), values in zip(known, scratch, strict=True):
                 matrix.error.add_(values)
         if rows != self.data.size:
-            for matrix in known:
+            for matrix in {matrix for matrix, _ in known}:
                 matrix.error.div_(self.data.size)
