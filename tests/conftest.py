@@ -1,16 +1,36 @@
 """Fixtures of the whole suite."""
 
+import ctypes
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere: sums must not depend on a machine's cores
 
-from tests.distributed.pool import RankPool, start_fork_server
+def _has_gpu() -> bool:
+    """Asked of the driver: torch and triton read the environment variables below when they are imported."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+HAS_GPU = _has_gpu()
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere: sums must not depend on a machine's cores
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels are interpreted, here and in the ranks
+
+from tests.distributed.pool import RankPool, start_fork_server  # noqa: E402
 
 start_fork_server()  # imports torch while pytest does
 
 from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not HAS_GPU and item.get_closest_marker("gpu") is not None:
+        pytest.skip("needs a GPU")
 
 
 @pytest.fixture(scope="session", autouse=True)

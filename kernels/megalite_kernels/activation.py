@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.dispatch import takes_triton
+
 _aten = torch.ops.aten
 
 
@@ -33,6 +35,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": _GELU_TANH,
     "relu": _Activation(torch.relu, partial(_aten.threshold_backward.grad_input, threshold=0)),
 }
+_FUSED = ("silu", "gelu_new", "gelu_pytorch_tanh")  # those whose gated form has a kernel
 
 
 def _lookup(act: str) -> _Activation:
@@ -54,12 +57,20 @@ def plain_backward(dh: Tensor, x: Tensor, act: str) -> tuple[Tensor, Tensor]:
 
 def gated_forward(gate_up: Tensor, act: str) -> Tensor:
     """act(gate) · up: [..., 2F] -> [..., F]."""
+    if act in _FUSED and takes_triton(gate_up):
+        from megalite_kernels import activation_triton
+
+        return activation_triton.gated_forward(gate_up, act)
     gate, up = gate_up.chunk(2, dim=-1)
     return _lookup(act).forward(gate).mul_(up)
 
 
 def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     """Gradient of `gated_forward` with respect to gate_up, and h: dh [..., F] -> [..., 2F], [..., F]."""
+    if act in _FUSED and takes_triton(gate_up):
+        from megalite_kernels import activation_triton
+
+        return activation_triton.gated_backward(dh, gate_up, act)
     function = _lookup(act)
     gate, up = gate_up.chunk(2, dim=-1)
     dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)

@@ -215,6 +215,8 @@ class TrainConfig:
     """What gradients accumulate and travel in: wide is fp32 (fp64 under fp64); bf16 halves their memory and loses digits."""
     recompute: str = "none"
     """Activations recomputed in backward: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """Triton kernels: auto takes them on a GPU where Triton is installed, torch never does, triton ends the run where none can run."""
     compile: bool = False
     """Compile the pure functions between linears with torch.compile."""
     grad_clip: float = 1.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megalite_kernels import dispatch
 
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
@@ -150,6 +151,7 @@ class Parts:
 def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True) -> Parts:
     """Allocate this rank's parameters (zero until initialised or loaded; gradients where it trains) and the stages that use them."""
     model, parallel, train = config.model, config.parallel, config.train
+    dispatch.select(train.kernels)
     dtype = DTYPES[train.precision]
     store = ParameterStore(
         _specs_of(config, mesh.pp.rank),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -224,6 +225,7 @@ ROWS = [
     Row("fp64 on CPU", {"train.precision": "fp64"}, {"train.precision": "fp32"}, ("2 GPUs", "CUDA_VISIBLE_DEVICES"), devices=2),
     Row("bf16 gradients of bf16", {"train.grad_dtype": "bf16"}, {"train.precision": "bf16"}, ("not fp32",)),
     Row("recompute mode", {"train.recompute": "every-0"}, {"train.recompute": "every-3"}, ("none, selective, full, every-2",)),
+    Row("kernels can run", {"train.kernels": "triton"}, {"train.kernels": "auto"}, ("needs a GPU", "auto or torch"), devices=0),
     Row("timeout is a duration", {"run.timeout": "10"}, {"run.timeout": "10s"}, ("10m",)),
     Row("stop_after is a duration", {"train.stop_after": "90"}, {"train.stop_after": "1h30m"}, ("3h50m",)),
     Row("warm-up within the run", {"optimizer.warmup_steps": 101}, {"optimizer.warmup_steps": 100}, ("Nearest: 100.",)),
@@ -253,8 +255,9 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def token_files(tmp_path, monkeypatch):
-    """tokens: 257 tokens and an EOS; other: another vocabulary; bare: written by a tool that says nothing."""
+    """tokens: 257 tokens and an EOS; other: another vocabulary; bare: written by a tool that says nothing. Triton compiles."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for prefix in ("tokens", "other", "bare"):
         (tmp_path / f"{prefix}.bin").touch()
         (tmp_path / f"{prefix}.idx").touch()
@@ -318,6 +321,16 @@ def test_tensor_parallel_sizes_are_those_that_split_evenly(heads: int, kv: int, 
         legal = heads % tp == 0 and equal and whole and ffn % tp == 0
         shape = {"model.num_attention_heads": heads, "model.num_key_value_heads": kv, "model.intermediate_size": ffn, "model.head_dim": 8}
         assert (verdict(shape | {"parallel.tp": tp}) is None) == legal, tp
+
+
+def test_kernels_need_triton_and_a_gpu_or_its_interpreter(monkeypatch):
+    kernels = {"train.kernels": "triton"}
+    assert verdict(kernels, devices=1) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert verdict(kernels, devices=0) is None
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "the package triton, which is not installed" in (verdict(kernels, devices=1) or "")
+    assert verdict({"train.kernels": "auto"}, devices=1) is None
 
 
 def test_durations():

@@ -1,7 +1,7 @@
-"""Makes `megalite_kernels` importable from the source tree, and holds the comparison that its tests share."""
+"""Makes `megalite_kernels` importable from the source tree, and holds what its tests share."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
+
+from megalite_kernels import dispatch
+from megalite_kernels.launch import POINTER, Variant
+
+from tests.conftest import HAS_GPU
+from tests.kernels import compiling
+
+collect_ignore_glob = [] if sys.platform == "linux" else ["test_*_triton.py", "test_compiling.py"]  # Triton exists on Linux alone
 
 
 def _rms(x: Tensor) -> float:
@@ -36,3 +44,41 @@ def as_exact_as() -> Callable[..., None]:
         assert error <= allowed, f"rms error {error:.2e} > {allowed:.2e}"
 
     return check
+
+
+@pytest.fixture(scope="session")
+def binaries(request: pytest.FixtureRequest) -> compiling.Binaries:
+    """What the compiler made of every kernel, for every architecture."""
+    assert request.config.cache is not None
+    return compiling.compile_all(request.config.cache.mkdir("triton"))
+
+
+@pytest.fixture(scope="session")
+def _kernels_run() -> str:
+    """Where kernels run: on the GPU, or interpreted on the CPU."""
+    if HAS_GPU:
+        return "cuda"
+    from tests.kernels.interpreter import repair
+
+    repair()
+    return "cpu"
+
+
+@pytest.fixture
+def device(_kernels_run: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Operations on tensors of this device run their kernels, and each launch is of the types that its variant is compiled for."""
+    launch = Variant.launch
+
+    def checked(self: Variant, grid: tuple[int, ...], *args: object) -> None:
+        assert list(self.types) + list(self.constants) == self.kernel.arg_names, self.name
+        for (name, expected), given in zip(self.types.items(), args, strict=True):
+            if isinstance(given, Tensor):
+                assert POINTER[given.dtype] == expected, f"{self.name}: {name} is {given.dtype}"
+            else:
+                assert expected == ("fp32" if isinstance(given, float) else "i32" if abs(given) < 2**31 else "i64"), f"{self.name}: {name}"
+        launch(self, grid, *args)
+
+    monkeypatch.setattr(Variant, "launch", checked)
+    dispatch.select("triton")
+    yield _kernels_run
+    dispatch.select("torch")

@@ -1,8 +1,10 @@
 """Batches, precision, optimizer, checkpoints, validation and profiling."""
 
+import importlib.util
+import os
 import re
 
-from megalite.config.rule import Rule, around, is_checkpoint
+from megalite.config.rule import Facts, Rule, around, is_checkpoint
 
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
@@ -14,6 +16,15 @@ def duration_seconds(text: str) -> int | None:
         return None
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return 3600 * hours + 60 * minutes + seconds
+
+
+def _kernels_lack(c: Facts) -> str:
+    """What Triton kernels need and do not have here; empty where they can run. In its interpreter Triton needs no GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which is not installed"
+    if c.local_devices == 0 and os.environ.get("TRITON_INTERPRET") != "1":
+        return "a GPU (or TRITON_INTERPRET=1 in the environment, which runs kernels on the CPU, very slowly)"
+    return ""
 
 
 RULES: tuple[Rule, ...] = (
@@ -44,6 +55,13 @@ RULES: tuple[Rule, ...] = (
         broken=lambda c: not re.fullmatch(r"none|selective|full|every-[1-9]\d*", c.train.recompute),
         why="is not a recomputation mode",
         legal=["none", "selective", "full", "every-2"],
+    ),
+    Rule(
+        "kernels can run",
+        "train.kernels",
+        broken=lambda c: c.train.kernels == "triton" and _kernels_lack(c),
+        why=lambda c: f"needs {_kernels_lack(c)}",
+        legal="Set it to auto or torch.",
     ),
     Rule(
         "timeout is a duration",

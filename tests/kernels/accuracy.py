@@ -1,0 +1,20 @@
+"""How near a kernel must come to float64: about as near as torch's own operation of the same dtype. No tolerance is chosen by hand."""
+
+import torch
+from torch import Tensor
+
+
+def assert_as_accurate(got: Tensor, exact: Tensor, torch_result: Tensor) -> None:
+    """RMS error at most 1.5 times, largest error at most 3 times that of `torch_result`, and one element may be off by a unit in the last
+    place of the largest output. `exact` is the float64 result for the same inputs."""
+    assert got.dtype == torch_result.dtype and got.shape == exact.shape, f"{got.dtype} {tuple(got.shape)}"
+    assert torch.isfinite(got).all()
+    if got.numel() == 0:
+        return
+    unit = torch.finfo(got.dtype).eps * 2.0 ** exact.abs().max().clamp(min=1e-30).log2().floor()
+    error, allowed = ((result.double() - exact).abs() for result in (got, torch_result))
+    for name, measured, limit in (
+        ("rms", error.square().mean().sqrt(), 1.5 * allowed.square().mean().sqrt() + unit / got.numel() ** 0.5),
+        ("largest", error.max(), 3 * allowed.max() + unit),
+    ):
+        assert measured <= limit, f"{name} error {measured:.3e} > {limit:.3e}, in {got.dtype}"

@@ -1,0 +1,150 @@
+"""Compiles every variant of every kernel for every architecture, with no GPU, and reads what came out: `python -m tests.kernels.compiling`.
+
+That is a process of its own because Triton either interprets or compiles, as the environment says when it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = sorted(path.stem for path in (ROOT / "kernels" / "megalite_kernels").glob("*_triton.py"))
+SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
+TENSOR_CORE = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What the compiler made of a variant for an architecture. Bits are those of one thread, summed over the instructions in the code."""
+
+    registers: int  # of a thread
+    stack: int  # bytes of a thread: more than 0 where registers did not suffice
+    shared: int  # bytes of a program
+    wide_loads: int  # bits loaded from global memory by instructions of at least 128 bits
+    narrow_loads: int  # by others
+    wide_stores: int
+    narrow_stores: int
+    products: int  # tensor-core instructions, of the architecture's own kind
+    multiplies: bool  # whether the variant says that it multiplies matrices
+
+
+Binaries = dict[str, dict[str, dict[str, Binary]]]
+"""Module → architecture → variant → what came out."""
+
+
+def compile_all(cache: Path) -> Binaries:
+    """Run this file in a process in which Triton compiles. What `cache` holds of earlier runs is not compiled again."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "tests.kernels.compiling"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    return {
+        module: {architecture: {name: Binary(**binary) for name, binary in made.items()} for architecture, made in per.items()}
+        for module, per in found.items()
+    }
+
+
+def _compile(job: tuple[str, str, int]) -> tuple[str, str, str, dict[str, Any]]:
+    """(module, architecture, index into its variants) → the first two, the variant's name, the fields of its Binary."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, architecture, index = job
+    variant = importlib.import_module(f"megalite_kernels.{module}").variants(architecture)[index]
+    names = variant.kernel.arg_names
+    types = {name: "constexpr" if name in variant.constants else variant.types[name] for name in names}
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or name in variant.multiples_of_16]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=variant.kernel, signature=types, constexprs=dict(variant.constants), attrs=attributes)
+    nvidia = architecture.startswith("sm_")
+    target = GPUTarget("cuda", int(architecture[3:]), 32) if nvidia else GPUTarget("hip", architecture, 64)
+    compiled = triton.compile(source, target=target, options=variant.options)
+    resources = _nvidia_resources(compiled.asm["cubin"]) if nvidia else _amd_resources(compiled.asm["amdgcn"])
+    code = compiled.asm["ptx" if nvidia else "amdgcn"]
+    memory = _nvidia_memory(code) if nvidia else _amd_memory(code)
+    products = len(re.findall(re.escape(TENSOR_CORE[architecture]), code))
+    found = {**resources, "shared": compiled.metadata.shared, **memory, "products": products, "multiplies": variant.multiplies}
+    return module, architecture, variant.name, found
+
+
+def _nvidia_resources(cubin: bytes) -> dict[str, int]:
+    """Asked of the assembler's own tool, which comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def _amd_resources(code: str) -> dict[str, int]:
+    registers, stack = (re.search(rf"\.{key}:\s*(\d+)", code) for key in ("vgpr_count", "private_segment_fixed_size"))
+    assert registers is not None and stack is not None
+    return {"registers": int(registers[1]), "stack": int(stack[1])}
+
+
+def _nvidia_memory(code: str) -> dict[str, int]:
+    """From PTX: ld.global.v4.b32 and the like, copies of 16 bytes to shared memory, and bulk copies, which are wider than any other."""
+    moved: Counter[str] = Counter()
+    for kind, vector, bits in re.findall(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b", code):
+        moved.update(_width("loads" if kind == "ld" else "stores", int(vector or 1) * int(bits)))
+    for size in re.findall(r"cp\.async\.c[ag]\.shared\.global.*?,\s*(0x[0-9a-f]+|\d+)", code):
+        moved.update(_width("loads", 8 * int(size, 0)))
+    moved["wide_loads"] += 128 * len(re.findall(r"cp\.async\.bulk\.tensor\S*\.shared::cluster\.global", code))
+    moved["wide_stores"] += 128 * len(re.findall(r"cp\.async\.bulk\.tensor\S*\.global\.shared::cta", code))
+    return {field: moved[field] for field in ("wide_loads", "narrow_loads", "wide_stores", "narrow_stores")}
+
+
+def _amd_memory(code: str) -> dict[str, int]:
+    moved: Counter[str] = Counter()
+    sizes = {"ubyte": 8, "sbyte": 8, "byte": 8, "ushort": 16, "sshort": 16, "short": 16, "dword": 32}
+    pattern = r"\b(?:global|buffer)_(load|store)_(?:lds_)?([su]?byte|[su]?short|dword)(?:_d16(?:_hi)?)?(?:x(\d))?\b"
+    for kind, size, count in re.findall(pattern, code):
+        moved.update(_width(f"{kind}s", sizes[size] * int(count or 1)))
+    return {field: moved[field] for field in ("wide_loads", "narrow_loads", "wide_stores", "narrow_stores")}
+
+
+def _width(kind: str, bits: int) -> dict[str, int]:
+    return {f"{'wide' if bits >= 128 else 'narrow'}_{kind}": bits}
+
+
+def main() -> None:
+    from megalite_kernels.launch import ARCHITECTURES
+
+    jobs = [
+        (module, architecture, index)
+        for module in MODULES
+        for architecture in ARCHITECTURES
+        for index in range(len(importlib.import_module(f"megalite_kernels.{module}").variants(architecture)))
+    ]
+    found: dict[str, Any] = {module: {architecture: {} for architecture in ARCHITECTURES} for module in MODULES}
+    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("fork")) as workers:
+        for module, architecture, name, binary in workers.map(_compile, jobs):
+            assert name not in found[module][architecture], f"{module} has two variants called {name!r}"
+            found[module][architecture][name] = asdict(Binary(**binary))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

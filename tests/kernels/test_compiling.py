@@ -1,0 +1,85 @@
+"""Every kernel, compiled for every architecture with no GPU: registers suffice, shared memory fits, memory moves 128 bits at a time."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+from megalite_kernels.launch import ARCHITECTURES
+
+from tests.kernels import compiling
+from tests.kernels.compiling import MODULES, SHARED_LIMIT, TENSOR_CORE, Binaries, Binary
+
+FEW_BITS = 128  # of one thread: scalars of a row, such as its target or its mean
+EACH = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def failing(binaries: dict[str, Binary], passes: Callable[[Binary], bool]) -> dict[str, Binary]:
+    assert binaries, "a module without variants proves nothing"
+    return {name: binary for name, binary in binaries.items() if not passes(binary)}
+
+
+@EACH
+@pytest.mark.parametrize("module", MODULES)
+def test_registers_and_shared_memory_suffice(module: str, architecture: str, binaries: Binaries):
+    limit = SHARED_LIMIT[architecture]
+    assert failing(binaries[module][architecture], lambda b: b.stack == 0 and b.registers > 0 and b.shared <= limit) == {}
+
+
+@EACH
+@pytest.mark.parametrize("module", MODULES)
+def test_memory_moves_128_bits_at_a_time(module: str, architecture: str, binaries: Binaries):
+    """Where a load or store of a whole row lost that, it alone moves a thread's 128 bits by narrower instructions."""
+
+    def is_wide(b: Binary) -> bool:
+        loads = b.wide_loads > 0 and (b.narrow_loads < FEW_BITS or b.narrow_loads <= b.wide_loads / 3)
+        return loads and (b.narrow_stores < FEW_BITS or b.narrow_stores <= b.wide_stores / 3)
+
+    assert failing(binaries[module][architecture], is_wide) == {}
+
+
+@EACH
+@pytest.mark.parametrize("module", MODULES)
+def test_matrix_products_use_tensor_cores(module: str, architecture: str, binaries: Binaries):
+    assert failing(binaries[module][architecture], lambda b: (b.products > 0) == b.multiplies) == {}
+
+
+def test_every_kernel_is_listed():
+    """A kernel whose variants are not listed is not compiled above."""
+    for name in MODULES:
+        module = importlib.import_module(f"megalite_kernels.{name}")
+        listed = {variant.kernel for architecture in ARCHITECTURES for variant in module.variants(architecture)}
+        launched = {member for member in vars(module).values() if hasattr(member, "arg_names") and _stores(member.fn)}
+        assert launched <= listed, name
+
+
+def _stores(function: Callable[..., object]) -> bool:
+    """Whether a jitted function writes to memory: one that does not is called by others, not launched."""
+    return "store" in function.__code__.co_names
+
+
+def test_what_is_read_from_assembly():
+    nvidia = """
+    @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.L1::evict_last.b64 %rd4, [ %rd3 ];
+    ld.global.nc.u16 %rs1, [%rd5];
+    st.global.v2.b32 [ %rd6 ], { %r1, %r2 };
+    cp.async.cg.shared.global [ %r10 + 0 ], [ %rd20 + 0 ], 0x10, %r11;
+    ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5];
+    ld.param.b64 %rd1, [kernel_param_0];
+    """
+    assert compiling._nvidia_memory(nvidia) == {"wide_loads": 256, "narrow_loads": 80, "wide_stores": 0, "narrow_stores": 64}
+    amd = """
+    global_load_dwordx4 v[0:3], v[0:1], off
+    buffer_load_dwordx2 v[4:5], v4, s[0:3], 0 offen
+    global_load_ushort v2, v[0:1], off
+    global_store_short_d16_hi v[0:1], v2, off
+    buffer_store_dwordx4 v[0:3], v4, s[0:3], 0 offen
+    ds_read_b128 v[0:3], v4
+    """
+    assert compiling._amd_memory(amd) == {"wide_loads": 128, "narrow_loads": 80, "wide_stores": 128, "narrow_stores": 16}
+
+
+def test_tables_name_the_same_architectures():
+    assert set(SHARED_LIMIT) == set(TENSOR_CORE) == set(ARCHITECTURES)
