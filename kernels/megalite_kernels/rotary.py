@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite_kernels.dispatch import takes_triton
+
 
 def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
     """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones kept, those between interpolated."""
@@ -61,6 +63,10 @@ def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> N
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     """x [S, B, heads, D] rotated by its positions' angles; `inverse` rotates back, which is the backward pass."""
+    if takes_triton(x):
+        from megalite_kernels import rotary_triton
+
+        return rotary_triton.rotate_heads(x, x.shape[2], cos, sin, inverse)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rotate_into(y, x, cos, sin, -1 if inverse else 1)
     return y
@@ -73,7 +79,11 @@ def split_rotary(packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | 
     views of `packed` itself.
     """
     heads = packed.unflatten(-1, (hq + 2 * hk, head_dim))
-    if cos is not None and sin is not None:
+    if cos is not None and sin is not None and takes_triton(packed):
+        from megalite_kernels import rotary_triton
+
+        heads = rotary_triton.rotate_heads(heads, hq + hk, cos, sin, False)
+    elif cos is not None and sin is not None:
         source, heads = heads, torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
         _rotate_into(heads[:, :, : hq + hk], source[:, :, : hq + hk], cos, sin, 1)
         heads[:, :, hq + hk :].copy_(source[:, :, hq + hk :])
@@ -82,6 +92,10 @@ def split_rotary(packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | 
 
 def split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Gradient of `split_rotary`: one packed [S, B, (hq + 2·hk)·D], each part written once."""
+    if cos is not None and sin is not None and takes_triton(dq):
+        from megalite_kernels import rotary_triton
+
+        return rotary_triton.rotate_back_and_pack(dq, dk, dv, cos, sin).flatten(-2)
     sequence, batch, hq, head_dim = dq.shape
     hk = dk.shape[2]
     packed = torch.empty(sequence, batch, hq + 2 * hk, head_dim, dtype=dq.dtype, device=dq.device)

@@ -1,0 +1,36 @@
+"""Training with kernels and without: the same losses."""
+
+import pytest
+from megalite_kernels.launch import Variant
+
+from megalite.config.load import from_dict
+from megalite.training import build
+from megalite.training.trainer import Trainer
+from tests.distributed.configs import SINGLE, STEPS, config_of, write_tokens
+from tests.kernels.compiling import MODULES
+
+CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 2, "masked": True, "dropout": 0.0, "microbatches": 2}
+BATCH = {"global_batch_size": 4, "micro_batch_size": 2}  # 64 tokens a step: the interpreter takes a millisecond for a program
+
+
+def test_the_same_losses_with_kernels_and_without(device, tmp_path, monkeypatch):
+    prefix = write_tokens(tmp_path, CASE["vocab_size"])
+    used, launch = set(), Variant.launch
+
+    def noted(self: Variant, grid: tuple[int, ...], *args: object) -> None:
+        used.add(self.kernel.fn.__module__.removeprefix("megalite_kernels."))
+        launch(self, grid, *args)
+
+    monkeypatch.setattr(Variant, "launch", noted)
+    results = {}
+    for kernels in ("torch", "triton"):
+        assert used == set(), "the run without kernels launched some"
+        config = from_dict(config_of(CASE, prefix, train={**BATCH, "kernels": kernels}))
+        trainer = Trainer(config, build.make_mesh(config), device)
+        results[kernels] = [trainer.step() for _ in range(STEPS)]
+        trainer.close()
+    assert used == set(MODULES), "a kernel that training does not take is proved by nothing here"
+    for with_kernels, without in zip(results["triton"], results["torch"], strict=True):
+        assert with_kernels.loss == pytest.approx(without.loss, rel=1e-5)
+        assert with_kernels.grad_norm == pytest.approx(without.grad_norm, rel=1e-5)
+    assert results["torch"][-1].loss != results["torch"][0].loss
