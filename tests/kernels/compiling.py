@@ -1,4 +1,7 @@
-"""Compiles every variant of every kernel for every architecture, with no GPU, and reads what came out: `python -m tests.kernels.compiling`.
+"""Compiles every variant of every kernel for every architecture, with no GPU, and reads what came out.
+
+    python -m tests.kernels.compiling               print it as JSON
+    python -m tests.kernels.compiling --document    write it into docs/kernels.md
 
 That is a process of its own because Triton either interprets or compiles, as the environment says when it is imported.
 """
@@ -24,6 +27,8 @@ MODULES = sorted(path.stem for path in (ROOT / "kernels" / "megalite_kernels").g
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
 TENSOR_CORE = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 PROCESSES = 2
+DOCUMENT = ROOT / "docs" / "kernels.md"
+BEGIN, END = "<!-- written by python -m tests.kernels.compiling --document -->\n", "<!-- end -->"
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,10 @@ def compile_all(cache: Path) -> Binaries:
     command = [sys.executable, "-m", "tests.kernels.compiling"]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+    return _from_json(json.loads(ended.stdout))
+
+
+def _from_json(found: dict[str, Any]) -> Binaries:
     return {
         module: {architecture: {name: Binary(**binary) for name, binary in made.items()} for architecture, made in per.items()}
         for module, per in found.items()
@@ -129,7 +137,37 @@ def _width(kind: str, bits: int) -> dict[str, int]:
     return {f"{'wide' if bits >= 128 else 'narrow'}_{kind}": bits}
 
 
+def document(binaries: Binaries, triton_version: str) -> str:
+    """The table of docs/kernels.md."""
+    lines = [f"Made by Triton {triton_version}; another version's numbers differ a little.", ""]
+    for module, per in binaries.items():
+        names = dict.fromkeys(name for made in per.values() for name in made)
+        lines += [f"| {module} | {' | '.join(per)} |", "|---" * (len(per) + 1) + "|"]
+        lines += [f"| {name} | {' | '.join(_cell(made.get(name)) for made in per.values())} |" for name in names]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(binary: Binary | None) -> str:
+    if binary is None:
+        return "–"
+    wide = binary.wide_loads / (binary.wide_loads + binary.narrow_loads)
+    return f"{binary.registers}, {binary.shared / 1024:.3g} KB, {wide:.0%}" + (f", {binary.products}" if binary.multiplies else "")
+
+
 def main() -> None:
+    """What this process compiles, as JSON, or as the table in the document."""
+    import triton
+
+    found = _compile_here()
+    if sys.argv[1:] != ["--document"]:
+        return print(json.dumps(found))
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    DOCUMENT.write_text(before + BEGIN + document(_from_json(found), triton.__version__) + END + after)
+
+
+def _compile_here() -> dict[str, Any]:
     from megalite_kernels.launch import ARCHITECTURES
 
     jobs = [
@@ -143,7 +181,7 @@ def main() -> None:
         for module, architecture, name, binary in workers.map(_compile, jobs):
             assert name not in found[module][architecture], f"{module} has two variants called {name!r}"
             found[module][architecture][name] = asdict(Binary(**binary))
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":

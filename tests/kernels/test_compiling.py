@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +54,17 @@ def test_every_kernel_is_listed():
         jitted = {name: member for name, member in vars(module).items() if hasattr(member, "arg_names")}
         called = {called for member in jitted.values() for called in member.fn.__code__.co_names}  # by other kernels
         assert {kernel for name, kernel in jitted.items() if name not in called} == listed, name
+
+
+def test_the_documented_table_has_every_variant():
+    """Its numbers are those of the version of Triton that it names."""
+    _, _, table = compiling.DOCUMENT.read_text().partition(compiling.BEGIN)
+    table = table.partition(compiling.END)[0]
+    assert re.search(r"Made by Triton \d+\.\d+\.\d+", table)
+    documented = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")} - set(MODULES)
+    modules = [importlib.import_module(f"megalite_kernels.{name}") for name in MODULES]
+    listed = {variant.name for module in modules for architecture in ARCHITECTURES for variant in module.variants(architecture)}
+    assert documented == listed, "run python -m tests.kernels.compiling --document, without TRITON_INTERPRET"
 
 
 def test_what_is_read_from_assembly():

@@ -1,0 +1,76 @@
+"""Kernels on tensors of more than 2³¹ elements, in a process of its own: an offset that overflows ends it.
+
+Only the last program of each launch is interpreted, and only the last rows hold values. Memory that nothing touches takes no room.
+"""
+
+import faulthandler
+
+import torch
+from megalite_kernels import activation, dispatch, rotary
+from megalite_kernels.launch import Variant
+from torch import Tensor
+
+LAST = 2  # rows that hold values
+
+
+def interpret_last_programs() -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from tests.kernels.interpreter import repair
+
+    repair()
+    launch, last = Variant.launch, [0]
+
+    def launch_last(self: Variant, grid: tuple[int, ...], *args: object) -> None:
+        (last[0],) = (programs - 1 for programs in grid)
+        launch(self, (1,), *args)
+
+    Variant.launch = launch_last
+    InterpreterBuilder.set_grid_idx = lambda self, *_: setattr(self, "grid_idx", (last[0], 0, 0))
+
+
+def large(rows: int, *row: int) -> Tensor:
+    x = torch.empty(rows, *row, dtype=torch.bfloat16)
+    x[-LAST:] = torch.randn(LAST, *row)
+    return x
+
+
+def end(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The last rows in float64, which goes through the references."""
+    return tuple(x[-LAST:].double() for x in tensors)
+
+
+def compare(computed: tuple[Tensor, ...], expected: tuple[Tensor, ...], channels: int) -> None:
+    """The end of the last row: the last program of any kernel has that."""
+    for one, other in zip(computed, expected, strict=True):
+        torch.testing.assert_close(one[-1, ..., -channels:], other[-1, ..., -channels:].bfloat16())
+
+
+def activation_triton() -> None:
+    width = 2**15 + 16
+    dh, gate_up = large(2**16 + 5, width), large(2**16 + 5, 2 * width)
+    computed = activation.gated_forward(gate_up, "silu"), *activation.gated_backward(dh, gate_up, "silu")
+    dh, gate_up = end(dh, gate_up)
+    compare(computed, (activation.gated_forward(gate_up, "silu"), *activation.gated_backward(dh, gate_up, "silu")), channels=16)
+
+
+def rotary_triton() -> None:
+    sequence, hq, hk, dim = 2**31 // (6 * 128) + 3, 4, 1, 128
+    packed = large(sequence, 1, (hq + 2 * hk) * dim)
+    cos, sin = large(sequence, dim), large(sequence, dim)
+    for table in (cos, sin):
+        table[-LAST:, dim // 2 :] = table[-LAST:, : dim // 2]
+    grads = large(sequence, 1, hq, dim), large(sequence, 1, hk, dim), large(sequence, 1, hk, dim)
+    computed = *rotary.split_rotary(packed, hq, hk, dim, cos, sin), rotary.split_rotary_backward(*grads, cos, sin)
+    packed, cos, sin, *ends = end(packed, cos, sin, *grads)
+    compare(computed, (*rotary.split_rotary(packed, hq, hk, dim, cos, sin), rotary.split_rotary_backward(*ends, cos, sin)), channels=dim)
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    torch.manual_seed(7)
+    interpret_last_programs()
+    dispatch.select("triton")
+    for case in (activation_triton, rotary_triton):
+        case()
+        print(case.__name__, flush=True)
