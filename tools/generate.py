@@ -24,7 +24,7 @@ from megalite.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
-    from megalite.training.generation import LanguageModel
+    from tools.generating import LanguageModel
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,8 +59,8 @@ def parser() -> Parser:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The continuation and what belongs to it."""
-    from megalite.training.generation import LanguageModel, Sampling, find
     from megalite.training.launch import choose_device, configure_process
+    from tools.generating import LanguageModel, Sampling, find
 
     device = choose_device()
     configure_process(device)
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def tokenizer_of(model: LanguageModel, name: str | None) -> Tokenizer:
     """The tokenizer that is given by name, or that of the training data. Raises ConfigError where there is none or it does not fit."""
     from megalite.data import tokenizers
-    from megalite.training.generation import tokenizer_prefix
+    from tools.generating import tokenizer_prefix
 
     prefix = tokenizer_prefix(model.config)
     if name is not None:

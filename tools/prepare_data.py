@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 from megalite.config.arguments import Parser
 from megalite.data.indexed import DataError
-from megalite.data.prepare import Progress, Summary, prepare
-from megalite.data.sources import open_inputs
+from tools.preparing import Progress, Summary, prepare
+from tools.preparing.sources import open_inputs
 
 
 def parser() -> argparse.ArgumentParser:

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     config = load_config([*defaults, *rest], world_size=math.prod(layout.values()))
     import torch
 
-    from megalite.training.verification import compare, run_ranks, single_process
+    from tools.verifying import compare, run_ranks, single_process
 
     on_cpu = torch.cuda.device_count() < math.prod(layout.values())  # both runs on the same kind of device
 

@@ -8,7 +8,7 @@ from megalite.config.load import from_dict
 from megalite.mesh import Mesh
 from megalite.training import build
 from megalite.training.trainer import Trainer
-from megalite.training.verification import global_tensors
+from tools.verifying import global_tensors
 
 
 def mesh_of(context: Any, config: Any) -> Mesh:

@@ -31,8 +31,8 @@ print(json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - befor
 """
 EVERY_MODULE = """
 import importlib, pkgutil, sys
-import megalite, megalite_kernels
-for package in (megalite, megalite_kernels):
+import megalite, megalite_kernels, tools
+for package in (megalite, megalite_kernels, tools):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.name.endswith("_triton"):  # imported by the first tensor that a kernel takes
             importlib.import_module(module.name)

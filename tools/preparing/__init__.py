@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megalite.data import tokenizers
 from megalite.data.indexed import DataError, IndexedWriter
-from megalite.data.sources import Source, Task, documents
+from tools.preparing.sources import Source, Task, documents
 
 TRAINING_BYTES = 8_000_000  # of the input that a tokenizer is trained on: more changes a vocabulary of thousands little and costs minutes
 TASKS_AHEAD = 4

@@ -12,8 +12,8 @@ import pytest
 
 from megalite.data import tokenizers
 from megalite.data.indexed import DataError, IndexedTokens
-from megalite.data.prepare import prepare
-from megalite.data.sources import open_inputs
+from tools.preparing import prepare
+from tools.preparing.sources import open_inputs
 
 TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"
 WORDS = ["alpha", "beta", "def f(x):\n    return x", "grüße", "日本語", "\tgamma\r\n"]
@@ -173,8 +173,8 @@ def test_workers_do_not_show(tmp_path):
 
 def test_training_reads_its_share_alone(tmp_path, monkeypatch):
     """Of 40 tasks every fourth trains the tokenizer: a bad line between them is met only when tokenizing."""
-    monkeypatch.setattr("megalite.data.sources.TASK_BYTES", 10_000)
-    monkeypatch.setattr("megalite.data.prepare.TRAINING_BYTES", 100_000)
+    monkeypatch.setattr("tools.preparing.sources.TASK_BYTES", 10_000)
+    monkeypatch.setattr("tools.preparing.TRAINING_BYTES", 100_000)
     lines = [json.dumps({"text": f"{i} " + TEXTS[i % 60] * 5}) for i in range(200)]
     lines[13] = "{}"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -244,7 +244,7 @@ BAD = {
 
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_input(refusal, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setattr("megalite.data.prepare.TRAINING_BYTES", 100_000)  # so that training skips key.jsonl and preparation meets it
+    monkeypatch.setattr("tools.preparing.TRAINING_BYTES", 100_000)  # so that training skips key.jsonl and preparation meets it
     for name, text in {
         "ok.txt": "fine",
         "empty.txt": "",

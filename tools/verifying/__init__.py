@@ -20,8 +20,10 @@ from torch import Tensor
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.training import build
-from megalite.training.launch import choose_device, configure_process, leave, start_process_group
+from megalite.training.launch import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
+
+RANK = Path(__file__).with_name("__main__.py")  # what each rank runs
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False)
     (directory / "config.json").write_text(json.dumps(to_dict(config)))
     ranks = build.layout(config).world
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "megalite.training.verification", str(directory), str(steps)]
+    command = [sys.executable, *launcher, str(RANK), str(directory), str(steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if on_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -139,14 +141,3 @@ def _rank_of(name: str, delta: Tensor, placement: list[list[Any]]) -> int | None
             if stored == name and all(low <= at < low + size for at, low, size in zip(worst, offsets, sizes, strict=True)):
                 return rank
     return None
-
-
-def main() -> None:
-    """A rank of a recorded run: `python -m megalite.training.verification DIRECTORY STEPS`."""
-    directory = Path(sys.argv[1])
-    record(from_dict(json.loads((directory / "config.json").read_text())), int(sys.argv[2]), directory)
-    leave()
-
-
-if __name__ == "__main__":
-    main()

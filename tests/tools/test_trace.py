@@ -11,7 +11,7 @@ import pytest
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, Kind
 from megalite.planning.bubble import plan
-from megalite.planning.trace import chrome_trace
+from tools.drawing.trace import chrome_trace
 
 
 @pytest.fixture(params=SCHEDULES)

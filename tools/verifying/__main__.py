@@ -1,0 +1,23 @@
+"""A rank of a recorded run, which `run_ranks` starts: `__main__.py DIRECTORY STEPS`; the directory holds the configuration."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megalite.config.load import from_dict
+from megalite.training.launch import leave
+from tools.verifying import record
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    record(from_dict(json.loads((directory / "config.json").read_text())), int(sys.argv[2]), directory)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
