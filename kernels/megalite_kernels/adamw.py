@@ -1,13 +1,15 @@
-"""AdamW (Loshchilov & Hutter 2019) over flat tensors, in torch's fused kernel.
+"""AdamW (Loshchilov & Hutter 2019) over flat tensors: this is the reference, in torch's fused kernel.
 
     m ← β1·m + (1 − β1)·g        v ← β2·v + (1 − β2)·g²
     p ← p·(1 − lr·weight_decay) − lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
 
-The kernel is called directly: constructing any torch.optim optimizer imports torch._dynamo, more than a second a process.
+torch's kernel is called directly: constructing any torch.optim optimizer imports torch._dynamo, more than a second a process.
 """
 
 import torch
 from torch import Tensor
+
+from megalite_kernels.dispatch import takes_triton
 
 
 def adamw_(
@@ -15,6 +17,7 @@ def adamw_(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
+    weights: list[Tensor] | None = None,
     *,
     step: int,
     lr: float,
@@ -26,14 +29,26 @@ def adamw_(
 ) -> None:
     """Update params and both moments in place. `step` counts from 1 and includes this update.
 
-    Gradients are divided by `grad_scale` (0-d, on the gradients' device: a loss scale, or 1 / the clipping coefficient, or their
-    product) inside the kernel, which also stores the divided gradient back into `grads`.
+    Gradients may be narrower than params. They are divided by `grad_scale` (0-d, on their device: a loss scale, or 1 / the clipping
+    coefficient, or their product), and are used up: what they hold afterwards is not defined. Where params are the masters of `weights`
+    in compute precision, the new ones are written there too, rounded; without `weights` they are the weights themselves.
     """
     if not params:
         return
-    count = torch.tensor(float(step), device=params[0].device)
     scale = grad_scale.to(torch.float32) if grad_scale is not None else None
-    torch._fused_adamw_(
-        params, grads, exp_avgs, exp_avg_sqs, [], [count] * len(params), lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
-        eps=eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=None,
-    )  # fmt: skip
+    if takes_triton(params[0]) and {params[0].dtype, exp_avgs[0].dtype, exp_avg_sqs[0].dtype} == {torch.float32}:
+        from megalite_kernels import adamw_triton
+
+        rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+        scalars = lr * weight_decay, rate, root, eps, 1 - beta1, 1 - beta2
+        return adamw_triton.adamw(params, grads, exp_avgs, exp_avg_sqs, weights or [], scale, *scalars)
+    count = torch.tensor(float(step), device=params[0].device)
+    alike = grads[0].dtype == params[0].dtype
+    for part in [slice(None)] if alike else [slice(index, index + 1) for index in range(len(params))]:  # widening takes memory
+        wide = [grad.to(params[0].dtype) for grad in grads[part]]
+        torch._fused_adamw_(
+            params[part], wide, exp_avgs[part], exp_avg_sqs[part], [], [count] * len(wide), lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=None,
+        )  # fmt: skip
+    if weights:
+        torch._foreach_copy_(weights, params)

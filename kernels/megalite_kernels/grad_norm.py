@@ -7,11 +7,17 @@ summed in at least fp32 over short rows, and the rows' sums in fp64, which ranks
 import torch
 from torch import Tensor
 
+from megalite_kernels.dispatch import takes_triton
+
 ROW = 512  # elements summed in fp32; short enough that the sum keeps its digits, long enough that rows cost nothing
 
 
 def squared_sum(chunks: list[Tensor]) -> Tensor:
     """Σ x² over all elements of all chunks (flat, any lengths), 0-d fp64 on the chunks' device; no host synchronisation."""
+    if chunks and takes_triton(chunks[0]):
+        from megalite_kernels import grad_norm_triton
+
+        return grad_norm_triton.squared_sum(chunks)
     device = chunks[0].device if chunks else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for chunk in chunks:

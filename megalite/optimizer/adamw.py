@@ -52,9 +52,10 @@ class AdamW:
         for window in self.store.state.windows(self._ranges):
             adamw_(
                 [each.master for each in window],
-                [each.grads.to(each.master.dtype) for each in window],
+                [each.grads for each in window],
                 [each.exp_avg for each in window],
                 [each.exp_avg_sq for each in window],
+                [each.weights for each in window if each.separate],
                 step=step,
                 lr=lr,
                 beta1=options.betas[0],

@@ -325,7 +325,7 @@ def test_a_walk_over_a_large_file_has_one_window_in_memory(tmp_path):
                 tensor += 1
             most = max(most, resident_file_bytes() - before)
     assert 10 * offload.WINDOW < most < 14 * offload.WINDOW, "12 bytes for each element of one window, of eight"
-    assert (weights == 2).all() and (master == 2).all() and (exp_avg_sq == 2).all()
+    assert (master == 2).all() and (exp_avg_sq == 2).all()
     assert resident_file_bytes() - before > 60 * offload.WINDOW
     state.release()
     assert resident_file_bytes() - before < 2 * offload.WINDOW

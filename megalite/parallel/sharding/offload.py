@@ -60,11 +60,6 @@ class StateRange:
         for parts in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             yield StateRange(self.decays, *parts)
 
-    def write_back(self) -> None:
-        """Make the updated master weights the weights."""
-        if self.separate:
-            self.weights.copy_(self.master)
-
 
 class StateMemory:
     """Optimizer state beside the weights, on their device."""
@@ -77,17 +72,13 @@ class StateMemory:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
-        """Parts of the ranges, all of them once, to update with one call each; when the next is asked for, the weights are updated too.
+        """Parts of the ranges, all of them once, to update with one call each, masters and weights, before the next is asked for.
 
-        Here at most two parts, what decays and what does not; but range by range where gradients must be widened, which takes memory.
+        Here at most two parts: what decays and what does not.
         """
         for decays in (True, False):
-            group = [each for each in ranges if each.decays is decays]
-            alike = all(each.grads.dtype == each.master.dtype for each in group)
-            for part in [group] if group and alike else [[each] for each in group]:
-                yield part
-                for each in part:
-                    each.write_back()
+            if group := [each for each in ranges if each.decays is decays]:
+                yield group
 
     def place_of(self, tensor: Tensor) -> str:
         """Where a tensor lies: cuda, cpu or disk."""
@@ -131,15 +122,16 @@ class CPUState(StateMemory):
 
     def _load(self, index: int, window: StateRange) -> StateRange:
         """The window, all of it in CPU memory."""
-        return window if self._staging is None else replace(window, grads=self._staging.fetched(index, window.grads))
+        if self._staging is None:
+            return window
+        weights = self._staging.room(index, window.weights) if window.weights.is_cuda else window.weights
+        return replace(window, grads=self._staging.fetched(index, window.grads), weights=weights)
 
     def _unload(self, index: int, window: StateRange) -> None:
-        """Make the updated master weights the weights; the window is done with."""
+        """Bring the updated weights to where the model reads them; the window is done with."""
         if window.weights.is_cuda:
             assert self._staging is not None
-            self._staging.send(index, window.master, window.weights)
-        else:
-            window.write_back()
+            self._staging.send(index, window.weights)
 
 
 class _Staging:
@@ -169,13 +161,15 @@ class _Staging:
         self._arrived[index % 2].synchronize()
         return self._grads[index % 2][: grads.numel()]
 
-    def send(self, index: int, master: Tensor, weights: Tensor) -> None:
-        """Round a window's master weights and start copying them to where the model reads them."""
+    def room(self, index: int, weights: Tensor) -> Tensor:
+        """Where a window's new weights are to be written: what was there has left."""
         self._left[index % 2].synchronize()
-        rounded = self._weights[index % 2][: master.numel()]
-        rounded.copy_(master)
+        return self._weights[index % 2][: weights.numel()]
+
+    def send(self, index: int, weights: Tensor) -> None:
+        """Start copying a window's new weights to where the model reads them."""
         with torch.cuda.stream(self._outgoing):
-            weights.copy_(rounded, non_blocking=True)
+            weights.copy_(self._weights[index % 2][: weights.numel()], non_blocking=True)
             self._left[index % 2].record()
 
     def end(self) -> None:

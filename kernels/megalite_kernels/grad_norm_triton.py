@@ -1,0 +1,65 @@
+"""The sum of squares of many ranges in one launch: `grad_norm.squared_sum`.
+
+A program sums the squares of one tile in fp32, as a tree: 4,096 fp32 or 8,192 bf16 numbers, 16 or 32 of them by each thread. The tiles'
+sums are added in fp64. How ranges are cut depends on their lengths alone, and nothing is added atomically, so a sum has the same bits each
+time. A number that is not finite makes the sum so. Each element is read once, and the host waits for nothing.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite_kernels.launch import POINTER, Variant, operation
+from megalite_kernels.ranges import TYPE, address, aligned, cut, locate
+
+TILE_BYTES = 16384  # with 4 warps eight 128-bit loads a thread
+
+
+@triton.jit
+def _squared_sums(owner, rows, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    row, at, exists = locate(owner, rows, 1, ALIGNED, TILE)
+    x = tl.load(address(row, 0, DTYPE, ALIGNED) + at, mask=exists, other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(0), tl.sum(x * x))
+
+
+@functools.cache
+def _variant(dtype: torch.dtype, whole: bool = True) -> Variant:
+    return Variant(
+        name=f"squared sum {POINTER[dtype][1:]}",
+        kernel=_squared_sums,
+        types={"owner": "*i32", "rows": "*i64", "sums": "*fp32"},
+        constants={"DTYPE": TYPE[dtype], "ALIGNED": whole, "TILE": TILE_BYTES // dtype.itemsize},
+        warps=4,
+    )
+
+
+def variants(architecture: str) -> list[Variant]:
+    """One for each dtype: limited by memory alone, and the same on every architecture."""
+    return [_variant(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+
+
+def _like_total(chunks: list[Tensor]) -> Tensor:
+    return chunks[0].new_zeros((), dtype=torch.float64)
+
+
+@operation(fake=_like_total)
+def squared_sum(chunks: list[Tensor]) -> Tensor:
+    """Σ x² over all elements of all chunks (at least one), 0-d fp64. Those that are not aligned to 16 bytes take a launch of their own,
+    with narrower loads: after an odd one, the others keep theirs."""
+    total = _like_total(chunks)
+    for whole in (True, False):
+        group = [chunk for chunk in chunks if aligned(chunk) is whole]
+        if not group:
+            continue
+        variant = _variant(chunks[0].dtype, whole)
+        tiles = cut([group], variant.constants["TILE"])
+        sums = total.new_empty(len(tiles.owner), dtype=torch.float32)
+        if len(sums):
+            variant.launch((len(sums),), *tiles, sums)
+        total += sums.sum(dtype=torch.float64)
+    return total
