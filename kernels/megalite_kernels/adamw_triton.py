@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels.launch import POINTER, Variant, operation
-from megalite_kernels.ranges import TYPE, address, aligned, cut, locate
+from megalite_kernels.ranges_triton import TYPE, address, aligned, cut, locate
 
 TILE = 2048  # elements: with 4 warps four 128-bit loads a thread of each fp32 array
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels.launch import POINTER, Variant, operation
-from megalite_kernels.ranges import TYPE, address, aligned, cut, locate
+from megalite_kernels.ranges_triton import TYPE, address, aligned, cut, locate
 
 TILE_BYTES = 16384  # with 4 warps eight 128-bit loads a thread
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = sorted(path.stem for path in (ROOT / "kernels" / "megalite_kernels").glob("*_triton.py"))
+SOURCES = sorted((ROOT / "kernels" / "megalite_kernels").glob("*_triton.py"))
+MODULES = [path.stem for path in SOURCES if "\ndef variants(" in path.read_text()]  # another holds what the kernels of several share
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
 TENSOR_CORE = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 PROCESSES = 2

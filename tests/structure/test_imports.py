@@ -34,7 +34,7 @@ import importlib, pkgutil, sys
 import megalite, megalite_kernels, tools
 for package in (megalite, megalite_kernels, tools):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not module.name.endswith(("_triton", ".ranges")):  # imported by the first tensor that a kernel takes
+        if not module.name.endswith("_triton"):  # imported by the first tensor that a kernel takes
             importlib.import_module(module.name)
 """
 WITHOUT = """

@@ -1,4 +1,4 @@
-"""Many flat ranges of memory in one launch of a Triton kernel.
+"""Many flat ranges of memory in one launch of a kernel: what the kernels of AdamW and of the gradient norm share.
 
 A launch costs the host some ten microseconds, and a model's gradient is hundreds of ranges. So a kernel is given a table of them instead
 of tensors. Ranges are cut into tiles of one size; a program handles one tile, and looks up which range that is of, where it starts there,
