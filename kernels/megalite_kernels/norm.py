@@ -5,6 +5,7 @@ RMSNorm (Zhang & Sennrich 2019), with g = weight + offset and x̂ = x · rstd:
     rstd = (mean(x²) + eps)^-½        y = g · x̂
     dx = rstd · (g·dy − x̂ · mean(g·dy · x̂))        dweight = Σ_rows dy · x̂
 
+The residual addition before a norm is fused with it: s = x + branch, y = norm(s), and dx = dbranch = dnorm + ds.
 LayerNorm (Ba et al. 2016) subtracts the mean first and adds a bias; its dx also subtracts mean(g·dy).
 Like transformers' Llama, RMSNorm normalises in at least fp32, casts to x's dtype and multiplies with the weight there.
 Statistics and weight gradients are at least fp32.
@@ -12,6 +13,11 @@ Statistics and weight gradients are at least fp32.
 
 import torch
 from torch import Tensor
+
+from megalite_kernels.dispatch import takes_triton
+
+_ROW_BYTES = 32768  # what a kernel holds in registers: 16,384 values of bf16
+_LAYER_NORM = 8192  # its largest hidden size there: the gradients of weight and bias take registers too
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
@@ -22,8 +28,17 @@ def _gain(weight: Tensor, offset: float) -> Tensor:
     return weight + offset if offset else weight
 
 
+def _takes_row(x: Tensor) -> bool:
+    return takes_triton(x) and x.shape[-1] * x.element_size() <= _ROW_BYTES
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """y [..., H] in x's dtype and rstd [..., 1] in at least fp32."""
+    if _takes_row(x):
+        from megalite_kernels import norm_triton
+
+        _, y, _, rstd = norm_triton.norm_forward(x, None, weight, None, eps, offset)
+        return y, rstd
     wide = _at_least_fp32(x)
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass without a temporary, unlike mean(x * x)
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -34,8 +49,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
     return (wide * rstd).to(x.dtype).mul_(weight), rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows."""
+def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """x + branch [..., H], and `rms_norm` of it. Backward is `rms_norm_backward` at the sum, and its dx is that of x and of branch."""
+    if _takes_row(x):
+        from megalite_kernels import norm_triton
+
+        total, y, _, rstd = norm_triton.norm_forward(x, branch, weight, None, eps, offset)
+        return total, y, rstd
+    total = x + branch
+    return total, *rms_norm(total, weight, eps, offset)
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, dtotal: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows. `dtotal` is the gradient that reaches x past the
+    norm, and is added to dx."""
+    if _takes_row(x):
+        from megalite_kernels import norm_triton
+
+        return norm_triton.norm_backward(dy, dtotal, x, weight, None, rstd, offset)[:2]
     hidden = x.shape[-1]
     grad, rows = _at_least_fp32(dy).reshape(-1, hidden), _at_least_fp32(x).reshape(-1, hidden)
     scale = rstd.reshape(-1, 1)  # [rows, 1]
@@ -44,17 +77,26 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offse
     dweight = product.sum(0)  # not a product with a vector of ones: BLAS adds rows one by one, 14 times the error at 8,192 rows
     coefficient = product.mv(gain).view(-1, 1).mul_(scale.square()).div_(hidden)
     dx = torch.mul(grad, gain, out=product).mul_(scale).addcmul_(rows, coefficient, value=-1)
-    return dx.to(x.dtype).view(x.shape), dweight
+    dx = dx.to(x.dtype).view(x.shape)
+    return dx if dtotal is None else dx.add_(dtotal), dweight
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., H] in x's dtype, mean and rstd [..., 1] in at least fp32."""
+    if _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
+        from megalite_kernels import norm_triton
+
+        return norm_triton.norm_forward(x, None, weight, bias, eps, 0.0)[1:]
     y, mean, rstd = torch.native_layer_norm(_at_least_fp32(x), [x.shape[-1]], _at_least_fp32(weight), _at_least_fp32(bias), eps)
     return y.to(x.dtype), mean, rstd
 
 
 def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dx [..., H] in x's dtype; dweight and dbias [H] in at least fp32, summed over all rows."""
+    if _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
+        from megalite_kernels import norm_triton
+
+        return norm_triton.norm_backward(dy, None, x, weight, mean, rstd, 0.0)
     gain = _at_least_fp32(weight)
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         _at_least_fp32(dy), _at_least_fp32(x), [x.shape[-1]], mean, rstd, gain, gain, [True, True, True]

@@ -19,7 +19,7 @@ from megalite.model.options import LayerOptions
 from megalite.parallel.regions import Regions
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.tensor.norm import LayerNorm, RMSNorm
+from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
 
 
 def make_norm(model: ModelConfig, weights: ParameterStore, name: str, regions: Regions) -> nn.Module:
@@ -70,8 +70,9 @@ class Layer(nn.Module):
 
     def compute(self, x: Tensor, context: ForwardContext) -> Tensor:
         attended = self.attention(self.attention_input_norm(x), context)
-        x = x + self.attention_dropout(self.attention_output_norm(attended), context)
-        transformed = self.mlp(self.mlp_input_norm(x))
+        branch = self.attention_dropout(self.attention_output_norm(attended), context)
+        x, normed = add_and_norm(x, branch, self.mlp_input_norm)
+        transformed = self.mlp(normed)
         return x + self.mlp_dropout(self.mlp_output_norm(transformed), context)
 
 

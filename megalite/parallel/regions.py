@@ -45,6 +45,7 @@ class Regions:
             return _Compiled(function) if compiled else function
 
         self.rms_norm = region(norm.rms_norm)
+        self.add_rms_norm = region(norm.add_rms_norm)
         self.rms_norm_backward = region(norm.rms_norm_backward)
         self.layer_norm = region(norm.layer_norm)
         self.layer_norm_backward = region(norm.layer_norm_backward)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
@@ -30,12 +31,41 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, rstd = ctx.saved_tensors
         norm = ctx.norm
         dx, dweight = norm.regions.rms_norm_backward(grads[0], x, norm.weight.tensor, rstd, norm.offset)
         norm.weight.accumulate(dweight)
         return dx, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """x + branch, and the norm of it. Backward has one gradient for both inputs. No communication."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        total, y, rstd = norm.regions.add_rms_norm(x, branch, weight, norm.eps, norm.offset)
+        ctx.save_for_backward(total, rstd)
+        ctx.norm = norm
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        total, rstd = ctx.saved_tensors
+        norm = ctx.norm
+        dx, dweight = norm.regions.rms_norm_backward(grads[1], total, norm.weight.tensor, rstd, norm.offset, grads[0])
+        norm.weight.accumulate(dweight)
+        return dx, dx, None, None
+
+
+def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + branch, and the norm of it: in one pass over memory where that is an RMSNorm."""
+    if isinstance(norm, RMSNorm):
+        return _AddRMSNorm.apply(x, branch, norm.weight.tensor, norm)
+    total = x + branch
+    return total, norm(total)
 
 
 class RMSNorm(nn.Module):
@@ -61,6 +91,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, mean, rstd = ctx.saved_tensors
         norm = ctx.norm
@@ -94,6 +125,7 @@ class _FullWidthRMSNorm(torch.autograd.Function):
         return (wide * rstd).to(x.dtype) * (weight + norm.offset)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, rstd = ctx.saved_tensors
         norm = ctx.norm

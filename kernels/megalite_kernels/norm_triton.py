@@ -1,0 +1,209 @@
+"""RMSNorm, residual addition with RMSNorm, and LayerNorm in one pass over memory: the functions of `norm`.
+
+RMSNorm is LayerNorm without mean and bias, so one kernel a direction serves all three. A program holds whole rows in registers, several
+where rows are short (a head's queries), and rounds each result once from fp32. Values read and written per element: forward 2, with the
+addition 4; backward 3, with the gradient that goes past the norm to the sum 4.
+
+Backward runs a fixed number of programs. Each walks over tiles of rows, the next tile's values on their way while it computes, and keeps
+its part of the weight's gradient in registers; the parts are then added up in order. So there are no atomics, and devices of one kind
+give the same bits each time.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite_kernels.launch import POINTER, Variant, architecture, operation
+
+VALUES = 16  # of a row that a thread holds: backward takes up to 128 registers for them
+TILE = 2048  # values that a program holds at least: 4 warps of 32 threads
+FORWARD_WARPS = {"sm_80": 16, "sm_90": 16, "sm_100": 16, "gfx942": 8}  # at most: two programs on a multiprocessor overlap, one does not
+BACKWARD_WARPS = {"sm_80": 16, "sm_90": 16, "sm_100": 16, "gfx942": 8}  # on a multiprocessor: so many have registers
+AHEAD = {"sm_80": 2, "sm_90": 2, "sm_100": 2, "gfx942": 1}  # iterations of backward that overlap: through shared memory, on AMD registers
+
+
+@triton.jit
+def _tile(tile, rows, HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row numbers [ROWS]; offsets of their elements in x, and in all other tensors [ROWS, COLUMNS]; which of these exist. In x HEADS rows
+    lie one after the other, and such groups begin STRIDE elements apart."""
+    row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    first = (row // HEADS) * STRIDE + (row % HEADS) * HIDDEN
+    return row, first[:, None] + column, row[:, None] * HIDDEN + column, (row < rows)[:, None] & (column < HIDDEN)
+
+
+@triton.jit
+def _repeat(vector, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[HIDDEN] as fp32 [ROWS, COLUMNS]: loaded in the layout of a tile, which no exchange between threads must make."""
+    column = tl.arange(0, COLUMNS)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    return tl.load(vector + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    x, branch, weight, bias, total, y, mean, rstd, rows,
+    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    row, x_at, at, exists = _tile(tl.program_id(0), rows, HIDDEN, HEADS, STRIDE, ROWS, COLUMNS)
+    dtype = y.dtype.element_ty
+    value = tl.load(x + x_at, mask=exists, other=0.0).to(tl.float32)
+    if ADD:
+        rounded = (value + tl.load(branch + at, mask=exists, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(total + at, rounded, mask=exists)
+        value = rounded.to(tl.float32)
+    if LAYER:
+        center = tl.sum(value, 1) / HIDDEN
+        tl.store(mean + row, center, mask=row < rows)
+        value = tl.where(exists, value - center[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / HIDDEN + EPS)
+    tl.store(rstd + row, scale, mask=row < rows)
+    result = value * scale[:, None]
+    if OFFSET == 0.0 and not LAYER:  # like transformers' Llama, in x's dtype before the product with the weight
+        result = result.to(dtype).to(tl.float32)
+    result *= _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
+    if LAYER:
+        result += _repeat(bias, HIDDEN, ROWS, COLUMNS)
+    tl.store(y + at, result.to(dtype), mask=exists)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    dy, dtotal, x, weight, mean, rstd, dx, dweight, dbias, rows,
+    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    gain = _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
+    for_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=AHEAD):
+        row, x_at, at, exists = _tile(tile, rows, HIDDEN, HEADS, STRIDE, ROWS, COLUMNS)
+        gradient = tl.load(dy + at, mask=exists, other=0.0).to(tl.float32)
+        normed = tl.load(x + x_at, mask=exists, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        if LAYER:
+            normed -= tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
+            for_bias += gradient
+        normed *= scale
+        for_weight += gradient * normed
+        # The widest rows leave no registers in which the weight could stay.
+        gradient *= gain if COLUMNS <= 8192 else _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
+        along = normed * (tl.sum(gradient * normed, 1) / HIDDEN)[:, None]
+        if LAYER:
+            along += (tl.sum(gradient, 1) / HIDDEN)[:, None]
+        result = (gradient - along) * scale
+        if ADD:
+            result += tl.load(dtotal + at, mask=exists, other=0.0).to(tl.float32)
+        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=exists)
+    column = tl.arange(0, COLUMNS)[None, :]
+    part = tl.program_id(0) * HIDDEN + column
+    tl.store(dweight + part, tl.sum(for_weight, 0)[None, :], mask=column < HIDDEN)
+    if LAYER:
+        tl.store(dbias + part, tl.sum(for_bias, 0)[None, :], mask=column < HIDDEN)
+
+
+@functools.cache
+def _variant(
+    backward: bool, target: str, dtype: torch.dtype, rows_of_x: tuple[int, int, int], add: bool, layer: bool, offset: float, eps: float
+) -> Variant:
+    hidden, heads, stride = rows_of_x
+    columns = triton.next_power_of_2(hidden)
+    rows = max(1, TILE // columns)
+    threads = rows * columns // VALUES
+    warps = max(4, threads // (64 if target == "gfx942" else 32))
+    kernel, fp32 = _backward if backward else _forward, ("mean", "rstd", "dweight", "dbias")
+    tensors = kernel.arg_names[: kernel.arg_names.index("rows")]
+    norm = "layer norm" if layer else "add + rms norm" if add else "rms norm"
+    own = {"AHEAD": AHEAD[target]} if backward else {"EPS": eps}
+    return Variant(
+        name=f"{norm} {'backward' if backward else 'forward'} {POINTER[dtype][1:]}, {hidden} wide, offset {offset}, {heads} heads",
+        kernel=kernel,
+        types={name: "*fp32" if name in fp32 else POINTER[dtype] for name in tensors} | {"rows": "i32"},
+        constants={"HIDDEN": hidden, "HEADS": heads, "STRIDE": stride, "ROWS": rows, "COLUMNS": columns}
+        | {"OFFSET": offset, "ADD": add, "LAYER": layer, **own},
+        warps=warps if backward else min(warps, FORWARD_WARPS[target]),
+    )
+
+
+def variants(architecture: str) -> list[Variant]:
+    """Every variant for the widths of real models, the widest that `norm` gives to kernels, and short and odd ones."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    widths = {"rms": [2048, 8192, 16384], "add": [2048, 4096, 5120, 8192, 16384], "layer": [768, 8192]}
+    cases = [(kind, bf16, (width, 1, width), 0.0) for kind, of_kind in widths.items() for width in of_kind]
+    cases += [("add", fp16, (4096, 1, 4096), 0.0), ("add", fp32, (8192, 1, 8192), 0.0), ("layer", fp32, (8192, 1, 8192), 0.0)]
+    cases += [("rms", bf16, (64, 8, 1536), 0.0), ("rms", bf16, (128, 32, 6144), 0.0), ("add", bf16, (3072, 1, 3072), 1.0)]
+    return [
+        _variant(backward, architecture, dtype, rows_of_x, kind == "add", kind == "layer", offset, 1e-5)
+        for backward in (False, True)
+        for kind, dtype, rows_of_x, offset in cases
+    ]
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """x, copied unless its rows lie in groups at equal distances, as the heads in a packed projection; their size, how many make a group,
+    and the distance between groups."""
+    hidden, size, stride = x.shape[-1], x.shape, x.stride()
+    if not x.is_contiguous() and x.dim() > 2 and stride[-2:] == (hidden, 1):
+        if all(stride[d] == size[d + 1] * stride[d + 1] for d in range(x.dim() - 3)):
+            return x, (hidden, size[-2], stride[-3])
+    return x.contiguous(), (hidden, 1, hidden)
+
+
+def _like_normed(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    whole, row, fp32 = x.shape, (*x.shape[:-1], 1), torch.float32
+    total, mean = x.new_empty(0 if branch is None else whole), x.new_empty(0 if bias is None else row, dtype=fp32)
+    return total, x.new_empty(whole), mean, x.new_empty(row, dtype=fp32)
+
+
+@operation(fake=_like_normed)
+def norm_forward(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32: LayerNorm with `bias`, and RMSNorm without, when the
+    mean is empty. Without `branch` the norm of x, and the sum is empty."""
+    results = _like_normed(x, branch, weight, bias, eps, offset)
+    x, rows_of_x = _rows_of(x)
+    if x.numel() > 0:
+        rows = x.numel() // x.shape[-1]
+        variant = _variant(False, architecture(x.device), x.dtype, rows_of_x, branch is not None, bias is not None, offset, eps)
+        inputs = (x, x if branch is None else branch.contiguous(), weight, weight if bias is None else bias)
+        variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *inputs, *results, rows)
+    return results
+
+
+def _like_gradients(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), rstd.new_empty(weight.shape), rstd.new_empty(0 if mean is None else weight.shape)
+
+
+@operation(fake=_like_gradients)
+def norm_backward(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx [..., H], with dtotal added to it; dweight and dbias [H] in fp32. Without `mean` those of RMSNorm, and dbias is empty."""
+    x, rows_of_x = _rows_of(x)
+    hidden, target = x.shape[-1], architecture(x.device)
+    rows = x.numel() // hidden
+    variant = _variant(True, target, x.dtype, rows_of_x, dtotal is not None, mean is not None, offset, 0.0)
+    programs = max(1, BACKWARD_WARPS[target] // variant.warps) * _multiprocessors(x.device)
+    programs = min(programs, triton.cdiv(rows, variant.constants["ROWS"]))
+    dx, dweight = x.new_empty(x.shape), rstd.new_empty((programs, hidden))
+    dbias = rstd.new_empty((programs, 0 if mean is None else hidden))
+    if rows > 0:
+        dy = dy.contiguous()
+        inputs = (dy, dy if dtotal is None else dtotal.contiguous(), x, weight, rstd if mean is None else mean, rstd)
+        variant.launch((programs,), *inputs, dx, dweight, dbias, rows)
+    return dx, dweight.sum(0), rstd.new_empty(0) if mean is None else dbias.sum(0)
