@@ -15,6 +15,8 @@ Rows are processed in chunks that stay in cache, so that several elementwise pas
 import torch
 from torch import Tensor
 
+from megalite_kernels.dispatch import takes_triton
+
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # of one row chunk: 1 MB in fp32 stays in cache; 128 MB bound a GPU's extra memory
 
 
@@ -30,13 +32,17 @@ def _local_targets(targets: Tensor, vocab_start: int, valid: int, ignore_index: 
 
 
 def statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool) -> Tensor:
-    """[2 or 3, T] in at least fp32: local log-sum-exp over the first `valid` columns (-inf where there is none), the target's logit
-    (0 where it lies on another rank), and, for label smoothing, the sum of the valid logits.
+    """[3 or 4, T] in at least fp32: over the first `valid` columns the largest logit m and Σ exp(x − m) (where there is none, the lowest number or
+    -inf, and 0), the target's logit (0 where it lies on another rank), and, for label smoothing, the sum of the logits.
 
     logits [T, V_local], targets [T] global token ids. The logits are only read.
     """
+    if takes_triton(logits):
+        from megalite_kernels import cross_entropy_triton
+
+        return cross_entropy_triton.cross_entropy_statistics(logits, targets, vocab_start, valid, ignore_index, with_sum)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    stats = torch.zeros(3 if with_sum else 2, logits.shape[0], dtype=wide, device=logits.device)
+    stats = torch.zeros(4 if with_sum else 3, logits.shape[0], dtype=wide, device=logits.device)
     if not valid:
         stats[0] = -torch.inf
         return stats
@@ -44,30 +50,32 @@ def statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ig
     rows = _chunk_rows(logits)
     for first in range(0, logits.shape[0], rows):
         chunk = logits[first : first + rows, :valid]
-        # The largest probability is exp(max − lse): torch's fused softmax and two maxima beat a separate exp and sum.
-        largest = torch.softmax(chunk, 1, dtype=wide).amax(1)
-        stats[0, first : first + rows] = chunk.amax(1).to(wide).sub_(largest.log_())
+        # The largest probability is 1 / Σ exp(x − max): torch's fused softmax and two maxima beat a separate exp and sum.
+        stats[0, first : first + rows] = chunk.amax(1)
+        stats[1, first : first + rows] = torch.softmax(chunk, 1, dtype=wide).amax(1).reciprocal_()
         if with_sum:
-            stats[2, first : first + rows] = chunk.sum(1, dtype=wide)
-    stats[1] = logits.gather(1, columns).to(wide).masked_fill_(~inside, 0).squeeze(1)
+            stats[3, first : first + rows] = chunk.sum(1, dtype=wide)
+    stats[2] = logits.gather(1, columns).to(wide).masked_fill_(~inside, 0).squeeze(1)
     return stats
 
 
 def combine(
     stats: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Loss per token [T] (0 where ignored) and global log-sum-exp [T], from the statistics [ranks, k, T] of every rank.
+    """Loss per token [T] (0 where ignored) and global log-sum-exp [2, T] as a value and what it was rounded by, from the statistics
+    [ranks, k, T] of every rank.
 
     Computed in fp64 and rounded once, so that splitting the vocabulary costs no accuracy; the tensors are small.
     """
     exact = stats.double()
-    lse = exact[:, 0].logsumexp(0)
-    loss = lse - (1 - label_smoothing) * exact[:, 1].sum(0)
+    lse = (exact[:, 0] + exact[:, 1].log()).logsumexp(0)
+    loss = lse - (1 - label_smoothing) * exact[:, 2].sum(0)
     if label_smoothing:
-        loss -= (label_smoothing / vocab_size) * exact[:, 2].sum(0)
+        loss -= (label_smoothing / vocab_size) * exact[:, 3].sum(0)
     if z_loss:
         loss += z_loss * lse.square()
-    return loss.masked_fill_(targets == ignore_index, 0).to(stats.dtype), lse.to(stats.dtype)
+    rounded = lse.to(stats.dtype)
+    return loss.masked_fill_(targets == ignore_index, 0).to(stats.dtype), torch.stack([rounded, (lse - rounded).to(stats.dtype)])
 
 
 def gradient_(
@@ -82,14 +90,27 @@ def gradient_(
     z_loss: float,
     vocab_size: int,
 ) -> Tensor:
-    """Overwrite logits [T, V_local] with grad_scale · d(Σ loss)/d(logits), and return them; padded columns and ignored rows get 0."""
+    """Overwrite logits [T, V_local] with grad_scale · d(Σ loss)/d(logits), and return them; padded columns and ignored rows get 0.
+
+    lse: of `combine`, [2, T]. grad_scale: a number, or a 0-d tensor where the logits are, which nothing then waits for.
+    """
+    if takes_triton(logits):
+        from megalite_kernels import cross_entropy_triton
+
+        scale = grad_scale if isinstance(grad_scale, Tensor) else torch.full((), grad_scale, device=logits.device)
+        terms = (vocab_start, valid, ignore_index, label_smoothing, z_loss, vocab_size)
+        cross_entropy_triton.cross_entropy_gradient_(logits, targets, lse, scale.to(torch.float32), *terms)
+        return logits
     if not valid or not logits.shape[0]:
         return logits.zero_()
+    lse, rest = lse
     wide = lse.dtype
     counted = ((targets != ignore_index).to(wide) * grad_scale).unsqueeze(1)  # [T, 1]
     factor = counted * (1 + 2 * z_loss * lse.unsqueeze(1)) if z_loss else counted
     columns, inside = _local_targets(targets, vocab_start, valid, ignore_index)
-    at_target = (logits.gather(1, columns).to(wide) - lse.unsqueeze(1)).exp_().mul_(factor) - (1 - label_smoothing) * counted * inside
+    at_target = (logits.gather(1, columns).to(wide) - lse.unsqueeze(1)).sub_(rest.unsqueeze(1)).exp_().mul_(factor) - (
+        1 - label_smoothing
+    ) * counted * inside
     rows = _chunk_rows(logits)
     seed = torch.zeros(min(rows, logits.shape[0]), logits.shape[1], dtype=wide, device=logits.device)
     for first in range(0, logits.shape[0], rows):

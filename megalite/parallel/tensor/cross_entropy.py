@@ -1,7 +1,7 @@
 """Cross-entropy over logits that are split by vocabulary: the whole logits are never gathered.
 
-Forward: one all-gather of two or three numbers a token (log-sum-exp, target logit, sum of logits). Backward: none; the gradient
-is written over the logits, so a second backward through them raises.
+Forward: one all-gather of three or four numbers a token (largest logit, sum of exponentials, target logit, sum of logits). Backward: none;
+the gradient is written over the logits, so a second backward through them raises.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the loss has no second derivative: call backward without create_graph")
         logits, targets, lse = ctx.saved_tensors
         loss = ctx.loss
         first, valid = loss.part(logits)
