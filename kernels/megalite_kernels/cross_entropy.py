@@ -32,8 +32,8 @@ def _local_targets(targets: Tensor, vocab_start: int, valid: int, ignore_index: 
 
 
 def statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool) -> Tensor:
-    """[3 or 4, T] in at least fp32: over the first `valid` columns the largest logit m and Σ exp(x − m) (where there is none, the lowest number or
-    -inf, and 0), the target's logit (0 where it lies on another rank), and, for label smoothing, the sum of the logits.
+    """[3 or 4, T] in at least fp32: over the first `valid` columns the largest logit m and Σ exp(x − m) (where there is none, the lowest
+    number or -inf, and 0), the target's logit (0 where it lies on another rank), and, for label smoothing, the sum of the logits.
 
     logits [T, V_local], targets [T] global token ids. The logits are only read.
     """

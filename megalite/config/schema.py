@@ -219,6 +219,9 @@ class TrainConfig:
     """Triton kernels: auto takes them on a GPU where Triton is installed, torch never does, triton ends the run where none can run."""
     compile: bool = False
     """Compile the pure functions between linears with torch.compile."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time, with their gradients computed in the forward; 0 takes all of a microbatch. By default 4096 on a
+    GPU and 0 on a CPU. Below 2048 adding up the weight gradient costs time. Schedules with weight passes always take all in training."""
     grad_clip: float = 1.0
     """Clip the global gradient norm at this value; 0 turns clipping off."""
     label_smoothing: float = 0.0

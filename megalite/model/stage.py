@@ -17,28 +17,48 @@ from megalite.model.parameters import head_unit
 from megalite.model.transformer import Layer, make_norm
 from megalite.parallel.regions import Regions
 from megalite.parallel.sharding.store import ParameterStore
-from megalite.parallel.tensor.cross_entropy import CrossEntropy
+from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 
+CHUNK_ON_GPU = 4096  # tokens: adding to the fp32 weight gradient of a chunk takes a twentieth of its products' time
+
 
 class Head(nn.Module):
-    """Final norm, vocabulary projection and loss."""
+    """Final norm, vocabulary projection and loss: of `chunk` tokens at a time, of all at once where it is 0, by default so on a CPU."""
 
-    def __init__(self, model: ModelConfig, weights: ParameterStore, mesh: Mesh, options: LayerOptions, loss: CrossEntropy):
+    def __init__(
+        self,
+        model: ModelConfig,
+        weights: ParameterStore,
+        mesh: Mesh,
+        options: LayerOptions,
+        loss: CrossEntropy,
+        chunk: int | None,
+    ):
         super().__init__()
         self.norm = make_norm(model, weights, "norm", options.regions)
         name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
         self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss
+        self.chunk = (CHUNK_ON_GPU if weights[name].tensor.is_cuda else 0) if chunk is None else chunk
 
     def logits(self, x: Tensor) -> Tensor:
         """[seq, batch, vocabulary/tp], padded columns included."""
-        logits = self.project(self.norm(x))
+        return self._logits(self.norm(x))
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        logits = self.project(normed)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
-        return self.loss(self.logits(x).flatten(0, 1), targets.reshape(-1), scale)
+        def loss(part: Tensor, its: Tensor) -> Tensor:
+            return self.loss(self._logits(part).flatten(0, 1), its, scale)
+
+        normed, weight = self.norm(x), self.project.weight
+        if not self.chunk or weight.deferred:  # its product belongs into a weight pass, which needs the gradient of the logits
+            return loss(normed, targets.reshape(-1))
+        return loss_in_chunks(loss, normed, targets, weight, max(self.chunk * x.shape[0] // targets.numel(), 1))
 
 
 class Stage(nn.Module):
@@ -68,7 +88,7 @@ class Stage(nn.Module):
             }
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
-        self.head = Head(model, weights, mesh, options, loss) if last in units else None
+        self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
 
     def context(self, microbatch: Microbatch, step: int, training: bool) -> ForwardContext:

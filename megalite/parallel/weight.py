@@ -8,7 +8,8 @@ schedule put weight gradients off (`WeightGradients.deferred`) to fill the pipel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class Weight:
         self._on_complete: Callable[[int], None]
         self._expected = self._arrived = 0
         self._each = 1  # contributions to one reduction
+        self._in_parts = False
         self._fresh = True
         self._apart: Tensor | None = None  # a second accumulator, see keep_apart
 
@@ -87,10 +89,27 @@ class Weight:
         if self.trainable:
             self._queue.put(lambda: self._add_product(grad_output, inputs))
 
+    @property
+    def deferred(self) -> bool:
+        """Whether products are put off now, for the schedule's weight passes."""
+        return self._queue.deferred
+
+    @contextmanager
+    def one_contribution(self) -> Iterator[None]:
+        """What is added meanwhile are parts of one contribution, complete at the end."""
+        self._in_parts = True
+        yield
+        self._in_parts = False
+        if self.trainable:
+            self._contributed()
+
     def _add_product(self, grad_output: Tensor, inputs: Tensor) -> None:
         target, left = self._target(), grad_output.t()
-        if left.dtype != target.dtype:
-            self._add(_wide_product(left, inputs, target.dtype))
+        if left.dtype != target.dtype and left.is_cuda:  # the fp32 accumulators are kept, and added to the target as they are
+            torch.addmm(target, left, inputs, out_dtype=target.dtype, beta=0 if self._fresh else 1, out=target)
+            self._fresh = False
+        elif left.dtype != target.dtype:
+            self._add(left @ inputs)
         elif self._fresh:
             torch.mm(left, inputs, out=target)
             self._fresh = False
@@ -132,6 +151,8 @@ class Weight:
             target.add_(value)
 
     def _contributed(self) -> None:
+        if self._in_parts:
+            return
         self._arrived += 1
         if self._arrived > self._expected:
             raise RuntimeError(f"{self.spec.name}: more than {self._expected} gradient contributions in one step")
@@ -151,10 +172,3 @@ class Weight:
         while self._arrived < self._expected:
             self._arrived += self._each
             self._complete()
-
-
-def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product of low-precision matrices; on a GPU its fp32 accumulators are kept."""
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=dtype)
-    return left @ right

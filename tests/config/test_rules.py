@@ -45,6 +45,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("model.rope_theta", "model.rms_norm_eps", "model.attention_scale", "model.initializer_range"), (0.0, 1e-9)),
     **dict.fromkeys(("model.attention_softcap", "model.logit_softcap", "model.embedding_scale"), (0.0, 1e-9)),
     **dict.fromkeys(("parallel.bucket_mb", "optimizer.eps"), (0.0, 1e-9)),
+    "train.loss_chunk": (-1, 0),
     **dict.fromkeys(("train.grad_clip", "train.z_loss", "optimizer.min_lr", "optimizer.weight_decay"), (-1e-9, 0.0)),
     "optimizer.lr": (float("inf"), 1.0),
     **dict.fromkeys(("fp16.loss_scale_window", "fp16.hysteresis"), (0, 1)),

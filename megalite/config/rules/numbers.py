@@ -23,7 +23,7 @@ _POSITIVE = {
 _NOT_NEGATIVE = {
     "run": "seed",
     "parallel": "schedule_costs layer_costs",
-    "train": "grad_clip z_loss",
+    "train": "grad_clip z_loss loss_chunk",
     "optimizer": "lr min_lr warmup_steps weight_decay",
     "fp16": "initial_scale_power",
 }

@@ -2,10 +2,14 @@
 
 Forward: one all-gather of three or four numbers a token (largest logit, sum of exponentials, target logit, sum of logits). Backward: none;
 the gradient is written over the logits, so a second backward through them raises.
+
+`loss_in_chunks` computes the head in front of it too, chunk after chunk of tokens, and each chunk's gradients with its loss: the whole
+logits never exist. The communication is that of the head and the loss, once for each chunk; backward has none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +20,12 @@ from torch import Tensor
 from megalite.batch import IGNORE_INDEX
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
+from megalite.parallel.weight import Weight
+
+NO_SECOND_DERIVATIVE = "the loss has no second derivative: call backward without create_graph"
+
+ChunkLoss = Callable[[Tensor, Tensor], Tensor]
+"""(part of the head's input, its targets [tokens]) -> the loss, a scalar."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +67,59 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_grad_enabled():
-            raise RuntimeError("the loss has no second derivative: call backward without create_graph")
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
         logits, targets, lse = ctx.saved_tensors
         loss = ctx.loss
         first, valid = loss.part(logits)
         scale = grads[0] * ctx.scale
         gradient_(logits, targets, lse, scale, first, valid, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size)
         return logits, None, None, None
+
+
+def loss_in_chunks(loss: ChunkLoss, x: Tensor, targets: Tensor, weight: Weight, length: int) -> Tensor:
+    """The sum of `loss` over parts of the head's input.
+
+    Where gradients are wanted, each part's are computed with its loss: that of x waits for backward, and the weight's accumulates at once,
+    as one contribution. So backward can run once, from a gradient of 1: another would come too late for the weight, and fails.
+
+    Args:
+        x: [seq (/tp), batch, hidden].
+        targets: [seq, batch]. A part is every tp rank's rows where x is split along the sequence.
+        weight: the head's.
+        length: positions of x in a part.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.trainable):
+        return _GradientWithLoss.apply(x, weight.tensor, loss, targets, weight, length)
+    return torch.stack([loss(part, its) for part, its in _parts(x, targets, length)]).sum()
+
+
+def _parts(x: Tensor, targets: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    by_rank = targets.unflatten(0, (-1, x.shape[0]))  # [ranks that split x, seq / ranks, batch]
+    return ((part, its.reshape(-1)) for part, its in zip(x.split(length), by_rank.split(length, dim=1), strict=True))
+
+
+class _GradientWithLoss(torch.autograd.Function):
+    """Forward: every part's loss, and its backward.  Backward: what forward has found. Communication: see the module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor, loss: ChunkLoss, targets: Tensor, weight: Weight, length: int) -> Tensor:
+        losses, dx = [], torch.empty_like(x)
+        with weight.one_contribution(), torch.enable_grad():
+            for (part, its), gradient in zip(_parts(x, targets, length), dx.split(length), strict=True):
+                leaf = part.detach().requires_grad_(ctx.needs_input_grad[0])
+                value = loss(leaf, its)
+                value.backward()
+                losses.append(value.detach())
+                if leaf.grad is not None:
+                    gradient.copy_(leaf.grad)
+        ctx.save_for_backward(dx)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        torch._assert_async(grads[0] == 1, "a loss in chunks has added its weight gradient: scale the loss before, not its gradient")
+        (dx,) = ctx.saved_tensors
+        torch.autograd.graph.increment_version(dx)  # a second backward must raise: the weight's gradient would not come a second time
+        return dx, None, None, None, None, None
