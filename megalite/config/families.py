@@ -18,99 +18,52 @@ class Family:
     fields: dict[str, tuple[str, ...]]
     """config.json field → the ModelConfig fields that take its value."""
     defaults: dict[str, Any]
-    """What transformers assumes for a field that a config.json leaves out; every other field of `fields` is required."""
+    """Where transformers assumes something else than _DEFAULTS; a field that neither names is required."""
     constants: dict[str, Any] = field(default_factory=dict)
     """ModelConfig fields whose value the family fixes, where it differs from ModelConfig's own default."""
     window: str | None = None
     """How a sliding window is written: every_layer (Mistral), upper_layers (Qwen: use_sliding_window and layer_types), or not at all."""
 
+    @property
+    def rope(self) -> bool:
+        return "position" not in self.constants
 
-def _same(*names: str) -> dict[str, tuple[str, ...]]:
-    return {name: (name,) for name in names}
+
+def _fields(text: str) -> dict[str, tuple[str, ...]]:
+    """`name` is called the same here; `theirs=ours`, or `theirs=ours+ours`, is not."""
+    pairs = (word.partition("=") for word in text.split())
+    return {theirs: tuple((ours or theirs).split("+")) for theirs, _, ours in pairs}
 
 
-_LLAMA_FIELDS = _same(
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_word_embeddings", "attention_dropout"),
-)
-_LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": None,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
+_LLAMA = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings attention_dropout """
+_BIAS = "attention_bias=attention_bias+attention_out_bias "  # transformers' Llama and Qwen3: on q, k, v and o
+_GPT2 = """vocab_size initializer_range tie_word_embeddings n_embd=hidden_size n_inner=intermediate_size n_layer=num_hidden_layers
+    n_head=num_attention_heads n_positions=max_position_embeddings activation_function=hidden_act layer_norm_epsilon=rms_norm_eps
+    embd_pdrop=embedding_dropout attn_pdrop=attention_dropout resid_pdrop=residual_dropout"""
+_DEFAULTS = {
+    **dict.fromkeys(("vocab_size", "num_key_value_heads", "head_dim", "n_inner"), None),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False),
+    **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1),
+    "attention_dropout": 0.0,
     "initializer_range": 0.02,
     "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
+    "layer_norm_epsilon": 1e-5,
+    "hidden_act": "silu",
+    "activation_function": "gelu_new",
 }
-_ATTENTION_BIAS = {"attention_bias": ("attention_bias", "attention_out_bias")}  # transformers' Llama and Qwen3: on q, k, v and o
+"""What transformers assumes for a field that a config.json leaves out."""
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+_GPT2_BIASES = dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True)
+_GPT2_AXES = {"position": "learned", "norm": "layer", "gated_mlp": False} | _GPT2_BIASES
 
 _ROWS = (
-    Family(
-        model_type="llama",
-        architecture="LlamaForCausalLM",
-        fields=_LLAMA_FIELDS | _ATTENTION_BIAS | _same("mlp_bias"),
-        defaults=_LLAMA_DEFAULTS | {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
-    ),
-    Family(
-        model_type="mistral",
-        architecture="MistralForCausalLM",
-        fields=_LLAMA_FIELDS,
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072},
-        window="every_layer",
-    ),
-    Family(
-        model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
-        fields=_LLAMA_FIELDS,
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-        constants={"attention_bias": True},
-        window="upper_layers",
-    ),
-    Family(
-        model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
-        fields=_LLAMA_FIELDS | _ATTENTION_BIAS,
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False},
-        constants={"qk_norm": "head"},
-        window="upper_layers",
-    ),
-    Family(
-        model_type="gpt2",
-        architecture="GPT2LMHeadModel",
-        fields=_same("vocab_size", "initializer_range", "tie_word_embeddings")
-        | {
-            "n_embd": ("hidden_size",),
-            "n_inner": ("intermediate_size",),
-            "n_layer": ("num_hidden_layers",),
-            "n_head": ("num_attention_heads",),
-            "n_positions": ("max_position_embeddings",),
-            "activation_function": ("hidden_act",),
-            "layer_norm_epsilon": ("rms_norm_eps",),
-            "embd_pdrop": ("embedding_dropout",),
-            "attn_pdrop": ("attention_dropout",),
-            "resid_pdrop": ("residual_dropout",),
-        },
-        defaults={
-            "vocab_size": None,
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "initializer_range": 0.02,
-            "tie_word_embeddings": True,
-            "embd_pdrop": 0.1,
-            "attn_pdrop": 0.1,
-            "resid_pdrop": 0.1,
-        },
-        constants={
-            "position": "learned",
-            "norm": "layer",
-            "gated_mlp": False,
-            "attention_bias": True,
-            "attention_out_bias": True,
-            "mlp_bias": True,
-        },
-    ),
+    Family("llama", "LlamaForCausalLM", _fields(_LLAMA + _BIAS + "mlp_bias"), {"max_position_embeddings": 2048}),
+    Family("mistral", "MistralForCausalLM", _fields(_LLAMA), _MISTRAL_DEFAULTS, window="every_layer"),
+    Family("qwen2", "Qwen2ForCausalLM", _fields(_LLAMA), _QWEN_DEFAULTS, {"attention_bias": True}, "upper_layers"),
+    Family("qwen3", "Qwen3ForCausalLM", _fields(_LLAMA + _BIAS), _QWEN_DEFAULTS | {"head_dim": 128}, {"qk_norm": "head"}, "upper_layers"),
+    Family("gpt2", "GPT2LMHeadModel", _fields(_GPT2), {"tie_word_embeddings": True}, _GPT2_AXES),
 )
 FAMILIES = {row.model_type: row for row in _ROWS}
 
@@ -133,21 +86,16 @@ _GPT2_HEADS = "n_ctx summary_type summary_use_proj summary_activation summary_pr
 _IGNORED = frozenset(f"{_IDENTITY} {_RUNTIME} {_TOKENS} {_GENERATION} {_GPT2_HEADS}".split())
 """Fields without influence on the mathematics of pretraining (n_ctx repeats n_positions; summary_* belong to another head)."""
 
-_NEUTRAL: dict[str, Any] = {
+_OFF = """is_encoder_decoder is_decoder add_cross_attention tie_encoder_decoder use_bfloat16 tf_legacy_loss
+    scale_attn_by_inverse_layer_idx reorder_and_upcast_attn"""
+_ONE_VALUE = {
     "pretraining_tp": 1,
     "chunk_size_feed_forward": 0,
-    "is_encoder_decoder": False,
-    "is_decoder": False,
     "pruned_heads": {},
-    "add_cross_attention": False,
-    "tie_encoder_decoder": False,
-    "use_bfloat16": False,
-    "tf_legacy_loss": False,
     "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
     "partial_rotary_factor": 1.0,
 }
+_NEUTRAL: dict[str, Any] = dict.fromkeys(_OFF.split(), False) | _ONE_VALUE
 """Fields accepted at this value only: at any other they would change what the model computes."""
 
 
@@ -160,18 +108,17 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(config.get("model_type", ""))
     if family is None:
         raise _refuse("model_type", config.get("model_type"), f"is not handled. Legal values: {', '.join(FAMILIES)}.")
-    shape = dict(family.constants)
+    shape, given = dict(family.constants), _DEFAULTS | family.defaults | config
     for theirs, ours in family.fields.items():
-        if theirs not in config and theirs not in family.defaults:
+        if theirs not in given:
             raise ConfigError(f"config.json: {theirs} is missing; every {family.model_type} configuration needs it.")
-        value = config.get(theirs, family.defaults.get(theirs))
-        shape |= dict.fromkeys(ours, value)
+        shape |= dict.fromkeys(ours, given[theirs])
     if shape["intermediate_size"] is None:  # GPT-2's n_inner: null
         shape["intermediate_size"] = 4 * shape["hidden_size"]
     legal_act = ModelConfig.__annotations__["hidden_act"].__args__
     if shape["hidden_act"] not in legal_act:
         raise _refuse("hidden_act", shape["hidden_act"], f"is not handled. Legal values: {', '.join(legal_act)}.")
-    if "position" not in family.constants:
+    if family.rope:
         shape |= _read_rope(config)
     shape |= _read_window(config, family, shape["num_hidden_layers"])
     _refuse_unhandled(config, family)
@@ -210,7 +157,7 @@ def _read_window(config: dict[str, Any], family: Family, layers: int) -> dict[st
 
 def _refuse_unhandled(config: dict[str, Any], family: Family) -> None:
     handled = {*family.fields, *_WINDOW_FIELDS[family.window], "layer_types", *_IGNORED}
-    if "position" not in family.constants:
+    if family.rope:
         handled |= {"rope_theta", "rope_scaling", "rope_parameters"}
     for name, value in config.items():
         if name in handled or value is None or (name in _NEUTRAL and value == _NEUTRAL[name]):
@@ -237,8 +184,8 @@ def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any
     values = asdict(model) | {"num_key_value_heads": model.kv_heads, "head_dim": model.head_size, "vocab_size": model.vocabulary}
     config: dict[str, Any] = {"model_type": row.model_type, "architectures": [row.architecture]}
     config |= {theirs: values[ours[0]] for theirs, ours in row.fields.items()}
-    if model.head_dim is None and row.defaults.get("head_dim", 0) is None:
-        del config["head_dim"]  # transformers derives the same; its Qwen2 does not have the field
+    if model.head_dim is None and "head_dim" not in row.defaults:
+        config.pop("head_dim", None)  # transformers derives the same; its Qwen2 does not have the field
     if model.position == "rope":
         scaling = model.rope_scaling or {"rope_type": "default"}
         config |= {"rope_theta": model.rope_theta, "rope_scaling": model.rope_scaling}  # transformers 4 and most other readers
@@ -260,12 +207,9 @@ def _misfit(model: ModelConfig, row: Family) -> str | None:
     """Why a family can not express a model; None where it can."""
     mapped = {ours for names in row.fields.values() for ours in names}
     free = mapped | {"preset", "from_hf", "init_from", "vocab_size", "embedding_dropout", "attention_dropout", "residual_dropout"}
-    if "position" not in row.constants:
-        free |= {"rope_theta", "rope_scaling"}
-    if row.window:
-        free.add("sliding_window")
-    if row.window == "upper_layers":
-        free.add("sliding_window_layers")
+    free |= {"rope_theta", "rope_scaling"} if row.rope else set()
+    free |= {"sliding_window"} if row.window else set()
+    free |= {"sliding_window_layers"} if row.window == "upper_layers" else set()
     expected = asdict(ModelConfig()) | row.constants
     actual = asdict(model)
     if model.kv_heads == model.num_attention_heads:
