@@ -153,9 +153,9 @@ def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """x, copied unless its rows lie in groups at equal distances, as the heads in a packed projection; their size, how many make a group,
     and the distance between groups."""
     hidden, size, stride = x.shape[-1], x.shape, x.stride()
-    if not x.is_contiguous() and x.dim() > 2 and stride[-2:] == (hidden, 1):
-        if all(stride[d] == size[d + 1] * stride[d + 1] for d in range(x.dim() - 3)):
-            return x, (hidden, size[-2], stride[-3])
+    dense = all(stride[d] == size[d + 1] * stride[d + 1] for d in range(x.dim() - 3))
+    if not x.is_contiguous() and x.dim() > 2 and stride[-2:] == (hidden, 1) and dense:
+        return x, (hidden, size[-2], stride[-3])
     return x.contiguous(), (hidden, 1, hidden)
 
 

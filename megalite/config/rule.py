@@ -1,9 +1,10 @@
-"""What a rule of the configuration is, and how its message is written; the rules themselves are in rules.py."""
+"""What a rule of the configuration is, and how its message is written; the rules themselves are in rules/."""
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from operator import attrgetter
 from pathlib import Path
@@ -20,28 +21,40 @@ class Facts(Config):
     local_devices: int | None = None
 
 
+Text = str | Callable[[Facts], str]
 Legal = Sequence[Any] | str
-"""The legal values, or, where they can not be listed, a sentence that says what to do."""
+"""The legal values or, where they can not be listed, a sentence that says what to do."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One check: `broken` is true where it is violated, `why` ends the sentence that "option = value" begins."""
+    """One check: `broken` is true where it is violated, and then it says "option = value why. way out".
+
+    value: what to show, where it is not simply the option's.
+    """
 
     name: str
     option: str
     broken: Callable[[Facts], Any]
-    why: str | Callable[[Facts], str]
-    legal: Legal | Callable[[Facts], Legal]
     value: Callable[[Facts], Any] | None = None
-    """The value to show, where it is not simply the option's."""
+    why: Text = ""
+    legal: Legal | Callable[[Facts], Legal] = ""
+
+    def says(self, why: Text, legal: Legal | Callable[[Facts], Legal]) -> "Rule":
+        """The rule with its message. In why, {section.key} becomes "section.key = value"."""
+        return replace(self, why=why, legal=legal)
 
     def message(self, facts: Facts) -> str:
+        def named(found: re.Match[str]) -> str:
+            return f"{found[1]} = {show(attrgetter(found[1])(facts))}"
+
         value = (self.value or attrgetter(self.option))(facts)
-        why = self.why(facts) if callable(self.why) else self.why
+        why = self.why(facts) if callable(self.why) else re.sub(r"{(\w+\.\w+)}", named, self.why)
         legal = self.legal(facts) if callable(self.legal) else self.legal
-        way_out = legal if isinstance(legal, str) else describe_legal(value, legal)
-        return f"{self.option} = {show(value)} {why}. {way_out}"
+        return f"{self.option} = {show(value)} {why}. {legal if isinstance(legal, str) else describe_legal(value, legal)}"
+
+
+CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100."
 
 
 def is_checkpoint(path: str) -> bool:
@@ -86,7 +99,7 @@ def bounded(options: dict[str, str], test: Callable[[float], bool], why: str, le
             numbers = value if isinstance(value, list) else [value]
             return value is not None and not all(math.isfinite(number) and test(number) for number in numbers)
 
-        return Rule(f"{option} in range", option, broken, why, legal)
+        return Rule(f"{option} in range", option, broken).says(why, legal)
 
     return [rule(f"{section}.{name}") for section, names in options.items() for name in names.split()]
 

@@ -27,7 +27,8 @@ def test_rms_norm_is_as_accurate_as_torch(shape, offset, dtype, device):
     kept = x.clone(), dy.clone()
     y, rstd = norm.rms_norm(x, weight, EPS, offset)
     dx, dweight = norm.rms_norm_backward(dy, x, weight, rstd, offset)
-    torchs, exact = (autograd(lambda x, w: llama_norm(x, w, EPS, offset), wide, dy) for wide in ((x, weight), (x.double(), weight.double())))
+    inputs = (x, weight), (x.double(), weight.double())
+    torchs, exact = (autograd(lambda x, w: llama_norm(x, w, EPS, offset), each, dy) for each in inputs)
     for got, torch_result, true in zip((y, dx, dweight.to(dtype)), torchs, exact, strict=True):
         assert_as_accurate(got, true, torch_result)
     assert dweight.dtype == torch.float32 and torch.equal(x, kept[0]) and torch.equal(dy, kept[1])
@@ -77,7 +78,8 @@ def test_widest_rows(hidden, device):
     weight = randn(hidden, dtype=torch.bfloat16, device=device)
     total, y, rstd = norm.add_rms_norm(x, branch, weight, EPS)
     dx, dweight = norm.rms_norm_backward(dy, total, weight, rstd, dtotal=dtotal)
-    torchs, exact = (autograd(lambda x, w: llama_norm(x, w, EPS, 0.0), wide, dy) for wide in ((total, weight), (total.double(), weight.double())))
+    inputs = (total, weight), (total.double(), weight.double())
+    torchs, exact = (autograd(lambda x, w: llama_norm(x, w, EPS, 0.0), each, dy) for each in inputs)
     for got, torch_result, true in zip((y, dx, dweight.to(x.dtype)), torchs, exact, strict=True):
         past = dtotal if got is dx else 0
         assert_as_accurate(got, true + past, torch_result + past)
@@ -140,7 +142,8 @@ def test_rows_too_wide_for_registers_and_fp64_take_the_reference(device, monkeyp
         ones = torch.ones(hidden, dtype=dtype, device=device)
         return norm.layer_norm(torch.ones(1, hidden, dtype=dtype, device=device), ones, ones, EPS)
 
-    for function, dtype, hidden in ((rms, torch.float64, 8), (rms, torch.float32, 8193), (rms, torch.bfloat16, 16385), (layer, torch.bfloat16, 8193)):
+    wide = (rms, torch.float32, 8193), (rms, torch.bfloat16, 16385), (layer, torch.bfloat16, 8193)
+    for function, dtype, hidden in ((rms, torch.float64, 8), *wide):
         function(dtype, hidden)
     for function, dtype, hidden in ((rms, torch.float32, 8192), (rms, torch.bfloat16, 16384), (layer, torch.bfloat16, 8192)):
         with pytest.raises(TypeError):  # the kernel is what would have been called

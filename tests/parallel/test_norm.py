@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megalite.training.verification import global_tensors
 from megalite_kernels import norm as kernels
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from megalite.parallel.regions import Regions
 from megalite.parallel.tensor.norm import FullWidthRMSNorm, LayerNorm, RMSNorm, add_and_norm
 from megalite.training.build import make_mesh
 from megalite.training.trainer import Trainer
-from megalite.training.verification import global_tensors
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 2, "masked": False, "dropout": 0.0}

@@ -26,22 +26,22 @@ def _nearest_prefix(source: Any) -> str:
     return f"Nearest: {nearest_name(str(prefix), others)}."
 
 
+def _vocabularies(c: Config) -> str:
+    return ", ".join(f"{prefix} has {token_file(prefix).vocab_size} tokens" for prefix in _all_prefixes(c))
+
+
 def _token_file_rules(option: str) -> tuple[Rule, Rule]:
     get = attrgetter(option)
+
+    def bad_weight(c: Facts) -> bool:
+        return isinstance(get(c), dict) and not all(math.isfinite(weight) and weight > 0 for weight in get(c).values())
+
     return (
-        Rule(
-            f"{option} weights are positive",
-            option,
-            broken=lambda c: isinstance(get(c), dict) and not all(math.isfinite(w) and w > 0 for w in get(c).values()),
-            why="has a weight that is not a positive number",
-            legal="Give every prefix a weight above 0, or remove it.",
+        Rule(f"{option} weights are positive", option, bad_weight).says(
+            "has a weight that is not a positive number", "Give every prefix a weight above 0, or remove it."
         ),
-        Rule(
-            f"{option} exists",
-            option,
-            broken=lambda c: _missing(get(c)),
-            why=lambda c: f"is not there: no {' and no '.join(_missing(get(c)))}",
-            legal=lambda c: _nearest_prefix(get(c)),
+        Rule(f"{option} exists", option, lambda c: _missing(get(c))).says(
+            lambda c: f"is not there: no {' and no '.join(_missing(get(c)))}", lambda c: _nearest_prefix(get(c))
         ),
     )
 
@@ -50,63 +50,41 @@ def _end_of_document_rule(option: str) -> Rule:
     def without(c: Facts) -> list[str]:
         return [prefix for prefix in _all_prefixes(c) if token_file(prefix).eos is None]
 
-    return Rule(
-        f"{option} needs an end-of-document token",
-        option,
-        broken=lambda c: attrgetter(option)(c) and without(c),
-        why=lambda c: f"needs an EOS token, and {without(c)[0]}.json names none",
-        legal='Set it to false, or write {"vocab_size": V, "eos": ID} into that file.',
+    return Rule(f"{option} needs an end-of-document token", option, lambda c: attrgetter(option)(c) and without(c)).says(
+        lambda c: f"needs an EOS token, and {without(c)[0]}.json names none",
+        'Set it to false, or write {"vocab_size": V, "eos": ID} into that file.',
     )
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "training data is given",
-        "data.train",
-        broken=lambda c: not prefixes(c.data.train),
-        why="names no token file",
-        legal="Give the PREFIX of PREFIX.bin and PREFIX.idx; tools/prepare_data.py --output PREFIX makes them.",
+    Rule("training data is given", "data.train", lambda c: not prefixes(c.data.train)).says(
+        "names no token file", "Give the PREFIX of PREFIX.bin and PREFIX.idx; tools/prepare_data.py --output PREFIX makes them."
     ),
     *_token_file_rules("data.train"),
     *_token_file_rules("data.validation"),
-    Rule(
-        "held-out share",
-        "data.validation",
-        broken=lambda c: isinstance(c.data.validation, float) and not 0 < c.data.validation < 1,
-        why="is not a fraction of the training data",
-        legal="Legal values: above 0 and below 1, for example 0.05; or the PREFIX of another token file.",
+    Rule("held-out share", "data.validation", lambda c: isinstance(c.data.validation, float) and not 0 < c.data.validation < 1).says(
+        "is not a fraction of the training data",
+        "Legal values: above 0 and below 1, for example 0.05; or the PREFIX of another token file.",
     ),
-    Rule(
-        "one vocabulary",
-        "data.train",
-        broken=lambda c: len({token_file(prefix).vocab_size for prefix in _all_prefixes(c)} - {None}) > 1,
-        why=lambda c: (
-            "and data.validation mix vocabularies: "
-            + ", ".join(f"{prefix} has {token_file(prefix).vocab_size} tokens" for prefix in _all_prefixes(c))
-        ),
-        legal="Prepare all of them with one tokenizer.",
+    Rule("one vocabulary", "data.train", lambda c: len({token_file(p).vocab_size for p in _all_prefixes(c)} - {None}) > 1).says(
+        lambda c: f"and data.validation mix vocabularies: {_vocabularies(c)}", "Prepare all of them with one tokenizer."
     ),
-    Rule(
-        "vocabulary is known",
-        "model.vocab_size",
-        broken=lambda c: c.model.vocab_size is None,
-        why=lambda c: f"can not be taken from the data: {prefixes(c.data.train)[0]}.json does not say it",
-        legal="Give model.vocab_size, the number of tokens of the tokenizer that made the data.",
+    Rule("vocabulary is known", "model.vocab_size", lambda c: c.model.vocab_size is None).says(
+        lambda c: f"can not be taken from the data: {prefixes(c.data.train)[0]}.json does not say it",
+        "Give model.vocab_size, the number of tokens of the tokenizer that made the data.",
     ),
-    Rule(
-        "vocabulary holds the data",
-        "model.vocab_size",
-        broken=lambda c: (c.model.vocab_size or 0) < (data_vocab_size(c) or 0),
-        why=lambda c: f"is less than the {data_vocab_size(c)} tokens of data.train",
-        legal=lambda c: f"Legal values: {data_vocab_size(c)} and above. Nearest: {data_vocab_size(c)}.",
+    Rule("vocabulary holds the data", "model.vocab_size", lambda c: (c.model.vocab_size or 0) < (data_vocab_size(c) or 0)).says(
+        lambda c: f"is less than the {data_vocab_size(c)} tokens of data.train",
+        lambda c: f"Legal values: {data_vocab_size(c)} and above. Nearest: {data_vocab_size(c)}.",
     ),
     _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),
     Rule(
         "sequence within the model's positions",
         "data.sequence_length",
-        broken=lambda c: c.data.sequence_length > c.model.max_position_embeddings,
-        why=lambda c: f"exceeds model.max_position_embeddings = {c.model.max_position_embeddings}",
-        legal=lambda c: f"Legal values: up to {c.model.max_position_embeddings}; or raise model.max_position_embeddings.",
+        lambda c: c.data.sequence_length > c.model.max_position_embeddings,
+    ).says(
+        "exceeds {model.max_position_embeddings}",
+        lambda c: f"Legal values: up to {c.model.max_position_embeddings}; or raise model.max_position_embeddings.",
     ),
 )

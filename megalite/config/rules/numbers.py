@@ -35,11 +35,7 @@ RULES: tuple[Rule, ...] = (
     *bounded(_NOT_NEGATIVE, lambda n: n >= 0, "is negative or not finite", "Legal values: 0 and above. Nearest: 0."),
     *bounded(_FRACTIONS, lambda n: 0 <= n < 1, "is not at least 0 and below 1", "Legal values: from 0 up to, but without, 1."),
     *bounded({"optimizer": "wsd_decay_fraction"}, lambda n: 0 < n <= 1, "is not a share of the steps", "Legal values: above 0, up to 1."),
-    Rule(
-        "run.name is a directory name",
-        "run.name",
-        broken=lambda c: c.run.name in ("", ".", "..") or "/" in c.run.name,
-        why="is not the name of one directory",
-        legal="Choose a name without /, and put the path into run.dir.",
+    Rule("run.name is a directory name", "run.name", lambda c: c.run.name in ("", ".", "..") or "/" in c.run.name).says(
+        "is not the name of one directory", "Choose a name without /, and put the path into run.dir."
     ),
 )

@@ -17,204 +17,139 @@ def _example_partition(c: Facts) -> str:
     return f"For {layers} layers on {stages} stages, for example: {[each + (stage < rest) for stage in range(stages)]}."
 
 
-def _mesh(c: Facts) -> str:
-    return f"tp * pp * cp = {c.parallel.tp} * {c.parallel.pp} * {c.parallel.cp} = {_model_ranks(c)}"
+def _too_many_stages(c: Facts) -> str:
+    layers = f"model.num_hidden_layers = {c.model.num_hidden_layers}: each stage holds at least one layer"
+    return f"makes {c.parallel.stages} stages under parallel.schedule = {c.parallel.schedule}, but {layers}"
+
+
+def _legal_pp(c: Facts) -> Sequence[int] | str:
+    return range(1, c.model.num_hidden_layers * c.parallel.pp // c.parallel.stages + 1) or "Choose parallel.schedule 1f1b."
 
 
 def _model_ranks(c: Facts) -> int:
     return c.parallel.tp * c.parallel.pp * c.parallel.cp
 
 
+def _mesh(c: Facts) -> str:
+    mesh = f"tp * pp * cp = {c.parallel.tp} * {c.parallel.pp} * {c.parallel.cp} = {_model_ranks(c)}"
+    return f"does not fill the run's {c.world_size} process{'es' if c.world_size > 1 else ''} with {mesh}"
+
+
 def _legal_dp(c: Facts) -> Sequence[int] | str:
     ranks, world = _model_ranks(c), c.world_size
     if world % ranks == 0:
         return [world // ranks]
-    starts = " or ".join(map(str, around(world, ranks)))
-    return (
-        f"Start {starts} processes, or choose tp, pp and cp so that their product divides {world}: {', '.join(map(str, divisors(world)))}."
-    )
+    starts, products = " or ".join(map(str, around(world, ranks))), ", ".join(map(str, divisors(world)))
+    return f"Start {starts} processes, or choose tp, pp and cp so that their product divides {world}: {products}."
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "tp divides heads",
-        "parallel.tp",
-        broken=lambda c: c.model.num_attention_heads % c.parallel.tp,
-        why=lambda c: f"does not divide model.num_attention_heads = {c.model.num_attention_heads}: each rank must hold whole heads",
-        legal=legal_tp,
+    Rule("tp divides heads", "parallel.tp", lambda c: c.model.num_attention_heads % c.parallel.tp).says(
+        "does not divide {model.num_attention_heads}: each rank must hold whole heads", legal_tp
     ),
-    Rule(
-        "tp fits key-value heads",
-        "parallel.tp",
-        broken=lambda c: c.model.kv_heads % c.parallel.tp and c.parallel.tp % c.model.kv_heads,
-        why=lambda c: (
-            f"neither divides model.num_key_value_heads = {c.model.kv_heads} nor is a multiple of it: "
-            "key-value heads are divided, or replicated evenly"
-        ),
-        legal=legal_tp,
+    Rule("tp fits key-value heads", "parallel.tp", lambda c: c.model.kv_heads % c.parallel.tp and c.parallel.tp % c.model.kv_heads).says(
+        "neither divides {model.num_key_value_heads} nor is a multiple of it: key-value heads are divided, or replicated evenly", legal_tp
     ),
-    Rule(
-        "tp divides the feed-forward",
-        "parallel.tp",
-        broken=lambda c: c.model.intermediate_size % c.parallel.tp,
-        why=lambda c: f"does not divide model.intermediate_size = {c.model.intermediate_size}: each rank holds an equal part",
-        legal=legal_tp,
+    Rule("tp divides the feed-forward", "parallel.tp", lambda c: c.model.intermediate_size % c.parallel.tp).says(
+        "does not divide {model.intermediate_size}: each rank holds an equal part", legal_tp
     ),
     Rule(
         "sequence_parallel divides the sequence",
         "data.sequence_length",
-        broken=lambda c: c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp,
-        why=lambda c: f"is not a multiple of parallel.tp = {c.parallel.tp}, as parallel.sequence_parallel needs",
-        legal=lambda c: around(c.data.sequence_length, c.parallel.tp),
+        lambda c: c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp,
+    ).says(
+        "is not a multiple of {parallel.tp}, as parallel.sequence_parallel needs",
+        lambda c: around(c.data.sequence_length, c.parallel.tp),
     ),
-    Rule(
-        "cp is one",
-        "parallel.cp",
-        broken=lambda c: c.parallel.cp != 1,
-        why="is not supported yet: ring attention is planned",
-        legal="Legal value: 1. To spread a long sequence, use parallel.tp with parallel.sequence_parallel.",
+    Rule("cp is one", "parallel.cp", lambda c: c.parallel.cp != 1).says(
+        "is not supported yet: ring attention is planned",
+        "Legal value: 1. To spread a long sequence, use parallel.tp with parallel.sequence_parallel.",
     ),
     Rule(
         "virtual stages belong to the schedule",
         "parallel.virtual_stages",
-        broken=lambda c: c.parallel.virtual_stages is not None and c.parallel.virtual_stages * c.parallel.pp != c.parallel.stages,
-        why=lambda c: f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.parallel.stages // c.parallel.pp}",
-        legal="Leave it out, or set parallel.schedule to interleaved.",
+        lambda c: c.parallel.virtual_stages and c.parallel.virtual_stages * c.parallel.pp != c.parallel.stages,
+    ).says(
+        lambda c: f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.parallel.stages // c.parallel.pp}",
+        "Leave it out, or set parallel.schedule to interleaved.",
     ),
-    Rule(
-        "a layer for each stage",
-        "parallel.pp",
-        broken=lambda c: c.parallel.stages > c.model.num_hidden_layers,
-        why=lambda c: (
-            f"makes {c.parallel.stages} stages under parallel.schedule = {c.parallel.schedule}, but model.num_hidden_layers = "
-            f"{c.model.num_hidden_layers}: each stage holds at least one layer"
-        ),
-        legal=lambda c: range(1, c.model.num_hidden_layers * c.parallel.pp // c.parallel.stages + 1) or "Choose parallel.schedule 1f1b.",
+    Rule("a layer for each stage", "parallel.pp", lambda c: c.parallel.stages > c.model.num_hidden_layers).says(
+        _too_many_stages, _legal_pp
     ),
     Rule(
         "four schedule costs",
         "parallel.schedule_costs",
-        broken=lambda c: len(c.parallel.schedule_costs) != 4 or sum(c.parallel.schedule_costs[:3]) == 0,
-        why="is not forward, input gradient, weight gradient and message, of which one that computes takes time",
-        legal="Give four numbers, for example [1, 1, 1, 0].",
+        lambda c: len(c.parallel.schedule_costs) != 4 or not sum(c.parallel.schedule_costs[:3]),
+    ).says(
+        "is not forward, input gradient, weight gradient and message, of which one that computes takes time",
+        "Give four numbers, for example [1, 1, 1, 0].",
     ),
     Rule(
         "partition has a number for each stage",
         "parallel.partition",
-        broken=lambda c: c.parallel.partition is not None and len(c.parallel.partition) != c.parallel.stages,
-        why=lambda c: f"has {len(c.parallel.partition or [])} entries for {c.parallel.stages} stages",
-        legal=_example_partition,
-    ),
-    Rule(
-        "partition leaves no stage empty",
-        "parallel.partition",
-        broken=lambda c: c.parallel.partition is not None and min(c.parallel.partition) < 1,
-        why="leaves a stage without a layer",
-        legal=_example_partition,
+        lambda c: c.parallel.partition is not None and len(c.parallel.partition) != c.parallel.stages,
+    ).says(lambda c: f"has {len(c.parallel.partition or [])} entries for {c.parallel.stages} stages", _example_partition),
+    Rule("partition leaves no stage empty", "parallel.partition", lambda c: c.parallel.partition and min(c.parallel.partition) < 1).says(
+        "leaves a stage without a layer", _example_partition
     ),
     Rule(
         "partition holds every layer",
         "parallel.partition",
-        broken=lambda c: c.parallel.partition is not None and sum(c.parallel.partition) != c.model.num_hidden_layers,
-        why=lambda c: f"holds {sum(c.parallel.partition or [])} layers, but model.num_hidden_layers = {c.model.num_hidden_layers}",
-        legal=_example_partition,
+        lambda c: c.parallel.partition and sum(c.parallel.partition) != c.model.num_hidden_layers,
+    ).says(
+        lambda c: f"holds {sum(c.parallel.partition or [])} layers, but model.num_hidden_layers = {c.model.num_hidden_layers}",
+        _example_partition,
     ),
     Rule(
         "a cost for each part",
         "parallel.layer_costs",
-        broken=lambda c: c.parallel.layer_costs is not None and len(c.parallel.layer_costs) != c.model.num_hidden_layers + 2,
-        why=lambda c: f"has {len(c.parallel.layer_costs or [])} entries, but model.num_hidden_layers = {c.model.num_hidden_layers}",
-        legal=lambda c: f"Give {c.model.num_hidden_layers + 2} numbers: the embedding's, each layer's, the head's.",
+        lambda c: c.parallel.layer_costs is not None and len(c.parallel.layer_costs) != c.model.num_hidden_layers + 2,
+    ).says(
+        lambda c: f"has {len(c.parallel.layer_costs or [])} entries, but model.num_hidden_layers = {c.model.num_hidden_layers}",
+        lambda c: f"Give {c.model.num_hidden_layers + 2} numbers: the embedding's, each layer's, the head's.",
     ),
-    Rule(
-        "partition or layer costs",
-        "parallel.layer_costs",
-        broken=lambda c: c.parallel.layer_costs is not None and c.parallel.partition is not None,
-        why=lambda c: f"has no effect: parallel.partition = {c.parallel.partition} is given",
-        legal="Remove one of the two.",
+    Rule("partition or layer costs", "parallel.layer_costs", lambda c: c.parallel.layer_costs and c.parallel.partition).says(
+        "has no effect: {parallel.partition} is given", "Remove one of the two."
     ),
-    Rule(
-        "the mesh fills the world",
-        "parallel.dp",
-        broken=lambda c: c.parallel.dp is None or _model_ranks(c) * c.parallel.dp != c.world_size,
-        why=lambda c: f"does not fill the run's {c.world_size} process{'es' if c.world_size > 1 else ''} with {_mesh(c)}",
-        legal=_legal_dp,
+    Rule("the mesh fills the world", "parallel.dp", lambda c: _model_ranks(c) * (c.parallel.dp or 0) != c.world_size).says(
+        _mesh, _legal_dp
     ),
-    Rule(
-        "dp_shard divides dp",
-        "parallel.dp_shard",
-        broken=lambda c: c.parallel.dp_shard is not None and (c.parallel.dp or 1) % c.parallel.dp_shard,
-        why=lambda c: f"does not divide parallel.dp = {c.parallel.dp}: each group holds whole shards",
-        legal=lambda c: divisors(c.parallel.dp or 1),
+    Rule("dp_shard divides dp", "parallel.dp_shard", lambda c: (c.parallel.dp or 1) % (c.parallel.dp_shard or 1)).says(
+        "does not divide {parallel.dp}: each group holds whole shards", lambda c: divisors(c.parallel.dp or 1)
     ),
-    Rule(
-        "dp_shard shares something",
-        "parallel.dp_shard",
-        broken=lambda c: c.parallel.dp_shard is not None and c.parallel.dp_shard > 1 and c.parallel.zero == 0,
-        why="has nothing to share: parallel.zero = 0",
-        legal="Leave it out, or set parallel.zero to 1, 2 or 3.",
+    Rule("dp_shard shares something", "parallel.dp_shard", lambda c: c.parallel.zero == 0 and (c.parallel.dp_shard or 1) > 1).says(
+        "has nothing to share: {parallel.zero}", "Leave it out, or set parallel.zero to 1, 2 or 3."
     ),
+    Rule("zero stage", "parallel.zero", lambda c: c.parallel.zero not in (0, 1, 2, 3)).says("is not a ZeRO stage", [0, 1, 2, 3]),
     Rule(
-        "zero stage",
-        "parallel.zero",
-        broken=lambda c: c.parallel.zero not in (0, 1, 2, 3),
-        why="is not a ZeRO stage",
-        legal=[0, 1, 2, 3],
+        "offloaded parameters are sharded", "parallel.offload_parameters", lambda c: c.parallel.offload_parameters and c.parallel.zero != 3
+    ).says("needs weights that are whole only while in use, but {parallel.zero}", "Leave it out, or set parallel.zero to 3."),
+    Rule(
+        "offload_dir is for disk", "parallel.offload_dir", lambda c: c.parallel.offload_dir is not None and c.parallel.offload != "disk"
+    ).says("has no effect: {parallel.offload}", "Leave it out, or set parallel.offload to disk."),
+    Rule(
+        "bf16 reduction of wider gradients", "parallel.reduce_dtype", lambda c: c.parallel.reduce_dtype == c.train.grad_dtype == "bf16"
+    ).says(
+        "changes nothing: with {train.grad_dtype} gradients travel as bf16 anyway",
+        "Remove one of the two; train.grad_dtype = wide accumulates microbatches in fp32.",
     ),
-    Rule(
-        "offloaded parameters are sharded",
-        "parallel.offload_parameters",
-        broken=lambda c: c.parallel.offload_parameters and c.parallel.zero != 3,
-        why=lambda c: f"needs weights that are whole only while in use, but parallel.zero = {c.parallel.zero}",
-        legal="Leave it out, or set parallel.zero to 3.",
+    Rule("no proof in bf16", "parallel.reduce_dtype", lambda c: c.parallel.reduce_dtype == "bf16" and c.train.precision == "fp64").says(
+        "rounds away what {train.precision} is for", "Set it to wide, or train.precision to fp32, bf16 or fp16."
     ),
-    Rule(
-        "offload_dir is for disk",
-        "parallel.offload_dir",
-        broken=lambda c: c.parallel.offload_dir is not None and c.parallel.offload != "disk",
-        why=lambda c: f"has no effect: parallel.offload = {c.parallel.offload}",
-        legal="Leave it out, or set parallel.offload to disk.",
-    ),
-    Rule(
-        "bf16 reduction of wider gradients",
-        "parallel.reduce_dtype",
-        broken=lambda c: c.parallel.reduce_dtype == "bf16" and c.train.grad_dtype == "bf16",
-        why="changes nothing: with train.grad_dtype = bf16 gradients travel as bf16 anyway",
-        legal="Remove one of the two; train.grad_dtype = wide accumulates microbatches in fp32.",
-    ),
-    Rule(
-        "no proof in bf16",
-        "parallel.reduce_dtype",
-        broken=lambda c: c.parallel.reduce_dtype == "bf16" and c.train.precision == "fp64",
-        why="rounds away what train.precision = fp64 is for",
-        legal="Set it to wide, or train.precision to fp32, bf16 or fp16.",
-    ),
-    Rule(
-        "PowerSGD reduces whole gradients",
-        "parallel.powersgd_rank",
-        broken=lambda c: c.parallel.powersgd_rank is not None and c.parallel.zero > 1,
-        why=lambda c: f"needs gradients that stay whole: parallel.zero = {c.parallel.zero} keeps a shard of them",
-        legal="Set parallel.zero to 0 or 1, or leave powersgd_rank out.",
+    Rule("PowerSGD reduces whole gradients", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.parallel.zero > 1).says(
+        "needs gradients that stay whole: {parallel.zero} keeps a shard of them",
+        "Set parallel.zero to 0 or 1, or leave powersgd_rank out.",
     ),
     Rule(
         "PowerSGD reduces over all of dp",
         "parallel.powersgd_rank",
-        broken=lambda c: c.parallel.powersgd_rank is not None and c.parallel.dp_shard not in (None, 1, c.parallel.dp),
-        why=lambda c: f"reduces over all of data parallelism at once, not in groups of parallel.dp_shard = {c.parallel.dp_shard}",
-        legal="Remove one of the two.",
+        lambda c: c.parallel.powersgd_rank and c.parallel.dp_shard not in (None, 1, c.parallel.dp),
+    ).says("reduces over all of data parallelism at once, not in groups of {parallel.dp_shard}", "Remove one of the two."),
+    Rule("PowerSGD keeps fp32 errors", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.train.grad_dtype == "bf16").says(
+        "adds small errors to gradients, which {train.grad_dtype} would lose",
+        "Set train.grad_dtype to wide, or leave powersgd_rank out.",
     ),
-    Rule(
-        "PowerSGD keeps fp32 errors",
-        "parallel.powersgd_rank",
-        broken=lambda c: c.parallel.powersgd_rank is not None and c.train.grad_dtype == "bf16",
-        why="adds small errors to gradients, which train.grad_dtype = bf16 would lose",
-        legal="Set train.grad_dtype to wide, or leave powersgd_rank out.",
-    ),
-    Rule(
-        "one compression",
-        "parallel.powersgd_rank",
-        broken=lambda c: c.parallel.powersgd_rank is not None and c.parallel.reduce_dtype == "bf16",
-        why="sends factors in full precision, and parallel.reduce_dtype = bf16 would round the little that is left",
-        legal="Remove one of the two.",
+    Rule("one compression", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.parallel.reduce_dtype == "bf16").says(
+        "sends factors in full precision, and {parallel.reduce_dtype} would round the little that is left", "Remove one of the two."
     ),
 )
