@@ -1,1 +1,1 @@
-"""What a plan costs before it runs: bubble, memory and messages, computed from schedules alone, printed and drawn. Imports no torch."""
+"""What a plan costs before it runs: bubble, memory and messages, computed from schedules alone. Imports no torch."""

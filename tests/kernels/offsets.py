@@ -6,7 +6,7 @@ Only the last program of each launch is interpreted, and only the last rows hold
 import faulthandler
 
 import torch
-from megalite_kernels import activation, dispatch, rotary
+from megalite_kernels import activation, adamw, cross_entropy, dispatch, grad_norm, rotary
 from megalite_kernels.launch import Variant
 from torch import Tensor
 
@@ -66,11 +66,48 @@ def rotary_triton() -> None:
     compare(computed, (*rotary.split_rotary(packed, hq, hk, dim, cos, sin), rotary.split_rotary_backward(*ends, cos, sin)), channels=dim)
 
 
+def cross_entropy_triton() -> None:
+    logits, targets = large(2**16 + 5, 2**15 + 16), torch.zeros(2**16 + 5, dtype=torch.int64)
+    vocabulary = logits.shape[1]
+    targets[-1] = vocabulary - 3
+    (exact,), last = end(logits), targets[-LAST:]
+    stats, expected = (cross_entropy.statistics(x, t, 0, vocabulary, -100, True) for x, t in ((logits, targets), (exact, last)))
+    lse = expected[0] + expected[1].log()
+    torch.testing.assert_close(stats[0, -1] + stats[1, -1].log(), lse[-1].float())
+    torch.testing.assert_close(stats[2:, -1], expected[2:, -1].float())
+    both = torch.zeros(2, len(logits))
+    both[0, -LAST:] = lse
+    options = 1.0, 0, vocabulary, -100, 0.0, 0.0, vocabulary
+    cross_entropy.gradient_(logits, targets, both, *options)
+    compare((logits,), (cross_entropy.gradient_(exact, last, both[:, -LAST:].double(), *options),), channels=16)
+
+
+def adamw_triton() -> None:
+    """Its programs and those of the gradient norm find their elements in one table."""
+    count = 2**31 + 64
+    tensors = [large(count).to(torch.bfloat16) if narrow else torch.empty(count) for narrow in (False, True, False, False)]
+    for tensor in tensors:
+        tensor[-LAST:] = torch.rand(LAST)
+    exact = [tensor[-LAST:].double() for tensor in tensors]
+    options = {"step": 3, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    for each in (tensors, exact):
+        adamw.adamw_(*([tensor] for tensor in each), **options)
+    for got, expected in zip(tensors[:1] + tensors[2:], exact[:1] + exact[2:], strict=True):
+        torch.testing.assert_close(got[-LAST:], expected.float())
+
+
+def grad_norm_triton() -> None:
+    Tensor.new_empty = Tensor.new_zeros  # what the other programs would have written
+    x = large(2**31 + 64)
+    total = grad_norm.squared_sum([x])
+    torch.testing.assert_close(total, x[-LAST:].double().square().sum())
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     torch.manual_seed(7)
     interpret_last_programs()
     dispatch.select("triton")
-    for case in (activation_triton, rotary_triton):
+    for case in (activation_triton, adamw_triton, cross_entropy_triton, grad_norm_triton, norm_triton, rotary_triton):
         case()
         print(case.__name__, flush=True)

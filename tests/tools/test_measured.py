@@ -13,8 +13,8 @@ from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planning.measured import read
 from megalite.training.timeline import Record, timeline, write
+from tools.drawing.measured import read
 
 DURATIONS = {"forward": [1, 2, 2, 1], "input_backward": [2, 3, 2, 2], "weight_backward": [1, 1, 2, 2], "comm": 0.25}
 FILE = {

@@ -1,0 +1,109 @@
+"""Plans in words and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.parallel.pipeline.schedule import Kind
+from megalite.planning.bubble import BUBBLES, DIGITS, Plan
+
+LISTED = 16  # ranks up to which a value is printed for each
+
+
+def number(value: float, unit: str = "") -> str:
+    """Six digits, without the noise of rounding, and the unit."""
+    return f"{round(value, DIGITS):.6g}{unit and ' ' + unit}"
+
+
+def percent(value: float) -> str:
+    return f"{round(value, DIGITS):.1%}"
+
+
+def heading(plan: Plan) -> str:
+    """What a plan is, in a line."""
+    stages = f" of {plan.chunks} stages" if plan.chunks > 1 else ""
+    return f"{plan.schedule.name}: {plan.schedule.ranks} ranks{stages}, {plan.schedule.microbatches} microbatches"
+
+
+def durations(plan: Plan) -> str:
+    """What it is timed by, in a line."""
+    values = dict(plan.durations)
+    if not plan.splits and isinstance(values["weight_backward"], list):  # measured: one pass computes both gradients
+        parts = zip(values.pop("input_backward"), values.pop("weight_backward"), strict=True)
+        values = {"forward": values["forward"], "backward": [sum(both) for both in parts], "comm": values["comm"]}
+    times = [f"{name} {_range(value, plan.unit)}" for name, value in values.items()]
+    if plan.weights is not None:
+        times.append(f"gather {number(plan.weights.gather, plan.unit)} in {plan.gathering()['buckets']} buckets")
+    return ", ".join(times)
+
+
+def _range(value: float | list[float], unit: str) -> str:
+    if not isinstance(value, list):
+        return number(value, unit)
+    ends = (min(value), max(value))
+    return number(ends[0], unit) if ends[0] == ends[1] else f"{number(ends[0])} to {number(ends[1], unit)}"
+
+
+def summary(plan: Plan) -> str:
+    """Every measure of one plan, a line each, with its meaning."""
+    timeline = plan.timeline
+    rows = [
+        ("makespan", number(timeline.makespan, plan.unit), "from the first action's start to the last one's end"),
+        ("ideal", number(timeline.ideal, plan.unit), "without any waiting"),
+        ("longest_span", number(timeline.longest_span, plan.unit), "of any one rank, from its first action to its last"),
+        ("bubble_fraction", percent(timeline.bubble_fraction), "idle / makespan"),
+        ("bubble_over_ideal", percent(timeline.bubble_over_ideal), "makespan / ideal - 1"),
+        ("bubble_rate", percent(timeline.bubble_rate), "(longest_span - ideal) / longest_span: steps that follow without a barrier"),
+        ("peak_activations", _by_rank(plan.peaks()), "microbatches of a whole stage, from forward to the end of backward"),
+        ("peak_with_weight_stash", _by_rank(plan.peaks(Kind.WEIGHT)), "to the end of the weight gradient"),
+        ("messages", str(sum(plan.messages())), f"in a step, at most {max(plan.messages())} from one rank"),
+    ]
+    if gathering := plan.gathering():
+        rows += [
+            ("weights_gathered", _by_rank(gathering["weights_gathered"]), "times in a step, over data parallelism"),
+            ("weights_whole", _by_rank(gathering["weights_whole"]), "share of a rank's weights, at most"),
+            ("stalled", _by_rank(gathering["stalled"]), "time that compute waits for weights, part of idle"),
+        ]
+    width = max(len(value) for _, value, _ in rows)
+    return "\n".join(f"{name:<22}  {value:>{width}}  {meaning}" for name, value, meaning in rows)
+
+
+def _by_rank(values: Sequence[float]) -> str:
+    if len(values) > LISTED:
+        return f"at most {number(max(values))}"
+    return " ".join(map(number, values))
+
+
+def table(plans: Sequence[Plan], axis: str = "schedule") -> str:
+    """A row for each plan, named by what varies between them: the schedule, pp or microbatches. Where ranks differ, the largest of any."""
+    gathering = ["gathered", "stalled"] if plans[0].weights else []
+    rows = [[axis, "v", "makespan", "longest_span", *BUBBLES, "peak", "with stash", "messages", *gathering]]
+    for plan in plans:
+        timeline = plan.timeline
+        times = [number(timeline.makespan), number(timeline.longest_span), *(percent(getattr(timeline, name)) for name in BUBBLES)]
+        memory = [number(max(plan.peaks())), number(max(plan.peaks(Kind.WEIGHT)))]
+        found = plan.gathering()
+        gathered = [number(max(found[name])) for name in ("weights_gathered", "stalled")] if found else []
+        rows.append([str(plan.size(axis)), str(plan.chunks), *times, *memory, str(sum(plan.messages())), *gathered])
+    return aligned(rows)
+
+
+def grid(plans: Sequence[Plan], axis: str, measure: str) -> str:
+    """One measure of several schedules (columns) at several sizes (rows); `axis` is the size that varies, peaks are the largest rank's."""
+    names = list(dict.fromkeys(plan.schedule.name for plan in plans))
+    rows = [[axis, *names]]
+    for start in range(0, len(plans), len(names)):
+        found = [plan.measures() for plan in plans[start : start + len(names)]]
+        values = (percent(row[measure]) if measure in BUBBLES else number(max(row[measure])) for row in found)
+        rows.append([str(found[0][axis]), *values])
+    return f"{measure}\n{aligned(rows)}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns two blanks apart, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+    return "\n".join(map(str.rstrip, lines))
