@@ -9,11 +9,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from megalite.config import schema
 from megalite.config.families import from_hf_config
@@ -43,34 +42,29 @@ def load_config(argv: list[str] | None = None, *, world_size: int, local_devices
     try:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv)
         if arguments.help:
-            exit_with(help_text(), status=0)
+            exit_with(build_parser(field_docs()).format_help(), status=0)
         config = resolve(arguments, world_size)
-        if arguments.print_config:
-            say(to_yaml(config), sys.stdout)
+        if arguments.print_config and _speaks():
+            print(to_yaml(config), end="", flush=True)
         check(config, world_size, local_devices)
     except ConfigError as error:
         exit_with(str(error))
     if arguments.print_config:
-        exit_with("", status=0)
+        raise SystemExit(0)
     return config
 
 
 def exit_with(message: str, status: int = 2) -> NoReturn:
     """End a run that is configured wrongly: the message, printed by local rank 0 alone, and the exit status."""
-    say(message, sys.stderr if status else sys.stdout)
-    if status and _local_rank() > 0:
+    if _speaks():
+        print(message.rstrip("\n"), file=sys.stderr if status else sys.stdout, flush=True)
+    elif status:
         time.sleep(WAIT_FOR_LOCAL_RANK_0)
     raise SystemExit(status)
 
 
-def say(text: str, stream: TextIO) -> None:
-    """Print on local rank 0 alone."""
-    if _local_rank() == 0 and text:
-        print(text.rstrip("\n"), file=stream, flush=True)
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def _speaks() -> bool:
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 # --- Config ↔ dict ↔ YAML ----------------------------------------------------------------------------------------------------
@@ -83,10 +77,7 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 def from_dict(tree: dict[str, Any]) -> Config:
     """The inverse of to_dict; sections and keys may be left out. Raises ConfigError on an unknown key. Values are taken as they are."""
-    sections: dict[str, dict[str, Any]] = {}
-    for option, value in flatten(tree, "in the configuration").items():
-        section, key = option.split(".")
-        sections.setdefault(section, {})[key] = value
+    sections = nest(flatten(tree, "in the configuration"))
     return Config(**{section.name: section.type(**sections.get(section.name, {})) for section in fields(Config)})  # type: ignore[operator]
 
 
@@ -169,12 +160,6 @@ def read_arguments(argv: list[str]) -> Arguments:
     return arguments
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """The options of a YAML file, {section.key: value}. Raises ConfigError where it can not be read."""
-    tree = read_tree(path, "--config")
-    return {} if tree is None else flatten(tree, f"in {path}")
-
-
 def read_tree(path: str, option: str) -> Any:
     """The content of a YAML file; option: what named it. Raises ConfigError where it can not be read."""
     import yaml
@@ -211,12 +196,9 @@ def resolve(arguments: Arguments, world_size: int) -> Config:
     parser = build_parser()
     given: dict[str, Any] = {}
     for path in arguments.files:
-        given |= parse_values(lambda tree: parser.parse_object(nest(tree), defaults=False), read_yaml(path), f"in {path}")
-    given |= parse_values(
-        lambda words: parser.parse_args([f"--{option}={word}" for option, word in words.items()], defaults=False),
-        arguments.overrides,
-        "on the command line",
-    )
+        tree = read_tree(path, "--config")
+        given |= parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
+    given |= parse_values(parser, arguments.overrides, "on the command line", words=True)
     config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
     ranks = config.parallel.tp * config.parallel.pp * config.parallel.cp
     if config.parallel.dp is None and ranks > 0 and world_size % ranks == 0:
@@ -246,11 +228,12 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         return {f"model.{key}": value for key, value in from_hf_config(content).items()}
     except OSError as error:
-        raise ConfigError(f"model.from_hf = {directory}: {path} can not be read: {error.strerror}. Give a model's directory.") from None
+        why = f"{path} can not be read: {error.strerror}. Give a model's directory."
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"model.from_hf = {directory}: {path} is not a JSON object: {error}.") from None
+        why = f"{path} is not a JSON object: {error}."
     except ConfigError as error:
-        raise ConfigError(f"model.from_hf = {directory}: {error}") from None
+        why = str(error)
+    raise ConfigError(f"model.from_hf = {directory}: {why}")
 
 
 # --- values and help: jsonargparse -------------------------------------------------------------------------------------------
@@ -274,12 +257,13 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
     return parser
 
 
-def parse_values(parse: Callable[[dict[str, Any]], Any], values: dict[str, Any], source: str) -> dict[str, Any]:
-    """The values converted to their options' types by `parse`. Raises ConfigError naming the first that does not fit."""
+def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
+    """The values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit."""
     from argparse import ArgumentError
 
+    argv = [f"--{option}={word}" for option, word in values.items()]
     try:
-        parsed = parse(values)
+        parsed = parser.parse_args(argv, defaults=False) if words else parser.parse_object(nest(values), defaults=False)
     except (ArgumentError, TypeError, ValueError) as error:
         option = next((option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None)
         raise ConfigError(wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}") from None
@@ -310,13 +294,8 @@ def describe_type(hint: Any) -> str:
     if origin is list:
         return f"a list [a, b] with each entry {describe_type(inner[0])}"
     if origin is dict:
-        return "a mapping {key: value}" if inner[1] is Any else f"a mapping {{key: value}} with each value {describe_type(inner[1])}"
+        return "a mapping {key: value}" + (f" with each value {describe_type(inner[1])}" if inner[1] is not Any else "")
     return ", or ".join(describe_type(part) for part in inner)
-
-
-def help_text() -> str:
-    """Every option with its field's docstring."""
-    return build_parser(field_docs()).format_help()
 
 
 def field_docs() -> dict[str, str]:
@@ -325,11 +304,10 @@ def field_docs() -> dict[str, str]:
     import inspect
     from itertools import pairwise
 
-    classes = {node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
-    docs: dict[str, str] = {}
-    for section in fields(Config):
-        body = classes[section.type.__name__].body  # type: ignore[union-attr]
-        for statement, following in pairwise(body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(following, ast.Expr):
-                docs[f"{section.name}.{statement.target.id}"] = inspect.cleandoc(ast.literal_eval(following.value)).replace("%", "%%")
-    return docs
+    bodies = {node.name: node.body for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
+    return {
+        f"{section.name}.{ast.unparse(key.target)}": ast.literal_eval(doc.value).replace("%", "%%")
+        for section in fields(Config)
+        for key, doc in pairwise(bodies[section.type.__name__])  # type: ignore[union-attr]
+        if isinstance(key, ast.AnnAssign) and isinstance(doc, ast.Expr)
+    }

@@ -1,7 +1,6 @@
 """What a rule of the configuration is, and how its message is written; the rules themselves are in rules/."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -83,25 +82,6 @@ def describe_legal(value: Any, legal: Sequence[Any]) -> str:
 def nearest_name(name: str, names: Sequence[str]) -> str:
     """The most similar of names, the earlier one where two are equally similar."""
     return max(names, key=lambda other: SequenceMatcher(None, name, other).ratio())
-
-
-def bounded(options: dict[str, str], test: Callable[[float], bool], why: str, legal: str) -> list[Rule]:
-    """Rules for numbers (null and lists of numbers too) that must pass the test; infinities and NaN never do.
-
-    options: section → its fields, separated by blanks.
-    """
-
-    def rule(option: str) -> Rule:
-        get = attrgetter(option)
-
-        def broken(facts: Facts) -> bool:
-            value = get(facts)
-            numbers = value if isinstance(value, list) else [value]
-            return value is not None and not all(math.isfinite(number) and test(number) for number in numbers)
-
-        return Rule(f"{option} in range", option, broken).says(why, legal)
-
-    return [rule(f"{section}.{name}") for section, names in options.items() for name in names.split()]
 
 
 def divisors(number: int) -> list[int]:

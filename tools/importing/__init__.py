@@ -157,7 +157,7 @@ def _check(found: Imported) -> None:
     for option, value in [*found.options.items()]:
         whole = int(value) if isinstance(value, float) and value.is_integer() and "int" in str(OPTIONS[option].type) else value
         try:
-            found.options |= parse_values(lambda tree: parser.parse_object(nest(tree), defaults=False), {option: whole}, "in it")
+            found.options |= parse_values(parser, {option: whole}, "in it")
         except ConfigError as error:
             found.drop(option, str(error))
     for rule in RULES:

@@ -1,40 +1,41 @@
 """Numbers in their ranges, and names that are names."""
 
-from megalite.config.rule import Rule, bounded
+import math
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 
-_SIZES = {
-    "parallel": "tp pp dp cp dp_shard virtual_stages powersgd_rank",
-    "model": "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "max_position_embeddings sliding_window",
-    "data": "sequence_length",
-    "train": "steps global_batch_size micro_batch_size",
-    "optimizer": "base_batch_size",
-    "fp16": "loss_scale_window hysteresis",
-    "checkpoint": "interval keep",
-    "validation": "interval batches",
-    "logging": "interval",
-}
-_POSITIVE = {
-    "model": "rope_theta rms_norm_eps attention_scale attention_softcap logit_softcap embedding_scale initializer_range",
-    "parallel": "bucket_mb",
-    "optimizer": "eps",
-    "fp16": "min_loss_scale",
-}
-_NOT_NEGATIVE = {
-    "run": "seed",
-    "parallel": "schedule_costs layer_costs",
-    "train": "grad_clip z_loss loss_chunk",
-    "optimizer": "lr min_lr warmup_steps weight_decay",
-    "fp16": "initial_scale_power",
-}
-_FRACTIONS = {"model": "embedding_dropout attention_dropout residual_dropout", "train": "label_smoothing", "optimizer": "betas"}
+from megalite.config.rule import Facts, Rule
+
+_SIZES = """parallel.tp parallel.pp parallel.dp parallel.cp parallel.dp_shard parallel.virtual_stages parallel.powersgd_rank
+    model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads
+    model.num_key_value_heads model.head_dim model.max_position_embeddings model.sliding_window data.sequence_length
+    train.steps train.global_batch_size train.micro_batch_size optimizer.base_batch_size fp16.loss_scale_window fp16.hysteresis
+    checkpoint.interval checkpoint.keep validation.interval validation.batches logging.interval"""
+_POSITIVE = """model.rope_theta model.rms_norm_eps model.attention_scale model.attention_softcap model.logit_softcap
+    model.embedding_scale model.initializer_range parallel.bucket_mb optimizer.eps fp16.min_loss_scale"""
+_NOT_NEGATIVE = """run.seed parallel.schedule_costs parallel.layer_costs train.grad_clip train.z_loss train.loss_chunk
+    optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay fp16.initial_scale_power"""
+_FRACTIONS = "model.embedding_dropout model.attention_dropout model.residual_dropout train.label_smoothing optimizer.betas"
+
+
+def _bounded(options: str, test: Callable[[float], bool], why: str, legal: str) -> list[Rule]:
+    """Rules for numbers (null and lists of numbers too) that must pass the test; infinities and NaN never do."""
+
+    def out_of_range(option: str, facts: Facts) -> bool:
+        value = attrgetter(option)(facts)
+        numbers = value if isinstance(value, list) else [value]
+        return value is not None and not all(math.isfinite(number) and test(number) for number in numbers)
+
+    return [Rule(f"{option} in range", option, partial(out_of_range, option)).says(why, legal) for option in options.split()]
+
 
 RULES: tuple[Rule, ...] = (
-    *bounded(_SIZES, lambda n: n >= 1, "is not a positive size", "Legal values: 1 and above. Nearest: 1."),
-    *bounded(_POSITIVE, lambda n: n > 0, "is not a positive number", "Legal values: every number above 0."),
-    *bounded(_NOT_NEGATIVE, lambda n: n >= 0, "is negative or not finite", "Legal values: 0 and above. Nearest: 0."),
-    *bounded(_FRACTIONS, lambda n: 0 <= n < 1, "is not at least 0 and below 1", "Legal values: from 0 up to, but without, 1."),
-    *bounded({"optimizer": "wsd_decay_fraction"}, lambda n: 0 < n <= 1, "is not a share of the steps", "Legal values: above 0, up to 1."),
+    *_bounded(_SIZES, lambda n: n >= 1, "is not a positive size", "Legal values: 1 and above. Nearest: 1."),
+    *_bounded(_POSITIVE, lambda n: n > 0, "is not a positive number", "Legal values: every number above 0."),
+    *_bounded(_NOT_NEGATIVE, lambda n: n >= 0, "is negative or not finite", "Legal values: 0 and above. Nearest: 0."),
+    *_bounded(_FRACTIONS, lambda n: 0 <= n < 1, "is not at least 0 and below 1", "Legal values: from 0 up to, but without, 1."),
+    *_bounded("optimizer.wsd_decay_fraction", lambda n: 0 < n <= 1, "is not a share of the steps", "Legal values: above 0, up to 1."),
     Rule("run.name is a directory name", "run.name", lambda c: c.run.name in ("", ".", "..") or "/" in c.run.name).says(
         "is not the name of one directory", "Choose a name without /, and put the path into run.dir."
     ),
