@@ -73,7 +73,7 @@ def _restore(directory: Path) -> None:
 
 def publish(temporary: Path, directory: Path, state: str) -> None:
     """Give a completely written save its name, and make `latest` name it where it is a step."""
-    _write_synced(temporary / STATE, state)
+    write_synced(temporary / STATE, state)
     _sync_directory(temporary)
     replaced = _hidden(directory, "replaced")
     if directory.exists():
@@ -82,7 +82,7 @@ def publish(temporary: Path, directory: Path, state: str) -> None:
     _sync_directory(directory.parent)
     if step_number(directory.name) is not None:
         fresh = directory.with_name(f".{LATEST}.new")
-        _write_synced(fresh, directory.name + "\n")
+        write_synced(fresh, directory.name + "\n")
         fresh.replace(directory.with_name(LATEST))
         _sync_directory(directory.parent)
     remove(replaced)
@@ -122,7 +122,8 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _write_synced(path: Path, text: str) -> None:
+def write_synced(path: Path, text: str) -> None:
+    """Write a file and wait until its content, though not yet its name, is on the disk."""
     with open(path, "w") as file:
         file.write(text)
         file.flush()

@@ -171,8 +171,7 @@ class ParallelConfig:
     schedule_costs: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0, 0.0])
     """What a schedule with a split backward is planned for: duration of forward, input and weight gradient of a rank, and of a message."""
     optimistic_step: bool = True
-    """Under zb-h2 and zb-v, update before the gradient norm of the whole model is known, and correct the update if it clips. That takes a
-    copy of the optimizer state, so not with offload."""
+    """Under zb-h2 and zb-v, update before the whole gradient norm is known and correct it if that clips. Takes a copy: not with offload."""
     partition: list[int] | None = None
     """Layers of each stage, first to last, for example [3, 5, 5, 3]; by default balanced by cost, embedding and head counted."""
     layer_costs: list[float] | None = None

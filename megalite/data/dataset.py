@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from megalite import rng
 from megalite.config.schema import DataConfig
+from megalite.config.token_files import prefixes
 from megalite.data.indexed import DataError, IndexedTokens
 
 LONGEST_PERIOD = 1 << 17
@@ -206,7 +207,7 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
         raise DataError("data.train names no token file. Make one with tools/prepare_data.py --output PREFIX and give its PREFIX.")
     length = config.sequence_length
     held_out = config.validation if isinstance(config.validation, float | int) else 0.0
-    files = {prefix: IndexedTokens(prefix) for prefix in _prefixes(config.train)}
+    files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
     cuts = {prefix: _cut(file, held_out) for prefix, file in files.items()}
     train = _dataset(config.train, {p: Part(f, 0, cuts[p]) for p, f in files.items()}, length, config.shuffle, seed)
     if held_out:
@@ -214,19 +215,15 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
         return train, Concatenation(parts, length, shuffle=False, seed=seed)
     if config.validation is None or isinstance(config.validation, float | int):
         return train, None
-    others = {prefix: IndexedTokens(prefix) for prefix in _prefixes(config.validation)}
+    others = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.validation)}
     return train, _dataset(config.validation, {p: Part(f, 0, len(f)) for p, f in others.items()}, length, False, seed)
-
-
-def _prefixes(source: str | list[str] | dict[str, float]) -> list[str]:
-    return [source] if isinstance(source, str) else list(source)
 
 
 def _dataset(source: str | list[str] | dict[str, float], parts: dict[str, Part], length: int, shuffle: bool, seed: int) -> Dataset:
     if isinstance(source, dict) and len(source) > 1:
         each: list[Dataset] = [Concatenation([parts[prefix]], length, shuffle=shuffle, seed=seed) for prefix in source]
         return Blend(each, list(source.values()))
-    return Concatenation([parts[prefix] for prefix in _prefixes(source)], length, shuffle=shuffle, seed=seed)
+    return Concatenation([parts[prefix] for prefix in prefixes(source)], length, shuffle=shuffle, seed=seed)
 
 
 def _cut(file: IndexedTokens, held_out: float) -> int:

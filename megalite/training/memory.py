@@ -8,7 +8,6 @@ what is offloaded there, in memory but for the windows that a step walks through
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -54,18 +53,16 @@ def _storages(trainer: Trainer) -> Iterator[tuple[str, str, int]]:
 
 
 def measured(trainer: Trainer) -> ModelStates:
-    found = Counter[str]()
-    for kind, _, size in _storages(trainer):
-        found[kind] += size
-    return ModelStates(*(found[kind] for kind in ModelStates._fields))
+    storages = list(_storages(trainer))
+    return ModelStates(*(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields))
 
 
 def places(trainer: Trainer) -> dict[str, int]:
     """The same bytes by where they lie: cuda, cpu, disk."""
-    found = Counter[str]()
+    found: dict[str, int] = {}
     for _, place, size in _storages(trainer):
-        found[place] += size
-    return dict(found)
+        found[place] = found.get(place, 0) + size
+    return found
 
 
 def formula(trainer: Trainer) -> ModelStates:

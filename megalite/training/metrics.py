@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import uuid
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def check_packages(options: LoggingConfig) -> None:
             raise ConfigError(f"logging.{name} = {value} needs the package {package}: pip install {package}, or leave the option out.")
 
 
-class MetricsWriter:
+class MetricsWriter(ExitStack):
     """One JSON object a line, in full precision, each line on its way to the disk when `write` returns.
 
     Args:
@@ -58,13 +57,16 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path, resume_step: int = 0, config: Config | None = None):
+        super().__init__()
         run_dir.mkdir(parents=True, exist_ok=True)
         cut_after(run_dir / FILE, resume_step)
-        self._file = open(run_dir / FILE, "a")  # noqa: SIM115 (closed by close)
+        self._file = self.enter_context(open(run_dir / FILE, "a"))  # noqa: SIM115 (the stack closes it)
         options = config.logging if config else LoggingConfig()
         check_packages(options)
-        self._tensorboard = _open_tensorboard(run_dir, resume_step) if options.tensorboard else None
+        self._tensorboard = self.enter_context(_open_tensorboard(run_dir, resume_step)) if options.tensorboard else None
         self._wandb = _open_wandb(options.wandb, run_dir, resume_step, config) if options.wandb and config else None
+        if self._wandb is not None:
+            self.callback(self._wandb.finish)
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(asdict(metrics))
@@ -84,19 +86,6 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log(scalars, step=record["step"])
 
-    def close(self) -> None:
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
 
 def cut_after(file: Path, step: int) -> None:
     """Drop the lines of later steps, and a last line that a killed run has not finished. The file is replaced whole or not at all."""
@@ -104,10 +93,7 @@ def cut_after(file: Path, step: int) -> None:
         return
     kept = [line for line in file.read_text().splitlines() if (found := _step_of(line)) is not None and found <= step]
     fresh = file.with_name(f".{file.name}.new")
-    with open(fresh, "w") as out:
-        out.writelines(line + "\n" for line in kept)
-        out.flush()
-        os.fsync(out.fileno())
+    write_synced(fresh, "".join(line + "\n" for line in kept))
     fresh.replace(file)
 
 
