@@ -80,9 +80,7 @@ RULES: tuple[Rule, ...] = (
     _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),
     Rule(
-        "sequence within the model's positions",
-        "data.sequence_length",
-        lambda c: c.data.sequence_length > c.model.max_position_embeddings,
+        "sequence within the model's positions", "data.sequence_length", lambda c: c.data.sequence_length > c.model.max_position_embeddings
     ).says(
         "exceeds {model.max_position_embeddings}",
         lambda c: f"Legal values: up to {c.model.max_position_embeddings}; or raise model.max_position_embeddings.",

@@ -58,8 +58,7 @@ RULES: tuple[Rule, ...] = (
         "data.sequence_length",
         lambda c: c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp,
     ).says(
-        "is not a multiple of {parallel.tp}, as parallel.sequence_parallel needs",
-        lambda c: around(c.data.sequence_length, c.parallel.tp),
+        "is not a multiple of {parallel.tp}, as parallel.sequence_parallel needs", lambda c: around(c.data.sequence_length, c.parallel.tp)
     ),
     Rule("cp is one", "parallel.cp", lambda c: c.parallel.cp != 1).says(
         "is not supported yet: ring attention is planned",
@@ -137,8 +136,7 @@ RULES: tuple[Rule, ...] = (
         "rounds away what {train.precision} is for", "Set it to wide, or train.precision to fp32, bf16 or fp16."
     ),
     Rule("PowerSGD reduces whole gradients", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.parallel.zero > 1).says(
-        "needs gradients that stay whole: {parallel.zero} keeps a shard of them",
-        "Set parallel.zero to 0 or 1, or leave powersgd_rank out.",
+        "needs gradients that stay whole: {parallel.zero} keeps a shard of them", "Set parallel.zero to 0 or 1, or leave powersgd_rank out."
     ),
     Rule(
         "PowerSGD reduces over all of dp",
@@ -146,8 +144,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.parallel.powersgd_rank and c.parallel.dp_shard not in (None, 1, c.parallel.dp),
     ).says("reduces over all of data parallelism at once, not in groups of {parallel.dp_shard}", "Remove one of the two."),
     Rule("PowerSGD keeps fp32 errors", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.train.grad_dtype == "bf16").says(
-        "adds small errors to gradients, which {train.grad_dtype} would lose",
-        "Set train.grad_dtype to wide, or leave powersgd_rank out.",
+        "adds small errors to gradients, which {train.grad_dtype} would lose", "Set train.grad_dtype to wide, or leave powersgd_rank out."
     ),
     Rule("one compression", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.parallel.reduce_dtype == "bf16").says(
         "sends factors in full precision, and {parallel.reduce_dtype} would round the little that is left", "Remove one of the two."

@@ -84,8 +84,7 @@ RULES: tuple[Rule, ...] = (
         "optimizer.lr_scaling",
         lambda c: c.optimizer.lr_scaling != "none" and c.optimizer.base_batch_size is None,
     ).says(
-        "needs optimizer.base_batch_size, the batch size at which optimizer.lr was chosen",
-        "Give it, or set optimizer.lr_scaling to none.",
+        "needs optimizer.base_batch_size, the batch size at which optimizer.lr was chosen", "Give it, or set optimizer.lr_scaling to none."
     ),
     Rule("checkpoint exists", "checkpoint.load", lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load)).says(
         "is neither auto nor none nor a checkpoint directory: it has no state.json", CHECKPOINT_EXAMPLE
@@ -94,8 +93,7 @@ RULES: tuple[Rule, ...] = (
         "starts at step 0, but {checkpoint.load} resumes a run", "Remove one of the two."
     ),
     Rule("validation has data", "validation.interval", lambda c: c.validation.interval and c.data.validation is None).says(
-        "needs data.validation",
-        "Give a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval to null.",
+        "needs data.validation", "Give a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval to null."
     ),
     Rule(
         "profiled steps are a range",
