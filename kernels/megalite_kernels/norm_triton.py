@@ -20,10 +20,10 @@ from torch import Tensor
 
 from megalite_kernels.launch import POINTER, Variant, architecture, operation
 
-VALUES = 16  # of a row that a thread holds: backward takes up to 128 registers for them
 TILE = 2048  # values that a program holds at least: 4 warps of 32 threads
-FORWARD_WARPS = {"sm_80": 16, "sm_90": 16, "sm_100": 16, "gfx942": 8}  # at most: two programs on a multiprocessor overlap, one does not
-BACKWARD_WARPS = {"sm_80": 16, "sm_90": 16, "sm_100": 16, "gfx942": 8}  # on a multiprocessor: so many have registers
+VALUES = 16  # that a thread holds, 32 in the widest rows: backward takes up to 128 registers
+# How many warps have the registers they need for backward on one multiprocessor; a program has no more than these.
+WARPS = {"sm_80": 16, "sm_90": 16, "sm_100": 16, "gfx942": 8}
 AHEAD = {"sm_80": 2, "sm_90": 2, "sm_100": 2, "gfx942": 1}  # iterations of backward that overlap: through shared memory, on AMD registers
 
 
@@ -115,18 +115,19 @@ def _variant(
     columns = triton.next_power_of_2(hidden)
     rows = max(1, TILE // columns)
     threads = rows * columns // VALUES
-    warps = max(4, threads // (64 if target == "gfx942" else 32))
+    warps = min(max(4, threads // (64 if target == "gfx942" else 32)), WARPS[target])
     kernel, fp32 = _backward if backward else _forward, ("mean", "rstd", "dweight", "dbias")
     tensors = kernel.arg_names[: kernel.arg_names.index("rows")]
     norm = "layer norm" if layer else "add + rms norm" if add else "rms norm"
+    special = (f", {heads} heads" if heads > 1 else "") + (f", offset {offset:g}" if offset else "")
     own = {"AHEAD": AHEAD[target]} if backward else {"EPS": eps}
     return Variant(
-        name=f"{norm} {'backward' if backward else 'forward'} {POINTER[dtype][1:]}, {hidden} wide, offset {offset}, {heads} heads",
+        name=f"{norm} {'backward' if backward else 'forward'} {POINTER[dtype][1:]}, {hidden} wide{special}",
         kernel=kernel,
         types={name: "*fp32" if name in fp32 else POINTER[dtype] for name in tensors} | {"rows": "i32"},
         constants={"HIDDEN": hidden, "HEADS": heads, "STRIDE": stride, "ROWS": rows, "COLUMNS": columns}
         | {"OFFSET": offset, "ADD": add, "LAYER": layer, **own},
-        warps=warps if backward else min(warps, FORWARD_WARPS[target]),
+        warps=warps,
     )
 
 
@@ -153,8 +154,8 @@ def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """x, copied unless its rows lie in groups at equal distances, as the heads in a packed projection; their size, how many make a group,
     and the distance between groups."""
     hidden, size, stride = x.shape[-1], x.shape, x.stride()
-    dense = all(stride[d] == size[d + 1] * stride[d + 1] for d in range(x.dim() - 3))
-    if not x.is_contiguous() and x.dim() > 2 and stride[-2:] == (hidden, 1) and dense:
+    grouped = x.dim() > 2 and stride[-2:] == (hidden, 1) and all(stride[d] == size[d + 1] * stride[d + 1] for d in range(x.dim() - 3))
+    if grouped and not x.is_contiguous():
         return x, (hidden, size[-2], stride[-3])
     return x.contiguous(), (hidden, 1, hidden)
 
@@ -198,7 +199,7 @@ def norm_backward(
     hidden, target = x.shape[-1], architecture(x.device)
     rows = x.numel() // hidden
     variant = _variant(True, target, x.dtype, rows_of_x, dtotal is not None, mean is not None, offset, 0.0)
-    programs = max(1, BACKWARD_WARPS[target] // variant.warps) * _multiprocessors(x.device)
+    programs = WARPS[target] // variant.warps * _multiprocessors(x.device)
     programs = min(programs, triton.cdiv(rows, variant.constants["ROWS"]))
     dx, dweight = x.new_empty(x.shape), rstd.new_empty((programs, hidden))
     dbias = rstd.new_empty((programs, 0 if mean is None else hidden))

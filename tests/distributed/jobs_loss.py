@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.training.verification import global_tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.jobs_training import make_trainer
+from tools.verifying import global_tensors
 
 
 class LargestLogits(TorchDispatchMode):

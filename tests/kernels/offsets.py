@@ -6,7 +6,7 @@ Only the last program of each launch is interpreted, and only the last rows hold
 import faulthandler
 
 import torch
-from megalite_kernels import activation, adamw, cross_entropy, dispatch, grad_norm, rotary
+from megalite_kernels import activation, adamw, cross_entropy, dispatch, grad_norm, norm, rotary
 from megalite_kernels.launch import Variant
 from torch import Tensor
 
@@ -27,6 +27,7 @@ def interpret_last_programs() -> None:
 
     Variant.launch = launch_last
     InterpreterBuilder.set_grid_idx = lambda self, *_: setattr(self, "grid_idx", (last[0], 0, 0))
+    InterpreterBuilder.set_grid_dim = lambda self, *_: setattr(self, "grid_dim", (last[0] + 1, 1, 1))
 
 
 def large(rows: int, *row: int) -> Tensor:
@@ -52,6 +53,21 @@ def activation_triton() -> None:
     computed = activation.gated_forward(gate_up, "silu"), *activation.gated_backward(dh, gate_up, "silu")
     dh, gate_up = end(dh, gate_up)
     compare(computed, (activation.gated_forward(gate_up, "silu"), *activation.gated_backward(dh, gate_up, "silu")), channels=16)
+
+
+def norm_triton() -> None:
+    from megalite_kernels import norm_triton
+
+    width, programs = 8192, 2048
+    norm_triton._multiprocessors = lambda device: programs  # of which the last has every 2,048th row, and so the last one
+    rows = (2**31 // width // programs + 1) * programs
+    x, branch, dtotal, dy = (large(rows, width) for _ in range(4))
+    weight = torch.randn(width, dtype=torch.bfloat16)
+    total, y, rstd = norm.add_rms_norm(x, branch, weight, 1e-5)
+    dx, _ = norm.rms_norm_backward(dy, total, weight, rstd, 0.0, dtotal)
+    x, branch, dtotal, dy, exact_total, exact_rstd = end(x, branch, dtotal, dy, total, rstd)
+    exact_dx, _ = norm.rms_norm_backward(dy, exact_total, weight.double(), exact_rstd, 0.0, dtotal)
+    compare((total, y, dx), (*norm.add_rms_norm(x, branch, weight.double(), 1e-5)[:2], exact_dx), channels=width)
 
 
 def rotary_triton() -> None:

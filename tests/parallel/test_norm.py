@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megalite.training.verification import global_tensors
 from megalite_kernels import norm as kernels
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from megalite.parallel.tensor.norm import FullWidthRMSNorm, LayerNorm, RMSNorm, 
 from megalite.training.build import make_mesh
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tools.verifying import global_tensors
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 2, "masked": False, "dropout": 0.0}
 FUSED = {
