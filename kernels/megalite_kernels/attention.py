@@ -10,9 +10,15 @@ Queries are taken in blocks, each against only the keys that some query of the b
 are never computed. The g query heads that share a key-value head lie next to each other as rows of one matrix, so that keys are
 read once per group and dk, dv are summed over it inside the product. All arithmetic is in at least fp32.
 
-On CPU this replaces torch's fused scaled_dot_product_attention at every length: measured in fp32 on one core from sequence 64 to 2,048,
-its forward takes 0.9–1.5 times as long and its backward 1.2–2.2 times (with oneDNN's products 0.8–5 and 1.1–10 times, worst when short).
-With `recompute`, nothing but the inputs is kept, and memory is linear in the sequence; otherwise the probabilities are.
+What runs (`_route`): on a GPU, plain causal attention in fp16 or bf16 takes the kernels that come with torch, which are faster than any in
+Triton (`attention_library`). With window, documents, soft-cap or dropout, which those do not know, and in a deterministic run, flash
+attention (`attention_triton`) does it, in 16 bits and up to its widest head: with more bits products would leave the tensor cores. All
+else takes the reference below. With train.kernels = torch it is torch's own kernels or the reference.
+
+On CPU the reference replaces torch's fused scaled_dot_product_attention at every length: measured in fp32 on one core from sequence 64
+to 2,048, its forward takes 0.9–1.5 times as long and its backward 1.2–2.2 times (with oneDNN's products 0.8–5 and 1.1–10 times, worst when
+short). With `recompute`, nothing but the inputs is kept, and memory is linear in the sequence; otherwise the probabilities are. The
+kernels always recompute them, from the log-sum-exp of each query.
 """
 
 from collections.abc import Iterator
@@ -21,8 +27,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalite_kernels.attention_library import library, library_attention, library_attention_backward
+from megalite_kernels.dispatch import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
+WIDEST = 256  # channels of a head that the Triton kernels take
 BLOCK = 64  # queries of one block: of 32, 64, 128 and 256 the best or near it at every sequence length from 64 to 2,048
 
 
@@ -105,6 +114,20 @@ class _Problem:
         return self.by_head(x, block).mul(keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3)).view(x.shape)
 
 
+def _route(q: Tensor, k: Tensor, v: Tensor, *options: object) -> str:
+    """What computes: cudnn or flash (torch's own), triton, or reference. `options` are those that torch's own kernels do not know."""
+    chosen = None if any(option is not None for option in options) else library(q, k, v)
+    flash = takes_triton(q) and q.shape[-1] <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
+    return chosen or ("triton" if flash else "reference")
+
+
+def _fields(dropout: AttentionDropout | None) -> tuple[Tensor | None, int, float, int, int]:
+    """As the registered operations take them."""
+    if dropout is None or dropout.p == 0.0:
+        return None, 0, 0.0, 0, 0
+    return dropout.samples, dropout.key, dropout.p, dropout.head_offset, dropout.position_offset
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -117,12 +140,20 @@ def attention(
     dropout: AttentionDropout | None = None,
     recompute: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """out [S, B, hq, D], contiguous, and what `attention_backward` needs: the probabilities block by block; with `recompute` or a
-    soft-cap nothing.
+    """out [S, B, hq, D], contiguous, and what `attention_backward` needs: of the reference the probabilities block by block, with
+    `recompute` or a soft-cap nothing; of a kernel the log-sum-exp of each query's scores.
 
     q [S, B, hq, D]; k, v [S, B, hk, D], hq a multiple of hk; document_start [S, B] is the index in the row of the first token of the
     token's document. Any strides.
     """
+    route = _route(q, k, v, window, document_start, softcap, dropout)
+    if route == "triton":
+        from megalite_kernels import attention_triton
+
+        flash_out, lse = attention_triton.flash_attention(q, k, v, scale, window, document_start, softcap, *_fields(dropout))
+        return flash_out, (lse,)
+    if route != "reference":
+        return library_attention(route, q, k, v, scale)
     problem = _Problem(q, k, window, document_start, softcap, dropout)
     query, key, value = _rows(q, problem.kv_heads, scale), _rows(k, problem.kv_heads), _rows(v, problem.kv_heads)
     out = torch.empty_like(query)
@@ -154,8 +185,16 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq [S, B, hq, D], dk and dv [S, B, hk, D]; the options and `saved` as in the forward pass.
 
-    `out` is not read here; a kernel that never holds a whole row of probabilities needs Σ_keys p∘dp = Σ_dim dout∘out from it.
+    The reference does not read `out`; a kernel that never holds a whole row of probabilities needs Σ_keys p∘dp = Σ_dim dout∘out from it.
     """
+    route = _route(q, k, v, window, document_start, softcap, dropout)
+    if route == "triton":
+        from megalite_kernels import attention_triton
+
+        options = scale, window, document_start, softcap
+        return attention_triton.flash_attention_backward(dout, q, k, v, out, saved[0], *options, *_fields(dropout))
+    if route != "reference":
+        return library_attention_backward(route, dout, q, k, v, out, saved, scale)
     problem = _Problem(q, k, window, document_start, softcap, dropout)
     query, key, value = _rows(q, problem.kv_heads, scale), _rows(k, problem.kv_heads), _rows(v, problem.kv_heads)
     grad = _rows(dout, problem.kv_heads)

@@ -49,6 +49,11 @@ def column_hash(columns: Tensor, head: Tensor | int = 0) -> Tensor:
     return _mix_(columns.to(torch.int32) * _C + (head + 1) * _A)
 
 
+def threshold(p: float) -> int:
+    """Hashes below it are kept."""
+    return min(round((1.0 - p) * 2**32) - 2**31, 2**31 - 1)
+
+
 def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> Tensor:
     """0 where dropped, 1 / (1 − p) where kept, from row and column hashes that broadcast against each other."""
     if not 0.0 <= p < 1.0:
@@ -56,8 +61,7 @@ def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> T
     h = rows ^ columns
     h.mul_(_A)
     h.add_(h >> 16).mul_(_B)
-    threshold = min(round((1.0 - p) * 2**32) - 2**31, 2**31 - 1)
-    return h.lt_(threshold).to(dtype).mul_(1.0 / (1.0 - p))  # lt_ keeps int32: a bool result is 8 times slower on CPU
+    return h.lt_(threshold(p)).to(dtype).mul_(1.0 / (1.0 - p))  # lt_ keeps int32: a bool result is 8 times slower on CPU
 
 
 def keep_mask(rows: Tensor, channels: Tensor, p: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,0 +1,444 @@
+"""Flash attention: `attention.attention` and `attention.attention_backward` with no score matrix in memory.
+
+A program of the forward kernel holds a tile of queries and passes over the keys that they see, a tile at a time, with a running maximum m,
+sum l and output, all in fp32 and in powers of two (Dao, FlashAttention-2, 2023; x are scores, before the factor c = log₂e · scale):
+
+    m' = max(m, c·max x)    p = 2^(c·x − m')    l = l·2^(m − m') + Σp    out = out·2^(m − m') + (p ∘ keep)·v    lse = m + log₂ l
+
+Backward has p = 2^(c·x − lse) from the log-sum-exp and Σ_keys p∘dp = Σ_dim dout∘out = δ. Every sum has one owner and one order, so there
+are no atomics and the bits are the same each time: one kernel owns tiles of queries, and computes δ and dq; the next owns tiles of keys,
+passes over the queries of each head of the group that reads them, and computes dk and dv.
+
+Tiles that no query sees are never loaded. Those that all queries of the tile see whole are taken without a mask, in a loop of their own
+between two that mask (window and documents) or before the one that does (causal). Where documents begin is read by the kernel, with no
+host synchronisation: document_start does not decrease along the sequence, so its least and largest value in a tile of queries bound the
+keys, and for a tile of keys the tiles of queries to visit are counted.
+
+Dropout hashes (head, key position) and (sample, query position) as `dropout.AttentionDropout` does, to the same bits.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite_kernels import dropout
+from megalite_kernels.launch import POINTER, Variant, architecture, operation
+
+_A, _B, _C = (tl.constexpr(factor) for factor in (dropout._A, dropout._B, dropout._C))
+_LOG2E = tl.constexpr(math.log2(math.e))
+_PROBES = tl.constexpr(128)  # tiles of queries whose documents are looked at together
+
+
+@triton.jit
+def _mix(h):
+    """`dropout._mix_`: int32 arithmetic wraps, and shifts keep the sign."""
+    h = h * _A
+    h = h + (h >> 16)
+    h = h * _B
+    h = h + (h >> 16)
+    h = h * _C
+    return h + (h >> 16)
+
+
+@triton.jit
+def _row_hash(sample, key, position):
+    low = (sample + (sample >> 32) * _B).to(tl.int32)
+    return _mix(position * _C + _mix(low ^ key))
+
+
+@triton.jit
+def _keeps(row, column, THRESHOLD: tl.constexpr):
+    h = (row ^ column) * _A
+    return (h + (h >> 16)) * _B < THRESHOLD
+
+
+@triton.jit
+def _load(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """[ROWS, WIDTH] from row `first` of a matrix [limit, DIM], zero beyond it; WHOLE promises that all rows exist."""
+    row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    pointers = matrix + tl.cast(first, tl.int64) * stride + row * stride + channel
+    if WHOLE:
+        return tl.load(pointers) if DIM == WIDTH else tl.load(pointers, mask=channel < DIM, other=0.0)
+    return tl.load(pointers, mask=(first + row < limit) & (channel < DIM), other=0.0)
+
+
+@triton.jit
+def _target(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a tile is stored, and which of its elements exist. That is asked in other words than in `_load`: the compiler would keep the
+    common part in registers from there on."""
+    row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    return matrix + tl.cast(first, tl.int64) * stride + row * stride + channel, (row < limit - first) & (channel < DIM)
+
+
+@triton.jit
+def _capped(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Products q·k as they are, or tanh(scale·q·k / cap)."""
+    if SOFTCAP > 0:
+        small = tl.exp2(tl.abs(x) * (-2 * SCALE / SOFTCAP * _LOG2E))
+        tanh = (1.0 - small) / (1.0 + small)
+        x = tl.where(x < 0, -tanh, tanh)
+    return x
+
+
+@triton.jit
+def _exponent(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """The score in powers of two of what `_capped` returned."""
+    if SOFTCAP > 0:
+        return x * (SOFTCAP * _LOG2E)
+    return x * (SCALE * _LOG2E)
+
+
+@triton.jit
+def _visible(query, key, first_key, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+    seen = key <= query
+    if WINDOW:
+        seen = seen & (query - key < WINDOW)
+    if DOCUMENTS:
+        seen = seen & (key >= first_key)
+    return seen
+
+
+@triton.jit
+def _key_ranges(first, sequence, first_key, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Of a tile of queries: where its keys begin, where those begin and end that all of them see, where its keys end."""
+    begin = 0
+    whole = 0
+    if WINDOW:
+        begin = tl.maximum(first - WINDOW + 1, 0)
+        whole = tl.maximum(first + QUERIES - WINDOW, 0)
+    if DOCUMENTS:
+        begin = tl.maximum(begin, tl.min(first_key))
+        whole = tl.maximum(whole, tl.max(first_key))
+    diagonal = (first + 1) // KEYS * KEYS
+    return begin // KEYS * KEYS, tl.minimum(tl.cdiv(whole, KEYS) * KEYS, diagonal), diagonal, tl.minimum(first + QUERIES, sequence)
+
+
+@triton.jit
+def _query_ranges(
+    first, sequence, starts, stride, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr
+):
+    """Of a tile of keys: where the queries begin that see any of it, where those begin and end that see it whole, where the first end."""
+    end, whole = sequence, sequence
+    if WINDOW:
+        end = tl.minimum(end, first + KEYS - 1 + WINDOW)
+        whole = tl.minimum(whole, (first + WINDOW) // QUERIES * QUERIES)
+    if DOCUMENTS:
+        seeing = tl.zeros([_PROBES], tl.int32)
+        seeing_all = tl.zeros([_PROBES], tl.int32)
+        for tile in range(0, tl.cdiv(sequence, QUERIES), _PROBES):
+            query = (tile + tl.arange(0, _PROBES)) * QUERIES
+            last = tl.minimum(query + QUERIES, sequence) - 1
+            seeing += (tl.load(starts + query.to(tl.int64) * stride, mask=query < sequence, other=sequence) < first + KEYS).to(tl.int32)
+            seeing_all += (tl.load(starts + last.to(tl.int64) * stride, mask=query < sequence, other=sequence) <= first).to(tl.int32)
+        end = tl.minimum(end, tl.sum(seeing) * QUERIES)
+        whole = tl.minimum(whole, tl.sum(seeing_all) * QUERIES)
+    diagonal = tl.minimum(tl.cdiv(first + KEYS - 1, QUERIES) * QUERIES, end)
+    return first // QUERIES * QUERIES, diagonal, tl.maximum(whole, diagonal), end
+
+
+@triton.jit
+def _length(edges, masked: tl.constexpr, APART: tl.constexpr):
+    """Of what needs a mask, on both sides of what does not, or of that; with all taken together, of all."""
+    if not APART:
+        return edges[3] - edges[0]
+    if masked:
+        return edges[1] - edges[0] + edges[3] - edges[2]
+    return edges[2] - edges[1]
+
+
+@triton.jit
+def _place(edges, step, masked: tl.constexpr, APART: tl.constexpr):
+    """Where in the sequence the tile is that lies `step` into what `_length` measured."""
+    if not APART:
+        return edges[0] + step
+    if masked:
+        return edges[0] + step + tl.where(edges[0] + step < edges[1], 0, edges[2] - edges[1])
+    return edges[1] + step
+
+
+@triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
+def _forward(
+    q, k, v, out, lse, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head, first_position,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # those that see most keys start first
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1)
+    query, lane = first + tl.arange(0, QUERIES), tl.arange(0, KEYS)
+    k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
+    q_tile = _load(q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, False)
+    first_key = query
+    if DOCUMENTS:
+        first_key = tl.load(starts + row * d_b + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
+    if P > 0:
+        query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
+        head_hash = (first_head + head.to(tl.int32) + 1) * _A
+    edges = _key_ranges(first, sequence, first_key, WINDOW, DOCUMENTS, QUERIES, KEYS)
+    largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that a row which has seen no key yet has p = 2^-inf
+    total = tl.zeros([QUERIES], tl.float32)
+    result = tl.zeros([QUERIES, WIDTH], tl.float32)
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    for masked in tl.static_range(0 if APART else 1, 2):
+        for step in range(0, _length(edges, masked, APART), KEYS):
+            at = _place(edges, step, masked, APART)
+            k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
+            x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
+            if masked:
+                x = tl.where(_visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS), x, -float("inf"))
+            larger = tl.maximum(largest, _exponent(tl.max(x, 1), SCALE, SOFTCAP))
+            p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - larger[:, None])
+            shrink = tl.exp2(largest - larger)
+            total = total * shrink + tl.sum(p, 1)
+            if P > 0:
+                key_hash = _mix((first_position + at + lane) * _C + head_hash)
+                p = tl.where(_keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), p, 0.0)
+            v_tile = _load(v, at, v_s, sequence, KEYS, DIM, WIDTH, not masked)
+            result = tl.dot(p.to(v_tile.dtype), v_tile, result * shrink[:, None])
+            largest = larger
+    result = result / (total * (1 - P))[:, None]
+    to, exists = _target(out + (row * heads + head) * DIM, first, tl.num_programs(2) * heads * DIM, sequence, QUERIES, DIM, WIDTH)
+    tl.store(to, result.to(out.dtype.element_ty), mask=exists)
+    tl.store(lse + (row * heads + head) * sequence + query, largest + tl.log2(total), mask=query < sequence)
+
+
+@triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
+def _backward_queries(
+    q, k, v, dout, out, lse, delta, dq, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head,
+    first_position,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1)
+    line, own = tl.num_programs(2) * heads * DIM, (row * heads + head) * DIM  # of out, dout and dq
+    query, lane = first + tl.arange(0, QUERIES), tl.arange(0, KEYS)
+    k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
+    q_tile = _load(q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, False)
+    grad = _load(dout + own, first, line, sequence, QUERIES, DIM, WIDTH, False)
+    out_tile = _load(out + own, first, line, sequence, QUERIES, DIM, WIDTH, False)
+    at_query = (row * heads + head) * sequence + query
+    shift = tl.load(lse + at_query, mask=query < sequence, other=0.0)
+    inner = tl.sum(grad.to(tl.float32) * out_tile.to(tl.float32), 1)
+    tl.store(delta + at_query, inner, mask=query < sequence)
+    first_key = query
+    if DOCUMENTS:
+        first_key = tl.load(starts + row * d_b + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
+    if P > 0:
+        query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
+        head_hash = (first_head + head.to(tl.int32) + 1) * _A
+    edges = _key_ranges(first, sequence, first_key, WINDOW, DOCUMENTS, QUERIES, KEYS)
+    result = tl.zeros([QUERIES, WIDTH], tl.float32)
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    for masked in tl.static_range(0 if APART else 1, 2):
+        for step in range(0, _length(edges, masked, APART), KEYS):
+            at = _place(edges, step, masked, APART)
+            k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
+            v_tile = _load(v, at, v_s, sequence, KEYS, DIM, WIDTH, not masked)
+            x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
+            p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[:, None])
+            if masked:
+                p = tl.where(_visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS), p, 0.0)
+            dp = tl.dot(grad, tl.trans(v_tile))
+            if P > 0:
+                key_hash = _mix((first_position + at + lane) * _C + head_hash)
+                dp = tl.where(_keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), dp * (1 / (1 - P)), 0.0)
+            ds = p * (dp - inner[:, None])
+            if SOFTCAP > 0:
+                ds = ds * (1.0 - x * x)
+            result = tl.dot(ds.to(k_tile.dtype), k_tile, result)
+    to, exists = _target(dq + own, first, line, sequence, QUERIES, DIM, WIDTH)
+    tl.store(to, (result * SCALE).to(dq.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
+def _backward_keys(
+    q, k, v, dout, lse, delta, dk, dv, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head,
+    first_position,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * KEYS
+    kv_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    heads, batch = tl.num_programs(1) * GROUP, tl.num_programs(2)
+    keys, lane = first + tl.arange(0, KEYS), tl.arange(0, QUERIES)
+    k_tile = _load(k + row * k_b + kv_head * k_h, first, k_s, sequence, KEYS, DIM, WIDTH, False)
+    v_tile = _load(v + row * v_b + kv_head * v_h, first, v_s, sequence, KEYS, DIM, WIDTH, False)
+    starts += row * d_b
+    edges = _query_ranges(first, sequence, starts, d_s, WINDOW, DOCUMENTS, QUERIES, KEYS)
+    dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
+    dv_tile = tl.zeros([KEYS, WIDTH], tl.float32)
+    sample = tl.load(samples + row) if P > 0 else 0
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    for masked in tl.static_range(0 if APART else 1, 2):
+        tiles = tl.cdiv(_length(edges, masked, APART), QUERIES)
+        for step in range(GROUP * tiles):  # the heads of the group one after the other
+            head, at = kv_head * GROUP + step // tiles, _place(edges, step % tiles * QUERIES, masked, APART)
+            query, own = at + lane, row * heads + head
+            q_tile = _load(q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, False)
+            grad = _load(dout + own * DIM, at, batch * heads * DIM, sequence, QUERIES, DIM, WIDTH, False)
+            shift = tl.load(lse + own * sequence + query, mask=query < sequence, other=0.0)
+            inner = tl.load(delta + own * sequence + query, mask=query < sequence, other=0.0)
+            x = _capped(tl.dot(k_tile, tl.trans(q_tile)), SCALE, SOFTCAP)
+            p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[None, :])
+            if masked:
+                first_key = query
+                if DOCUMENTS:
+                    first_key = tl.load(starts + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
+                p = tl.where(_visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0)
+            dp = tl.dot(v_tile, tl.trans(grad))
+            kept = p
+            if P > 0:
+                key_hash = _mix((first_position + keys) * _C + (first_head + head.to(tl.int32) + 1) * _A)
+                keep = _keeps(_row_hash(sample, key, first_position + query)[None, :], key_hash[:, None], THRESHOLD)
+                kept = tl.where(keep, p, 0.0)
+                dp = tl.where(keep, dp * (1 / (1 - P)), 0.0)
+            dv_tile = tl.dot(kept.to(grad.dtype), grad, dv_tile)
+            ds = p * (dp - inner[None, :])
+            if SOFTCAP > 0:
+                ds = ds * (1.0 - x * x)
+            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
+    line, own_key = batch * tl.num_programs(1) * DIM, (row * tl.num_programs(1) + kv_head) * DIM  # of dk and dv
+    to, exists = _target(dk + own_key, first, line, sequence, KEYS, DIM, WIDTH)
+    tl.store(to, (dk_tile * SCALE).to(dk.dtype.element_ty), mask=exists)
+    to, exists = _target(dv + own_key, first, line, sequence, KEYS, DIM, WIDTH)
+    tl.store(to, (dv_tile * (1 / (1 - P))).to(dv.dtype.element_ty), mask=exists)
+
+
+class Tile(NamedTuple):
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_TILES = {  # for up to 64, 128 and 256 channels
+    ("sm_80", "forward"): (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
+    ("sm_80", "dq"): (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+    ("sm_80", "dk dv"): (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
+    ("sm_90", "forward"): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+    ("sm_90", "dq"): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+    ("sm_90", "dq", "heavy"): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+    ("sm_90", "dk dv"): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(64, 32, 8, 2)),
+    ("sm_100", "forward"): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
+    ("sm_100", "dq"): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
+    ("sm_100", "dk dv"): (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 64, 8, 2)),
+    ("sm_100", "dk dv", "heavy"): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
+    ("gfx942", "forward"): (Tile(128, 64, 4, 1), Tile(128, 64, 4, 1), Tile(64, 32, 4, 1)),
+    ("gfx942", "dq"): (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+    ("gfx942", "dk dv"): (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(16, 32, 4, 1)),
+}
+_KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_keys}
+_POINTERS = {"forward": ("q", "k", "v", "out"), "dq": ("q", "k", "v", "dout", "out", "dq"), "dk dv": ("q", "k", "v", "dout", "dk", "dv")}
+_STRIDES = tuple(f"{matrix}_{axis}" for matrix in "qkv" for axis in "sbh")
+
+
+def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
+    """The table's; `heavy` kernels have a soft-cap or dropout."""
+    tiles = (_TILES.get((target, kernel, "heavy")) if heavy else None) or _TILES[target, kernel]
+    return tiles[(width > 64) + (width > 128)]
+
+
+@functools.cache
+def _variant(
+    kernel: str, target: str, dtype: torch.dtype, dim: int, group: int, scale: float, softcap: float, window: int, documents: bool, p: float
+) -> Variant:
+    width = max(triton.next_power_of_2(dim), 16)
+    tile = _tile(target, kernel, width, bool(softcap or p))
+    function = _KERNELS[kernel]
+    constants = {
+        "SCALE": scale, "SOFTCAP": softcap, "WINDOW": window, "DOCUMENTS": documents, "P": p, "THRESHOLD": dropout.threshold(p),
+        "GROUP": group, "DIM": dim, "WIDTH": width, "QUERIES": tile.queries, "KEYS": tile.keys,
+    }  # fmt: skip
+    types = {name: "i32" for name in function.arg_names if name not in constants}
+    types |= dict.fromkeys(_POINTERS[kernel], POINTER[dtype]) | {"lse": "*fp32"} | ({} if kernel == "forward" else {"delta": "*fp32"})
+    types |= {"starts": "*i64" if documents else "*fp32", "samples": "*i64" if p else "*fp32"}
+    options = {"softcap": softcap, "window": window, "documents": documents, "dropout": p}
+    name = " ".join([kernel, POINTER[dtype][1:], f"{dim} channels", *(option for option, given in options.items() if given)])
+    return Variant(name, function, types, constants, tile.warps, tile.stages, multiples_of_16=_STRIDES, multiplies=True)
+
+
+def variants(architecture: str) -> list[Variant]:
+    """Every tile of the table: with all options, and, for the heads of Llama 1B and 8B, with documents alone."""
+    everything = {"softcap": 30.0, "window": 1024, "documents": True, "p": 0.1}
+    documents = {"softcap": 0.0, "window": 0, "documents": True, "p": 0.0}
+    return [
+        _variant(kernel, architecture, torch.bfloat16, dim=dim, group=4, scale=dim**-0.5, **options)
+        for kernel in _KERNELS
+        for dim, options in ((80, everything), (256, everything), (64, documents), (128, documents))
+    ]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With its channels next to each other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _launcher(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, window: int | None, document_start: Tensor | None,
+    softcap: float | None, samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
+) -> Callable[..., None]:  # fmt: skip
+    """Launches one of `_KERNELS` for an attention call, given its name and the tensors that it alone has, between v and the masks."""
+    sequence, batch, heads, dim = q.shape
+    kv_heads, matrices = k.shape[2], [_rows(x) for x in (q, k, v)]
+    starts = lse if document_start is None else document_start.to(torch.int64)
+    origin = (0, 0) if document_start is None else starts.stride()
+    shared = starts, lse if samples is None else samples.to(torch.int64).contiguous()
+    strides = [stride for x in matrices for stride in x.stride()[:3]]
+    kind = architecture(q.device), q.dtype, dim, heads // kv_heads, scale, softcap or 0.0, window or 0, document_start is not None, p
+
+    def launch(kernel: str, *tensors: Tensor) -> None:
+        variant = _variant(kernel, *kind)
+        tile, programs = (variant.constants["KEYS"], kv_heads) if kernel == "dk dv" else (variant.constants["QUERIES"], heads)
+        arguments = *matrices, *tensors, *shared, *strides, *origin, sequence, key, first_head, first_position
+        variant.launch((triton.cdiv(sequence, tile), programs, batch), *arguments)
+
+    return launch
+
+
+def _like_out_and_lse(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    sequence, batch, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, sequence), dtype=torch.float32)
+
+
+@operation(fake=_like_out_and_lse)
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, document_start: Tensor | None, softcap: float | None,
+    samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [S, B, hq, D], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq, S]: with it, context parallelism joins
+    results for parts of the keys. Arguments are those of `attention.attention`, with the fields of its dropout one by one; p = 0 is none.
+    """
+    out, lse = _like_out_and_lse(q, k, v)
+    if out.numel():
+        options = scale, window, document_start, softcap, samples, key, p, first_head, first_position
+        _launcher(q, k, v, lse, *options)("forward", out, lse)
+    return out, lse
+
+
+def _like_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@operation(fake=_like_gradients)
+def flash_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None,
+    document_start: Tensor | None, softcap: float | None, samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv, contiguous."""
+    dq, dk, dv = _like_gradients(dout, q, k, v)
+    if dq.numel():
+        options = scale, window, document_start, softcap, samples, key, p, first_head, first_position
+        launch, dout, delta = _launcher(q, k, v, lse, *options), dout.contiguous(), torch.empty_like(lse)
+        launch("dq", dout, out.contiguous(), lse, delta, dq)
+        launch("dk dv", dout, lse, delta, dk, dv)
+    return dq, dk, dv
