@@ -9,10 +9,11 @@ Backward has p = 2^(c·x − lse) from the log-sum-exp and Σ_keys p∘dp = Σ_d
 are no atomics and the bits are the same each time: one kernel owns tiles of queries, and computes δ and dq; the next owns tiles of keys,
 passes over the queries of each head of the group that reads them, and computes dk and dv.
 
-Tiles that no query sees are never loaded. Those that all queries of the tile see whole are taken without a mask, in a loop of their own
-between two that mask (window and documents) or before the one that does (causal). Where documents begin is read by the kernel, with no
-host synchronisation: document_start does not decrease along the sequence, so its least and largest value in a tile of queries bound the
-keys, and for a tile of keys the tiles of queries to visit are counted.
+Keys that no query of a tile sees are never loaded. Tiles that all its queries see whole come first, in a loop without a mask; a second
+loop has the rest, on both sides of them. (With a soft-cap or dropout one loop has all: beside their arithmetic a mask costs little, and
+the code is half as long.) Where documents begin is read by the kernel, with no host synchronisation: document_start does not decrease
+along the sequence, so its least and largest value in a tile of queries bound the keys, and for a tile of keys the tiles of queries that
+see it are counted.
 
 Dropout hashes (head, key position) and (sample, query position) as `dropout.AttentionDropout` does, to the same bits.
 """
@@ -97,6 +98,12 @@ def _exponent(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _first_key(starts, query, sequence, d_s, DOCUMENTS: tl.constexpr):
+    """Of each query's document."""
+    return tl.load(starts + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32) if DOCUMENTS else query
+
+
+@triton.jit
 def _visible(query, key, first_key, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
     seen = key <= query
     if WINDOW:
@@ -107,58 +114,71 @@ def _visible(query, key, first_key, WINDOW: tl.constexpr, DOCUMENTS: tl.constexp
 
 
 @triton.jit
-def _key_ranges(first, sequence, first_key, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Of a tile of queries: where its keys begin, where those begin and end that all of them see, where its keys end."""
-    begin = 0
-    whole = 0
+def _key_edges(
+    first,
+    sequence,
+    first_key,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    APART: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Of a tile of queries: where its keys begin, where those begin and end that need no mask, where its keys end."""
+    begin, unmasked = 0, 0
     if WINDOW:
         begin = tl.maximum(first - WINDOW + 1, 0)
-        whole = tl.maximum(first + QUERIES - WINDOW, 0)
+        unmasked = tl.maximum(first + QUERIES - WINDOW, 0)
     if DOCUMENTS:
         begin = tl.maximum(begin, tl.min(first_key))
-        whole = tl.maximum(whole, tl.max(first_key))
-    diagonal = (first + 1) // KEYS * KEYS
-    return begin // KEYS * KEYS, tl.minimum(tl.cdiv(whole, KEYS) * KEYS, diagonal), diagonal, tl.minimum(first + QUERIES, sequence)
+        unmasked = tl.maximum(unmasked, tl.max(first_key))
+    begin, end, diagonal = begin // KEYS * KEYS, tl.minimum(first + QUERIES, sequence), (first + 1) // KEYS * KEYS
+    if APART:
+        return begin, tl.minimum(tl.cdiv(unmasked, KEYS) * KEYS, diagonal), diagonal, end
+    return begin, begin, begin, end
 
 
 @triton.jit
-def _query_ranges(
-    first, sequence, starts, stride, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr
+def _query_edges(
+    first,
+    sequence,
+    starts,
+    d_s,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    APART: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """Of a tile of keys: where the queries begin that see any of it, where those begin and end that see it whole, where the first end."""
-    end, whole = sequence, sequence
+    """Of a tile of keys: where the queries begin that see any of it, where those begin and end that need no mask, where the first end."""
+    begin, end, unmasked = first // QUERIES * QUERIES, sequence, sequence
     if WINDOW:
         end = tl.minimum(end, first + KEYS - 1 + WINDOW)
-        whole = tl.minimum(whole, (first + WINDOW) // QUERIES * QUERIES)
+        unmasked = tl.minimum(unmasked, (first + WINDOW) // QUERIES * QUERIES)
     if DOCUMENTS:
-        seeing = tl.zeros([_PROBES], tl.int32)
-        seeing_all = tl.zeros([_PROBES], tl.int32)
+        seeing, seeing_all = tl.zeros([_PROBES], tl.int32), tl.zeros([_PROBES], tl.int32)
         for tile in range(0, tl.cdiv(sequence, QUERIES), _PROBES):
             query = (tile + tl.arange(0, _PROBES)) * QUERIES
             last = tl.minimum(query + QUERIES, sequence) - 1
-            seeing += (tl.load(starts + query.to(tl.int64) * stride, mask=query < sequence, other=sequence) < first + KEYS).to(tl.int32)
-            seeing_all += (tl.load(starts + last.to(tl.int64) * stride, mask=query < sequence, other=sequence) <= first).to(tl.int32)
+            seeing += (tl.load(starts + query.to(tl.int64) * d_s, mask=query < sequence, other=sequence) < first + KEYS).to(tl.int32)
+            seeing_all += (tl.load(starts + last.to(tl.int64) * d_s, mask=query < sequence, other=sequence) <= first).to(tl.int32)
         end = tl.minimum(end, tl.sum(seeing) * QUERIES)
-        whole = tl.minimum(whole, tl.sum(seeing_all) * QUERIES)
-    diagonal = tl.minimum(tl.cdiv(first + KEYS - 1, QUERIES) * QUERIES, end)
-    return first // QUERIES * QUERIES, diagonal, tl.maximum(whole, diagonal), end
+        unmasked = tl.minimum(unmasked, tl.sum(seeing_all) * QUERIES)
+    if APART:
+        diagonal = tl.minimum(tl.cdiv(first + KEYS - 1, QUERIES) * QUERIES, end)
+        return begin, diagonal, tl.maximum(unmasked, diagonal), end
+    return begin, begin, begin, end
 
 
 @triton.jit
-def _length(edges, masked: tl.constexpr, APART: tl.constexpr):
-    """Of what needs a mask, on both sides of what does not, or of that; with all taken together, of all."""
-    if not APART:
-        return edges[3] - edges[0]
-    if masked:
-        return edges[1] - edges[0] + edges[3] - edges[2]
-    return edges[2] - edges[1]
+def _length(edges, masked: tl.constexpr):
+    """Of what needs a mask, on both sides of what does not, or of that."""
+    return edges[1] - edges[0] + edges[3] - edges[2] if masked else edges[2] - edges[1]
 
 
 @triton.jit
-def _place(edges, step, masked: tl.constexpr, APART: tl.constexpr):
+def _place(edges, step, masked: tl.constexpr):
     """Where in the sequence the tile is that lies `step` into what `_length` measured."""
-    if not APART:
-        return edges[0] + step
     if masked:
         return edges[0] + step + tl.where(edges[0] + step < edges[1], 0, edges[2] - edges[1])
     return edges[1] + step
@@ -176,20 +196,18 @@ def _forward(
     query, lane = first + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
     q_tile = _load(q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, False)
-    first_key = query
-    if DOCUMENTS:
-        first_key = tl.load(starts + row * d_b + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
+    first_key = _first_key(starts + row * d_b, query, sequence, d_s, DOCUMENTS)
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
-    edges = _key_ranges(first, sequence, first_key, WINDOW, DOCUMENTS, QUERIES, KEYS)
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    edges = _key_edges(first, sequence, first_key, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that a row which has seen no key yet has p = 2^-inf
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     for masked in tl.static_range(0 if APART else 1, 2):
-        for step in range(0, _length(edges, masked, APART), KEYS):
-            at = _place(edges, step, masked, APART)
+        for step in range(0, _length(edges, masked), KEYS):
+            at = _place(edges, step, masked)
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
             x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
             if masked:
@@ -230,18 +248,16 @@ def _backward_queries(
     shift = tl.load(lse + at_query, mask=query < sequence, other=0.0)
     inner = tl.sum(grad.to(tl.float32) * out_tile.to(tl.float32), 1)
     tl.store(delta + at_query, inner, mask=query < sequence)
-    first_key = query
-    if DOCUMENTS:
-        first_key = tl.load(starts + row * d_b + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
+    first_key = _first_key(starts + row * d_b, query, sequence, d_s, DOCUMENTS)
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
-    edges = _key_ranges(first, sequence, first_key, WINDOW, DOCUMENTS, QUERIES, KEYS)
-    result = tl.zeros([QUERIES, WIDTH], tl.float32)
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    edges = _key_edges(first, sequence, first_key, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
+    result = tl.zeros([QUERIES, WIDTH], tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
-        for step in range(0, _length(edges, masked, APART), KEYS):
-            at = _place(edges, step, masked, APART)
+        for step in range(0, _length(edges, masked), KEYS):
+            at = _place(edges, step, masked)
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
             v_tile = _load(v, at, v_s, sequence, KEYS, DIM, WIDTH, not masked)
             x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
@@ -274,15 +290,15 @@ def _backward_keys(
     k_tile = _load(k + row * k_b + kv_head * k_h, first, k_s, sequence, KEYS, DIM, WIDTH, False)
     v_tile = _load(v + row * v_b + kv_head * v_h, first, v_s, sequence, KEYS, DIM, WIDTH, False)
     starts += row * d_b
-    edges = _query_ranges(first, sequence, starts, d_s, WINDOW, DOCUMENTS, QUERIES, KEYS)
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    edges = _query_edges(first, sequence, starts, d_s, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, WIDTH], tl.float32)
     sample = tl.load(samples + row) if P > 0 else 0
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     for masked in tl.static_range(0 if APART else 1, 2):
-        tiles = tl.cdiv(_length(edges, masked, APART), QUERIES)
+        tiles = tl.cdiv(_length(edges, masked), QUERIES)
         for step in range(GROUP * tiles):  # the heads of the group one after the other
-            head, at = kv_head * GROUP + step // tiles, _place(edges, step % tiles * QUERIES, masked, APART)
+            head, at = kv_head * GROUP + step // tiles, _place(edges, step % tiles * QUERIES, masked)
             query, own = at + lane, row * heads + head
             q_tile = _load(q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, False)
             grad = _load(dout + own * DIM, at, batch * heads * DIM, sequence, QUERIES, DIM, WIDTH, False)
@@ -291,9 +307,7 @@ def _backward_keys(
             x = _capped(tl.dot(k_tile, tl.trans(q_tile)), SCALE, SOFTCAP)
             p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[None, :])
             if masked:
-                first_key = query
-                if DOCUMENTS:
-                    first_key = tl.load(starts + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
+                first_key = _first_key(starts, query, sequence, d_s, DOCUMENTS)
                 p = tl.where(_visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0)
             dp = tl.dot(v_tile, tl.trans(grad))
             kept = p
@@ -315,13 +329,15 @@ def _backward_keys(
 
 
 class Tile(NamedTuple):
+    """What a program holds of the matrix that it owns, and what it takes of the other at a time."""
+
     queries: int
     keys: int
     warps: int
     stages: int
 
 
-_TILES = {  # for up to 64, 128 and 256 channels
+_TILES = {  # the largest, for up to 64, 128 and 256 channels, that registers suffice for: so far nothing was chosen by time
     ("sm_80", "forward"): (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
     ("sm_80", "dq"): (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
     ("sm_80", "dk dv"): (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
@@ -378,18 +394,13 @@ def variants(architecture: str) -> list[Variant]:
     ]
 
 
-def _rows(x: Tensor) -> Tensor:
-    """With its channels next to each other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _launcher(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, window: int | None, document_start: Tensor | None,
     softcap: float | None, samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
 ) -> Callable[..., None]:  # fmt: skip
     """Launches one of `_KERNELS` for an attention call, given its name and the tensors that it alone has, between v and the masks."""
     sequence, batch, heads, dim = q.shape
-    kv_heads, matrices = k.shape[2], [_rows(x) for x in (q, k, v)]
+    kv_heads, matrices = k.shape[2], [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
     starts = lse if document_start is None else document_start.to(torch.int64)
     origin = (0, 0) if document_start is None else starts.stride()
     shared = starts, lse if samples is None else samples.to(torch.int64).contiguous()
