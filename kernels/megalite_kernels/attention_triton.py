@@ -35,6 +35,7 @@ from megalite_kernels.launch import POINTER, Variant, architecture, operation
 
 _A, _B, _C = (tl.constexpr(factor) for factor in (dropout._A, dropout._B, dropout._C))
 _LOG2E = tl.constexpr(math.log2(math.e))
+_FARTHEST = 2**24  # elements between two positions: offsets within a tile, of at most 128, are counted in 32 bits
 _PROBES = tl.constexpr(128)  # tiles of queries whose documents are looked at together
 
 
@@ -400,7 +401,7 @@ def _launcher(
 ) -> Callable[..., None]:  # fmt: skip
     """Launches one of `_KERNELS` for an attention call, given its name and the tensors that it alone has, between v and the masks."""
     sequence, batch, heads, dim = q.shape
-    kv_heads, matrices = k.shape[2], [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
+    kv_heads, matrices = k.shape[2], [x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous() for x in (q, k, v)]
     starts = lse if document_start is None else document_start.to(torch.int64)
     origin = (0, 0) if document_start is None else starts.stride()
     shared = starts, lse if samples is None else samples.to(torch.int64).contiguous()

@@ -1,12 +1,14 @@
 """Kernels on tensors of more than 2³¹ elements, in a process of its own: an offset that overflows ends it.
 
-Only the last program of each launch is interpreted, and only the last rows hold values. Memory that nothing touches takes no room.
+Of a launch along one axis only the last program is interpreted, and only the last rows hold values. Memory that nothing touches takes no
+room.
 """
 
 import faulthandler
+from unittest import mock
 
 import torch
-from megalite_kernels import activation, adamw, cross_entropy, dispatch, grad_norm, norm, rotary
+from megalite_kernels import activation, adamw, attention, cross_entropy, dispatch, grad_norm, norm, rotary
 from megalite_kernels.launch import Variant
 from torch import Tensor
 
@@ -19,15 +21,15 @@ def interpret_last_programs() -> None:
     from tests.kernels.interpreter import repair
 
     repair()
-    launch, last = Variant.launch, [0]
+    launch, first = Variant.launch, [0]
 
     def launch_last(self: Variant, grid: tuple[int, ...], *args: object) -> None:
-        (last[0],) = (programs - 1 for programs in grid)
-        launch(self, (1,), *args)
+        first[0] = grid[0] - 1 if len(grid) == 1 else 0
+        launch(self, (grid[0] - first[0], *grid[1:]), *args)
 
     Variant.launch = launch_last
-    InterpreterBuilder.set_grid_idx = lambda self, *_: setattr(self, "grid_idx", (last[0], 0, 0))
-    InterpreterBuilder.set_grid_dim = lambda self, *_: setattr(self, "grid_dim", (last[0] + 1, 1, 1))
+    InterpreterBuilder.set_grid_idx = lambda self, program, *others: setattr(self, "grid_idx", (first[0] + program, *others))
+    InterpreterBuilder.set_grid_dim = lambda self, programs, *others: setattr(self, "grid_dim", (first[0] + programs, *others))
 
 
 def large(rows: int, *row: int) -> Tensor:
@@ -82,6 +84,19 @@ def rotary_triton() -> None:
     compare(computed, (*rotary.split_rotary(packed, hq, hk, dim, cos, sin), rotary.split_rotary_backward(*ends, cos, sin)), channels=dim)
 
 
+def attention_triton() -> None:
+    """Rows far apart; the results are those of rows that lie close. (A row is never nearly as wide as this in a model.)"""
+    rows, distance = 140, 2**24 - 8
+    far = torch.empty(rows * distance, dtype=torch.bfloat16).as_strided((rows, 1, 1, 16), (distance, 16, 16, 1))
+    far.copy_(torch.randn(far.shape))
+    near = far.contiguous()
+    results = []
+    for x in (far, near):
+        out, saved = attention.attention(x, x, x, scale=0.25)
+        results.append((out, *attention.attention_backward(near, x, x, x, out, saved, scale=0.25)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def cross_entropy_triton() -> None:
     logits, targets = large(2**16 + 5, 2**15 + 16), torch.zeros(2**16 + 5, dtype=torch.int64)
     vocabulary = logits.shape[1]
@@ -113,9 +128,9 @@ def adamw_triton() -> None:
 
 
 def grad_norm_triton() -> None:
-    Tensor.new_empty = Tensor.new_zeros  # what the other programs would have written
     x = large(2**31 + 64)
-    total = grad_norm.squared_sum([x])
+    with mock.patch.object(Tensor, "new_empty", Tensor.new_zeros):  # what the other programs would have written
+        total = grad_norm.squared_sum([x])
     torch.testing.assert_close(total, x[-LAST:].double().square().sum())
 
 
@@ -124,6 +139,6 @@ if __name__ == "__main__":
     torch.manual_seed(7)
     interpret_last_programs()
     dispatch.select("triton")
-    for case in (activation_triton, adamw_triton, cross_entropy_triton, grad_norm_triton, norm_triton, rotary_triton):
+    for case in (activation_triton, adamw_triton, attention_triton, cross_entropy_triton, grad_norm_triton, norm_triton, rotary_triton):
         case()
         print(case.__name__, flush=True)
