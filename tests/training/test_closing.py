@@ -22,9 +22,9 @@ from tests.distributed.layouts import Case
 from tools.verifying import global_tensors
 
 STEPS = 6
-MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": True, "dropout": 0.1}
+MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {
-    "pp 4": {"pp": 4, "microbatches": 8},
+    "pp 4": {"pp": 4, "layers": 8, "microbatches": 8},
     "tp 2, pp 2, dp 2": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4},
     "pp 2, dp 2, ZeRO-3": {"pp": 2, "dp": 2, "zero": 3, "microbatches": 4},
     "pp 2, dp 2, PowerSGD": {"pp": 2, "dp": 2, "zero": 1, "microbatches": 4, "powersgd_rank": 2},
