@@ -15,7 +15,7 @@ import torch
 
 
 def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` calls, after `warmup` that do not count."""
+    """Seconds of each of `steps` calls, after `warmup` that do not count. On a GPU, calls that wait for their results."""
     for _ in range(warmup):
         step()
     seconds = []
@@ -26,11 +26,30 @@ def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
     return seconds
 
 
-def product_peak(size: int, dtype: torch.dtype, repeats: int = 8) -> float:
+def product_peak(size: int, dtype: torch.dtype, repeats: int = 8, device: str = "cpu") -> float:
     """FLOP/s of the fastest of some products of two [size, size] matrices, under the process's settings."""
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2.0 * size**3 / min(timed(lambda: torch.mm(a, b, out=out), 2, repeats))
+
+    def product() -> None:
+        torch.mm(a, b, out=out)
+        wait(device)
+
+    return 2.0 * size**3 / min(timed(product, 2, repeats))
+
+
+def wait(device: str) -> None:
+    """Until what was started on the device is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def device_memory(device: str) -> dict[str, int | str | None]:
+    """The GPU, and the most bytes that tensors have taken on it so far: allocated, and reserved from the driver."""
+    if device != "cuda":
+        return {"device": None, "peak_allocated": None, "peak_reserved": None}
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"device": torch.cuda.get_device_name(), "peak_allocated": allocated, "peak_reserved": reserved}
 
 
 class Memory:

@@ -1,6 +1,6 @@
 """One measured run of megalite's trainer: `python -m benchmarks.ours SPEC.json`, under torchrun for more than one rank.
 
-After the steps it measures, with the same ranks and threads, how long the matrix products alone of such a step take: each rank multiplies
+On a CPU it then measures, with the same ranks and threads, how long the matrix products alone of such a step take: each rank multiplies
 matrices of its own shapes, forward and backward, for as many microbatches, without communication, norms, softmax, loss or optimizer.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Memory, finish, product_peak, read_spec, timed
+from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.mesh import Mesh
 from megalite.model.parameters import head_unit, model_specs, stage_units
 from megalite.training import build
-from megalite.training.launch import configure_process, start_process_group
+from megalite.training.launch import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
 
 
@@ -26,7 +26,8 @@ def main() -> None:
     spec = read_spec()
     memory = Memory()
     config = from_dict(spec["config"])
-    device = torch.device("cpu")
+    on = spec.get("device", "cpu")
+    device = choose_device() if on == "cuda" else torch.device("cpu")
     torch.set_num_threads(spec["threads"])
     configure_process(device)
     start_process_group(device, config.run.timeout)
@@ -35,15 +36,16 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     seconds = timed(trainer.step, spec["warmup_steps"], spec["steps"])
-    peak_memory = memory.peak_above()
-    products = timed(step_products(config, trainer.mesh), 1, spec["product_steps"])
+    peak_memory, on_device = memory.peak_above(), device_memory(on)
+    products = timed(step_products(config, trainer.mesh), 1, spec["product_steps"]) if spec["product_steps"] else []
     trainer.close()
     result = {
         "seconds": seconds,
         "product_seconds": products,
         "peak_rss_above_import": peak_memory,
+        **on_device,
         "matmul": torch.get_float32_matmul_precision(),
-        "peak_flops": product_peak(spec["peak_size"], build.DTYPES[config.train.precision]),
+        "peak_flops": product_peak(spec["peak_size"], build.DTYPES[config.train.precision], device=on),
     }
     finish(spec, result if trainer.mesh.rank == 0 else None)
 

@@ -1,6 +1,7 @@
 """One measured run of transformers' LlamaForCausalLM with torch's fused AdamW, in a plain loop: `python -m benchmarks.peer SPEC.json`.
 
-bf16 is autocast over fp32 weights, the mixed precision of transformers' own trainer: like megalite's, it updates fp32 master weights.
+bf16 is autocast over fp32 weights, the mixed precision of transformers' own trainer: like megalite's, it updates fp32 master weights. With
+"weights": "bf16" weights, gradients and optimizer state are bf16: no casts, half the memory, and small updates are lost.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import torch._dynamo  # torch.optim imports it when the optimizer is made: an import, not memory of training
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.measure import Memory, finish, product_peak, read_spec, timed
+from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
 from megalite.config.families import to_hf_config
 from megalite.config.load import from_dict
 
@@ -20,21 +21,27 @@ def main() -> None:
     spec = read_spec()
     memory = Memory()
     config = from_dict(spec["config"])
+    device: str = spec.get("device", "cpu")
     torch.set_num_threads(spec["threads"])
     if spec["matmul"] is not None:
         torch.set_float32_matmul_precision(spec["matmul"])
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig.from_dict(to_hf_config(config.model, "llama")))
+    all_bf16 = spec.get("weights") == "bf16"
+    without_cache = {"use_cache": False} if device == "cuda" else {}  # keys and values for generation, by default kept in training too
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig.from_dict({**to_hf_config(config.model, "llama"), **without_cache}))
+    if all_bf16:
+        model = model.bfloat16()
     options = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), options.lr, (options.betas[0], options.betas[1]), options.eps, options.weight_decay, fused=True
     )
     forward: Any = torch.compile(model) if config.train.compile else model
-    tokens = torch.randint(config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length))
+    tokens = torch.randint(config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length), device=device)
     bf16 = config.train.precision == "bf16"
 
     def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast(device, torch.bfloat16, enabled=bf16 and not all_bf16):
             loss = forward(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
@@ -46,8 +53,10 @@ def main() -> None:
     result = {
         "seconds": seconds,
         "peak_rss_above_import": memory.peak_above(),
+        **device_memory(device),
+        "attention": model.config._attn_implementation,
         "matmul": torch.get_float32_matmul_precision(),
-        "peak_flops": product_peak(spec["peak_size"], torch.bfloat16 if bf16 else torch.float32),
+        "peak_flops": product_peak(spec["peak_size"], torch.bfloat16 if bf16 else torch.float32, device=device),
     }
     finish(spec, result)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from megalite.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+ROW = "row of results: "  # what a line that `stream` hears begins with
 
 
 class BenchmarkError(RuntimeError):
@@ -33,8 +38,7 @@ def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, l
         result = Path(scratch, "result.json")
         Path(scratch, "spec.json").write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": _search_path()}
         with open(Path(scratch, "output"), "w+") as output:
             process = subprocess.Popen(
                 [sys.executable, *launcher, "-m", module, str(Path(scratch, "spec.json"))], env=environment, stdout=output, stderr=output
@@ -50,6 +54,44 @@ def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, l
                 raise BenchmarkError(f"{module} on {ranks} ranks failed:\n{output.read()[-4000:]}")
         found: dict[str, Any] = json.loads(result.read_text())
         return found
+
+
+def stream(
+    module: str, spec: dict[str, Any], hear: Callable[[dict[str, Any]], None], *, environment: Mapping[str, str], limit_s: float
+) -> str | None:
+    """Run `python -m module`, and hear every line of results when it is printed. Returns why the process failed, None if it did not."""
+    with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch, open(Path(scratch, "errors"), "w+") as errors:
+        Path(scratch, "spec.json").write_text(json.dumps(spec))
+        environment = {**os.environ, "PYTHONPATH": _search_path(), **environment}
+        command = [sys.executable, "-m", module, str(Path(scratch, "spec.json"))]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+
+        def kill() -> None:  # with the processes in which torch compiles
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        timer = Timer(limit_s, kill)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(ROW):
+                    hear(json.loads(line.removeprefix(ROW)))
+            status = process.wait()
+        finally:
+            late = not timer.is_alive()
+            timer.cancel()
+            kill()
+            process.wait()
+        if late:
+            return f"did not end within {limit_s:.0f} s"
+        errors.seek(0)
+        said = errors.read().strip().splitlines()
+        return f"ended with status {status}: {said[-1][:500] if said else 'no message'}" if status else None
+
+
+def _search_path() -> str:
+    return os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
@@ -92,7 +134,7 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Of everything whose version a figure depends on."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "megalite": __version__, "commit": _commit()}
+    found: dict[str, str | None] = {"python": platform.python_version(), "megalite": __version__, "commit": commit()}
     for package in ("torch", "numpy", "transformers"):
         try:
             found[package] = metadata.version(package)
@@ -101,7 +143,17 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _commit() -> str | None:
+def gpu() -> str | None:
+    """The name of the first NVIDIA GPU, asked of the driver; None without one."""
+    number, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    with suppress(OSError):
+        cuda = ctypes.CDLL("libcuda.so.1")
+        if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(number), 0) == 0 and cuda.cuDeviceGetName(name, 256, number) == 0:
+            return name.value.decode()
+    return None
+
+
+def commit() -> str | None:
     """The checkout's commit, with + where files differ from it; None outside a checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
     try:
@@ -111,13 +163,22 @@ def _commit() -> str | None:
 
 
 def write(name: str, content: dict[str, Any], directory: Path, machine_name: str | None) -> Path:
-    """Write directory/<machine>-name.json, where the machine is named by its processor unless a name is given."""
-    where = machine()
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{where['cpu']} {where['cores']} cores".lower()).strip("-")
+    """Write directory/<machine>-name.json; for the machine's name see `path_of`."""
+    where, device = machine(), content.get("device", {})
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{machine_name or slug}-{name}.json"
+    path = path_of(name, directory, machine_name or slug(device.get("name") or f"{where['cpu']} {where['cores']} cores"))
     path.write_text(json.dumps({"benchmark": name, "machine": where, "versions": versions(), **content}, indent=1) + "\n")
     return path
+
+
+def path_of(name: str, directory: Path, machine_name: str) -> Path:
+    """Where a benchmark's results lie: a machine is called by its GPU, without one by its processor, unless the user gave a name."""
+    return directory / f"{machine_name}-{name}.json"
+
+
+def slug(name: str) -> str:
+    """As part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:

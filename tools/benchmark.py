@@ -1,6 +1,7 @@
 """Measure this machine: speed and memory beside a peer or beside the matrix products alone, written to benchmarks/results/.
 
-    python tools/benchmark.py step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers
+    python tools/benchmark.py step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a GPU, 1B and layers of 8B
+    python tools/benchmark.py kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel beside torch's and Liger's
     python tools/benchmark.py overhead                                     small models on one process and on up to 8 ranks
     python tools/benchmark.py comm                                         data parallelism on 4 ranks against torch's
 
@@ -19,11 +20,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import comm, overhead, report, step
+from benchmarks import comm, gpu_step, kernels, overhead, report, step
 from megalite.config.arguments import Parser
 
 COLUMNS = {"step": step.COLUMNS, "overhead": overhead.COLUMNS, "comm": comm.COLUMNS}
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
+KERNEL_TARGETS = {"kernel": "kernel", "shape": "shape", **TARGETS}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -38,56 +40,100 @@ def main(argv: list[str] | None = None) -> None:
         tool.error(
             f"--output {options.output} is not a directory. Give one, or leave it out for {report.RESULTS.relative_to(report.ROOT)}."
         )
+    if options.benchmark == "kernels":
+        check_kernels(tool, options)
     try:
-        path = report.write(options.benchmark, measure(options), options.output, options.machine)
+        path = measure(options)
     except (report.BenchmarkError, OSError) as error:
         tool.exit(1, f"{tool.prog}: {error}\n")
-    show(options.benchmark, path, options.json)
+    show(path, options.json)
+
+
+def check_kernels(tool: Parser, options: argparse.Namespace) -> None:
+    options.groups = list(dict.fromkeys(options.groups)) or list(kernels.GROUPS)
+    unknown = [group for group in options.groups if group not in kernels.GROUPS]
+    if unknown:
+        tool.error(f"kernels {unknown[0]} is no group of kernels. Legal values: {', '.join(kernels.GROUPS)}.")
+    if report.gpu() is None and not options.smoke:
+        tool.error(
+            "kernels measures on an NVIDIA GPU, and the driver shows none. Run it on a machine that has one; what is known without a GPU "
+            "stands in docs/kernels.md."
+        )
 
 
 def parser() -> Parser:
     made = Parser(prog="benchmark.py", description=__doc__)
     common = Parser(add_help=False)
-    common.add_argument("--rounds", type=int, default=3, help="how often the compared runs take turns (default 3)")
+    common.add_argument("--rounds", type=int, default=3, help="how often the compared runs take turns (default 3; on a GPU once)")
     common.add_argument("--threads", type=int, default=2, help="threads of a run that is one process (default 2)")
     common.add_argument(
         "--output", type=Path, default=report.RESULTS, metavar="DIR", help="where the JSON goes (default benchmarks/results)"
     )
-    common.add_argument("--machine", metavar="NAME", help="name of the machine in the file's name (default: its processor)")
+    common.add_argument("--machine", metavar="NAME", help="name of the machine in the file's name (default: its GPU or processor)")
     common.add_argument("--json", action="store_true", help="print the JSON, and nothing else, on stdout")
     common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes, whose figures mean nothing: for the tests
-    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|overhead|comm")
+    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|kernels|overhead|comm")
     of_step = commands.add_parser("step", parents=[common], help="a training step against transformers, side by side")
-    of_step.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="(default both)")
-    of_step.add_argument("--compile", action="store_true", help="also with torch.compile, both sides")
+    of_step.add_argument(
+        "--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="(default both; on a GPU always bf16)"
+    )
+    of_step.add_argument("--compile", action="store_true", help="also with torch.compile, both sides (on a GPU transformers always)")
+    of_kernels = commands.add_parser("kernels", parents=[common], help="every Triton kernel on a GPU, against torch and Liger")
+    of_kernels.add_argument("groups", nargs="*", metavar="GROUP", help=f"{', '.join(kernels.GROUPS)} (default all)")
+    of_kernels.add_argument("--tune", action="store_true", help="time other settings of the static tables instead")
     commands.add_parser("overhead", parents=[common], help="small models on several layouts, against their matrix products alone")
     commands.add_parser("comm", parents=[common], help="data-parallel steps on four ranks against torch's DDP and FSDP2")
     return made
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the benchmark that was asked for."""
-    common: dict[str, Any] = {"rounds": options.rounds, "threads": options.threads, "smoke": options.smoke}
+def measure(options: argparse.Namespace) -> Path:
+    """Run the benchmark that was asked for, and write what it gave."""
+    name = "tuning" if options.benchmark == "kernels" and options.tune else options.benchmark
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    def save(content: dict[str, Any]) -> Path:
+        return report.write(name, content, options.output, options.machine)
+
+    on_gpu: dict[str, Any] = {"smoke": options.smoke, "save": save, "progress": progress}
+    gpu = None if options.smoke else report.gpu()
+    if options.benchmark == "kernels":
+        written = report.path_of(name, options.output, options.machine or report.slug(gpu or "smoke"))
+        return kernels.compare(options.groups, tune=options.tune, kept=kernels.earlier(written), **on_gpu)
+    if options.benchmark == "step" and gpu is not None:
+        return gpu_step.compare(threads=options.threads, compiled=options.compile, **on_gpu)
+    common: dict[str, Any] = {"rounds": options.rounds, "threads": options.threads, "smoke": options.smoke, "progress": progress}
     if options.benchmark == "step":
-        precisions = list(dict.fromkeys(options.precision))
-        return step.compare(**common, precisions=precisions, compiled=options.compile, progress=progress)
-    return (overhead if options.benchmark == "overhead" else comm).compare(**common, progress=progress)
+        return save(step.compare(**common, precisions=list(dict.fromkeys(options.precision)), compiled=options.compile))
+    return save((overhead if options.benchmark == "overhead" else comm).compare(**common))
 
 
-def show(benchmark: str, path: Path, as_json: bool) -> None:
+def show(path: Path, as_json: bool) -> None:
     text = path.read_text()
     if as_json:
         print(text, end="")
         return
     content = json.loads(text)
-    print(report.table(content["results"], COLUMNS[benchmark]))
+    rows, columns = lines(content)
+    print(report.table(rows, columns))
     if content["targets"]:
-        print("\n" + report.table([{**row, "met": "yes" if row["met"] else "no"} for row in content["targets"]], TARGETS))
-    print(f"\n{content['machine']['cpu']}, {content['machine']['cores']} cores: {path}")
+        judged = [{**row, "met": "yes" if row["met"] else "no"} for row in content["targets"]]
+        print("\n" + report.table(judged, KERNEL_TARGETS if "kernel" in judged[0] else TARGETS))
+    if "convention" in content:
+        print(f"\n{content['convention']}")
+    where = content.get("device", {}).get("name") or f"{content['machine']['cpu']}, {content['machine']['cores']} cores"
+    print(f"\n{where}: {path}")
+
+
+def lines(content: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The table's rows and columns."""
+    name = content["benchmark"]
+    if name == "kernels":
+        return [kernels.shown(row) for row in content["results"]], kernels.COLUMNS
+    if name == "tuning":
+        return content["results"], kernels.TUNED_COLUMNS
+    return content["results"], gpu_step.COLUMNS if "device" in content else COLUMNS[name]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def adamw_(
         rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
         scalars = lr * weight_decay, rate, root, eps, 1 - beta1, 1 - beta2
         return adamw_triton.adamw(params, grads, exp_avgs, exp_avg_sqs, weights or [], scale, *scalars)
-    count = torch.tensor(float(step), device=params[0].device)
+    count = torch.full((), float(step), device=params[0].device)  # unlike a copy from the host, this waits for nothing
     alike = grads[0].dtype == params[0].dtype
     for part in [slice(None)] if alike else [slice(index, index + 1) for index in range(len(params))]:  # widening takes memory
         wide = [grad.to(params[0].dtype) for grad in grads[part]]

@@ -91,9 +91,9 @@ def adamw(
 ) -> None:
     """One step; `weights` may be empty. For the numbers see above: weight1 and weight2 are 1 − β1 and 1 − β2."""
     arrays = [array for array in (params, grads, exp_avgs, exp_avg_sqs, weights) if array]
-    tiles = cut(arrays, TILE)
     whole = all(aligned(x) for array in arrays for x in array)
     variant = _variant(grads[0].dtype, weights[0].dtype if weights else None, grad_scale is not None, whole)
+    tiles = cut(arrays, variant.constants["TILE"])
     if len(tiles.owner):
         scale = params[0] if grad_scale is None else grad_scale  # an address to pass that is not read
         variant.launch((len(tiles.owner),), *tiles, scale, decay, rate, root, eps, weight1, weight2)

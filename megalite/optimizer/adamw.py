@@ -48,7 +48,7 @@ class AdamW:
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
         """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor` first."""
         options = self.options
-        scale = None if divisor is None else divisor.to(self.store.state.device)
+        scale = None if divisor is None else divisor.to(self.store.state.device, non_blocking=True)
         for window in self.store.state.windows(self._ranges):
             adamw_(
                 [each.master for each in window],

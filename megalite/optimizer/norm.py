@@ -36,11 +36,17 @@ class GradientNorm:
     def own(self, others: Sequence[float | Tensor]) -> Tensor:
         """This rank's part: its squares, then `others` (1-d fp64)."""
         squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
-        return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in (squares, *others)])
+        return torch.stack([self._number(value) for value in (squares, *others)])
+
+    def _number(self, value: float | Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self.device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self.device)  # unlike a copy from the host, this waits for nothing
 
     def __call__(self, others: Sequence[float | Tensor]) -> tuple[Tensor, Tensor]:
-        """The norm (0-d fp64) and the sums of `others` over the world (1-d fp64), in one collective."""
-        total = all_reduce(self.own(others), self.mesh.world).wait()
+        """The norm (0-d fp64) and the sums of `others` over the world (1-d fp64), in one collective, on the CPU: reading them is the one
+        time in a step that the host waits for a GPU."""
+        total = all_reduce(self.own(others), self.mesh.world).wait().cpu()
         return total[0].sqrt(), total[1:]
 
 
@@ -73,13 +79,14 @@ class NormChain:
             self._arriving = self._message(dist.irecv, self._total, 1, "totals_down")
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """The norm (0-d fp64) and the sums of the other numbers over the world (1-d fp64)."""
+        """The norm (0-d fp64) and the sums of the other numbers over the world (1-d fp64), on the CPU."""
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
         if self.pp.rank > 0:
             self._sends.append((self._message(dist.isend, self._total, -1, "totals_down"), self._total))
-        return self._total[0].sqrt(), self._total[1:]
+        total = self._total.cpu()
+        return total[0].sqrt(), total[1:]
 
     def finish(self) -> None:
         """Return once everything sent has arrived: what nobody holds any more would be lost on the way."""

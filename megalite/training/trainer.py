@@ -216,6 +216,8 @@ class Trainer:
         if not config.data.eod_mask_loss:
             return config.train.global_batch_size * config.data.sequence_length
         own = sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
+        if self.mesh.data.size == 1:
+            return own
         return int(all_reduce(torch.tensor([own], device=self.device), self.mesh.data).wait().item())
 
     # ---- evaluation

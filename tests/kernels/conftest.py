@@ -19,6 +19,14 @@ from tests.kernels import compiling
 collect_ignore_glob = [] if sys.platform == "linux" else ["test_*_triton.py", "test_compiling.py"]  # Triton exists on Linux alone
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU the tests of kernels run there: `-m gpu` takes them too."""
+    for item in items:
+        if HAS_GPU and "_kernels_run" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+
+
 def _rms(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item() if x.numel() else 0.0
 

@@ -1,0 +1,75 @@
+"""Writes what benchmarks/results/*-kernels.json say into docs/kernels.md: `python -m benchmarks.kernel_page`. A test compares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.kernels import shown
+
+DOCUMENT = report.ROOT / "docs" / "kernels.md"
+BEGIN, END = "<!-- written by python -m benchmarks.kernel_page -->\n", "<!-- end of what was measured -->"
+COLUMNS = {
+    "shape": "shape",
+    "µs": "us:,.0f",
+    "GB/s or TFLOP/s": "speed:,.0f",
+    "of this device's limit": "of_measured:.0%",
+    "target": "judged",
+    "torch eager": "eager:.2f",
+    "torch.compile": "compiled:.2f",
+    "Liger": "liger:.2f",
+    "others": "others",
+}
+
+
+def section(results: Path = report.RESULTS) -> str:
+    """The text between the marks."""
+    files = sorted(results.glob("*-kernels.json"))
+    if not files:
+        return "Not measured yet: no GPU has run these kernels.\n"
+    return "\n".join(_device(json.loads(file.read_text())) for file in files)
+
+
+def _device(content: dict[str, Any]) -> str:
+    device, rows = content["device"], content["results"]
+    limits = f"{device['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product {device['flops'] / 1e12:.0f} TFLOP/s"
+    commits = ", ".join(sorted({row["commit"] for row in rows if row.get("commit")})) or "unknown"
+    versions = f"torch {device['torch']}, Triton {device['triton']}, commit {commits}"
+    lines = [
+        f"**{device['name']}**, {versions}. A copy reaches {limits}: the device's limits.",
+        "",
+        f"| kernel | {' | '.join(COLUMNS)} |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
+    for row in rows:
+        if row["error"] and not row.get("us"):
+            lines.append(f"| {row['kernel']} | {row.get('shape', '')} | not measured: {_plain(row['error'])} |{' |' * (len(COLUMNS) - 2)}")
+            continue
+        line = shown(row) | {"speed": row["gbps"] or row["tflops"], "judged": _judged(row["targets"])}
+        lines.append(f"| {row['kernel']} | {' | '.join(_cell(line, field) for field in COLUMNS.values())} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(line: dict[str, Any], field: str) -> str:
+    key, _, style = field.partition(":")
+    return "–" if line.get(key) is None else format(line[key], style)
+
+
+def _judged(targets: list[dict[str, Any]]) -> str | None:
+    found = [f"{each['target']} {each['measured']:.3g} ({each['wanted']}: {'met' if each['met'] else 'missed'})" for each in targets]
+    return "; ".join(found) or None
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "/")[:120]
+
+
+def main() -> None:
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    DOCUMENT.write_text(before + BEGIN + section() + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

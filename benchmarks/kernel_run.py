@@ -1,0 +1,169 @@
+"""One process of `tools/benchmark.py kernels`: measures groups of cases, `python -m benchmarks.kernel_run SPEC.json`.
+
+It prints a line of JSON for every case the moment it is measured. What fails says so in its line: a kernel that breaks the device takes no
+more than its group along. Times are medians with the second-level cache emptied before every call, as triton.testing.do_bench measures.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import triton
+from megalite_kernels import dispatch
+
+from benchmarks import attention_cases, tuning
+from benchmarks.kernel_cases import CASES, Case, Function, Sizes
+from benchmarks.measure import read_spec, timed
+from benchmarks.report import ROW
+
+H200_BYTES = 0.9 * 4.8e12  # a second: nine tenths of the data sheet, which is what a good kernel moves
+NOTHING: dict[str, Any] = {
+    "us": None,
+    "gbps": None,
+    "tflops": None,
+    "of_measured": None,
+    "times_limit": None,
+    "extra_bytes": None,
+    "peers": {},
+}
+
+
+def main() -> None:
+    spec = read_spec()
+    torch.manual_seed(0)
+    smoke: bool = spec["smoke"]
+    dispatch.select("triton")
+    sizes, until = Sizes("cpu" if smoke else "cuda", smoke), time.monotonic() + spec["seconds"]
+    if not smoke:
+        from torch._functorch import config as functorch
+
+        functorch.donated_buffer = False  # the same forward is gone back through again and again
+    device = spec["device"]
+    for group in spec["groups"]:
+        if group == "device":
+            device = describe(sizes)
+            say(device)
+            continue
+        cases = {**CASES, "attention": attention_cases.cases}[group](sizes)
+        for row in tuning.tune(cases, measure, smoke, until) if spec["tune"] else rows(cases, device, until):
+            say({"group": group, "torch": torch.__version__, "triton": triton.__version__, **row})
+
+
+def say(row: dict[str, Any]) -> None:
+    print(ROW + json.dumps(row), flush=True)
+
+
+def describe(sizes: Sizes) -> dict[str, Any]:
+    """The device and what it reaches: bytes a second of a copy, FLOP/s of a large product in bf16."""
+    count, side = sizes.of(2**30, 2**10), sizes.of(8192, 64)
+    source, target, out = sizes.randn(count), sizes.randn(count), sizes.randn(side, side)
+    a, b = sizes.randn(side, side), sizes.randn(side, side)
+    copy, product = measure(lambda: target.copy_(source)), measure(lambda: torch.mm(a, b, out=out))
+    name = "no GPU: interpreted, at sizes that say nothing" if sizes.smoke else torch.cuda.get_device_name()
+    found = {"name": name, "cuda": torch.version.cuda, "torch": torch.__version__, "triton": triton.__version__}
+    speeds = {"bytes_per_second": 4 * count / copy, "flops": 2 * side**3 / product}
+    return {**found, **speeds, "limit_bytes_per_second": H200_BYTES if "H200" in name or sizes.smoke else None}
+
+
+def measure(function: Function) -> float:
+    """Seconds."""
+    if torch.cuda.is_available():
+        return float(triton.testing.do_bench(function, return_mode="median")) / 1e3
+    return min(timed(function, 0, 1))
+
+
+def extra_bytes(function: Function) -> int:
+    """The most memory that is allocated during a call, above what was before."""
+    if not torch.cuda.is_available():
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def rows(cases: Iterable[Case], device: dict[str, Any], until: float) -> Iterator[dict[str, Any]]:
+    for case in cases:
+        row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, **NOTHING, "targets": [], "error": None}
+        contest = None
+        try:
+            if time.monotonic() > until:
+                raise TimeoutError("no time was left")
+            contest = case.make()
+            row |= _own(case, contest.ours, device)
+            row["peers"] = {name: _peer(make, row["us"], until) for name, make in contest.peers.items()}
+            row["targets"] = _judged(case, row)
+        except Exception as error:  # the next case may well succeed
+            row["error"] = reason(error)
+        yield row
+        del contest
+        free()
+
+
+def reason(error: Exception) -> str:
+    """In one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300] if text else ''}".rstrip(": ")
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+
+
+def _own(case: Case, ours: Function, device: dict[str, Any]) -> dict[str, Any]:
+    extra, seconds = extra_bytes(_warm(ours)), measure(ours)
+    limit = device["limit_bytes_per_second"]
+    reached = case.flops / seconds / device["flops"] if case.flops else case.bytes / seconds / device["bytes_per_second"]
+    return {
+        "us": 1e6 * seconds,
+        "gbps": case.bytes / seconds / 1e9 if case.bytes else None,
+        "tflops": case.flops / seconds / 1e12 if case.flops else None,
+        "of_measured": reached,
+        "times_limit": seconds * limit / case.bytes if case.bytes and limit else None,
+        "extra_bytes": extra,
+    }
+
+
+def _warm(function: Function) -> Function:
+    """Compiled, and its libraries' workspaces allocated."""
+    function()
+    return function
+
+
+def _peer(make: Callable[[], Function], us: float, until: float) -> dict[str, Any]:
+    try:
+        if time.monotonic() > until:
+            raise TimeoutError("no time was left")
+        function = _warm(make())
+        extra, theirs = extra_bytes(function), 1e6 * measure(function)
+        return {"us": theirs, "ratio": theirs / us, "extra_bytes": extra}
+    except Exception as error:
+        return {"error": reason(error)}
+    finally:
+        free()
+
+
+def _judged(case: Case, row: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    for target in case.targets:
+        measured = target.measure(row)
+        if measured is not None:
+            met = measured <= target.bound if target.at_most else measured >= target.bound
+            wanted = f"{'≤' if target.at_most else '≥'} {target.bound:.3g}"
+            found.append({"target": target.name, "measured": measured, "wanted": wanted, "met": met})
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The offline tuner of the kernels' static tables: `tools/benchmark.py kernels --tune`.
+
+A module looks up what to launch by its `_variant`; here that gives the table's variant with some of its settings replaced. Every setting is
+compiled and timed on this device, and the best is shown beside the table's. The tables are changed by hand, and the compile tests then say
+of every architecture whether registers and shared memory suffice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+from megalite_kernels.launch import ARCHITECTURES, Variant
+
+from benchmarks.kernel_cases import Case, Function
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What replaces a variant's own; None keeps that."""
+
+    constants: dict[str, Any] = field(default_factory=dict)
+    warps: int | None = None
+    stages: int | None = None
+    tables: dict[str, Any] = field(default_factory=dict)  # entries of the module's tables, the same for every architecture
+
+    def __str__(self) -> str:
+        named = {**self.constants, **self.tables, "warps": self.warps, "stages": self.stages}
+        return ", ".join(f"{name} {value}" for name, value in named.items() if value is not None) or "table"
+
+    def of(self, variant: Variant) -> Variant:
+        return replace(
+            variant,
+            constants={**variant.constants, **self.constants},
+            warps=self.warps or variant.warps,
+            stages=self.stages or variant.stages,
+        )
+
+
+def _elementwise(columns: Iterable[int], tile: Iterable[int], warps: Iterable[int]) -> list[Setting]:
+    """Tiles of `tile` elements, `columns` of them across."""
+    return [Setting({"ROWS": max(size // wide, 1), "COLUMNS": wide}, w) for size in tile for wide in columns for w in warps]
+
+
+def _attention(tiles: Iterable[tuple[int, int]], stages: Iterable[int]) -> list[Setting]:
+    return [Setting({"QUERIES": queries, "KEYS": keys}, w, s) for queries, keys in tiles for w in (4, 8) for s in stages]
+
+
+SETTINGS: dict[tuple[str, str], list[Setting]] = {
+    ("activation_triton", "_forward"): _elementwise((256, 512, 1024), (1024, 2048, 4096), (4, 8)),
+    ("activation_triton", "_backward"): _elementwise((256, 512, 1024), (1024, 2048, 4096), (4, 8)),
+    ("adamw_triton", "_adamw"): [Setting({"TILE": tile}, w) for tile in (1024, 2048, 4096) for w in (4, 8)],
+    ("cross_entropy_triton", "_statistics"): [
+        Setting({"DEPTH": depth, "COLUMNS": columns}, w) for depth in (2, 4, 8) for columns, w in ((512, 2), (1024, 4), (2048, 8))
+    ],
+    ("cross_entropy_triton", "_gradient"): [Setting({"COLUMNS": columns}, w) for columns in (2048, 4096, 8192) for w in (4, 8)],
+    ("grad_norm_triton", "_squared_sums"): [Setting({"TILE": tile}, w) for tile in (4096, 8192, 16384) for w in (4, 8)],
+    ("norm_triton", "_forward"): [Setting({}, w) for w in (2, 4, 8, 16)],
+    ("norm_triton", "_backward"): [
+        Setting({"AHEAD": ahead}, w, tables={"WARPS": resident})
+        for ahead in (1, 2, 3)
+        for w, resident in ((4, 16), (8, 16), (8, 32), (16, 16), (16, 32))
+    ],
+    ("rotary_triton", "_heads"): [Setting({"ROWS": rows}, w) for rows in (16, 32, 64) for w in (2, 4, 8)],
+    ("rotary_triton", "_three"): [Setting({"ROWS": rows}, w) for rows in (16, 32, 64) for w in (2, 4, 8)],
+    ("attention_triton", "_forward"): _attention(((64, 64), (128, 64), (128, 128), (64, 128)), (2, 3, 4)),
+    ("attention_triton", "_backward_queries"): _attention(((64, 64), (128, 64), (64, 128), (128, 32)), (2, 3)),
+    ("attention_triton", "_backward_keys"): _attention(((64, 64), (64, 128), (32, 128), (32, 64)), (2, 3)),
+}
+"""(module, kernel) → what is tried."""
+
+
+def tune(cases: Iterable[Case], measure: Callable[[Function], float], smoke: bool, until: float) -> Iterator[dict[str, Any]]:
+    """A row for every kernel of every case that names some."""
+    for case in cases:
+        for kernel in case.tuned:
+            settings = SETTINGS[case.module, kernel][: 1 if smoke else None]
+            row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "tuned": kernel, "us": None, "best_us": None, "best": None}
+            tried: dict[str, float] = {}
+            failed: dict[str, str] = {}
+            try:
+                ours = case.make().ours
+                for setting in (Setting(), *settings):
+                    if time.monotonic() > until:
+                        failed["the rest"] = "no time was left"
+                        break
+                    try:
+                        with applied(case.module, kernel, setting):
+                            tried[str(setting)] = 1e6 * measure(ours)
+                    except Exception as error:  # more shared memory than there is, for example
+                        failed[str(setting)] = f"{type(error).__name__}: {error}"[:200]
+                del ours
+            except Exception as error:
+                failed["the case"] = f"{type(error).__name__}: {error}"[:200]
+            if tried:
+                best = min(tried, key=lambda name: tried[name])
+                row |= {"us": tried.get("table"), "best_us": tried[best], "best": best}
+            yield {**row, "tried": tried, "failed": failed}
+
+
+def applied(module_name: str, kernel: str, setting: Setting) -> ExitStack:
+    """While entered, a module launches a kernel at these settings."""
+    module = importlib.import_module(f"megalite_kernels.{module_name}")
+    lookup, made = module._variant, {}
+
+    def variant(*key: Any) -> Variant:
+        found: Variant = lookup(*key)
+        if found.kernel.fn.__name__ != kernel:
+            return found
+        if key not in made:
+            made[key] = setting.of(found)
+        return made[key]
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(module, "_variant", variant))
+    for table, value in setting.tables.items():
+        stack.enter_context(patch.dict(getattr(module, table), dict.fromkeys(ARCHITECTURES, value)))
+    return stack

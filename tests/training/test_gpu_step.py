@@ -1,0 +1,71 @@
+"""What a training step asks of a GPU: that the host reads the step's results once, and waits for nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.load import from_dict
+from megalite.training import build
+from megalite.training.trainer import Trainer
+from tests.distributed.configs import SINGLE, config_of, write_tokens
+
+CASE = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 101, "layers": 2, "masked": False, "dropout": 0.1, "microbatches": 2}
+BATCH = {"global_batch_size": 4, "micro_batch_size": 2}
+
+
+def trainer_of(directory: Path, device: str, precision: str, train: dict[str, Any], **case: Any) -> Trainer:
+    prefix = write_tokens(directory, CASE["vocab_size"])
+    config = from_dict(config_of({**CASE, **case}, prefix, precision, train={**BATCH, "precision": precision, **train}))
+    return Trainer(config, build.make_mesh(config), device)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of what `Tensor.cpu` read. That alone may wait while the sync debug mode raises elsewhere."""
+    found: list[torch.Size] = []
+    cpu = Tensor.cpu
+
+    def read(self: Tensor) -> Tensor:
+        found.append(self.shape)
+        mode = torch.cuda.get_sync_debug_mode() if self.is_cuda else 0
+        if self.is_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+        try:
+            return cpu(self)
+        finally:
+            if self.is_cuda:
+                torch.cuda.set_sync_debug_mode(mode)
+
+    monkeypatch.setattr(Tensor, "cpu", read)
+    return found
+
+
+def test_the_results_of_a_step_are_read_at_once(tmp_path: Path, reads: list[torch.Size]) -> None:
+    """The norm, the loss, the pace and the wish to stop, in one tensor."""
+    trainer = trainer_of(tmp_path, "cpu", "fp32", {})
+    trainer.step()
+    trainer.close()
+    assert reads == [torch.Size([5])]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("case", [{}, {"masked": True, "dropout": 0.0}, {"recompute": "full"}], ids=["dropout", "documents", "recompute"])
+def test_a_step_waits_for_the_gpu_once(tmp_path: Path, reads: list[torch.Size], case: dict[str, Any], precision: str, kernels: str) -> None:
+    trainer = trainer_of(tmp_path, "cuda", precision, {"kernels": kernels}, **case)
+    trainer.step()  # compiles, and takes what is kept: tables, workspaces
+    reads.clear()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [trainer.step() for _ in range(10)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    trainer.close()
+    assert len(reads) == len(results) == 10
+    assert all(torch.isfinite(torch.tensor(result.loss)) for result in results)
