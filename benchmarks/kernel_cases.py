@@ -284,10 +284,10 @@ def _rotary(sizes: Sizes) -> Iterable[Case]:
 
     def make_backward() -> Contest:
         packed, (cos, sin) = sizes.randn(length, 1, heads * dim), tables()
-        grads = [torch.randn_like(x) for x in split(packed)]
-        own = (packed,), grads
+        dq, dk, dv = (torch.randn_like(x) for x in split(packed))
+        own = (packed,), (dq, dk, dv)
         peers = {**both_ways(lambda x: torchs(x, cos, sin), *own), LIGER: lambda: backward_of(lambda x: liger(x, cos, sin), *own)}
-        return Contest(lambda: rotary.split_rotary_backward(*grads, cos, sin), peers)
+        return Contest(lambda: rotary.split_rotary_backward(dq, dk, dv, cos, sin), peers)
 
     shape, moved, module = f"{length} × ({query_heads} + 2·{key_heads}) × {dim} bf16", 4 * length * heads * dim, "rotary_triton"
     yield Case("rotary + split, forward", shape, make_forward, moved, targets=(times_limit(1.15),), module=module, tuned=("_heads",))

@@ -115,8 +115,9 @@ def reason(error: Exception) -> str:
 
 
 def free() -> None:
-    gc.collect()
+    """Memory of the device, and what was compiled for another shape."""
     if torch.cuda.is_available():
+        gc.collect()
         torch._dynamo.reset()
         torch.cuda.empty_cache()
 

@@ -47,8 +47,9 @@ def _elementwise(columns: Iterable[int], tile: Iterable[int], warps: Iterable[in
     return [Setting({"ROWS": max(size // wide, 1), "COLUMNS": wide}, w) for size in tile for wide in columns for w in warps]
 
 
-def _attention(tiles: Iterable[tuple[int, int]], stages: Iterable[int]) -> list[Setting]:
-    return [Setting({"QUERIES": queries, "KEYS": keys}, w, s) for queries, keys in tiles for w in (4, 8) for s in stages]
+def _attention(tiles: Iterable[tuple[int, int, int]], stages: Iterable[int]) -> list[Setting]:
+    """Tiles of queries and keys with their warps."""
+    return [Setting({"QUERIES": queries, "KEYS": keys}, w, s) for queries, keys, w in tiles for s in stages]
 
 
 SETTINGS: dict[tuple[str, str], list[Setting]] = {
@@ -68,9 +69,9 @@ SETTINGS: dict[tuple[str, str], list[Setting]] = {
     ],
     ("rotary_triton", "_heads"): [Setting({"ROWS": rows}, w) for rows in (16, 32, 64) for w in (2, 4, 8)],
     ("rotary_triton", "_three"): [Setting({"ROWS": rows}, w) for rows in (16, 32, 64) for w in (2, 4, 8)],
-    ("attention_triton", "_forward"): _attention(((64, 64), (128, 64), (128, 128), (64, 128)), (2, 3, 4)),
-    ("attention_triton", "_backward_queries"): _attention(((64, 64), (128, 64), (64, 128), (128, 32)), (2, 3)),
-    ("attention_triton", "_backward_keys"): _attention(((64, 64), (64, 128), (32, 128), (32, 64)), (2, 3)),
+    ("attention_triton", "_forward"): _attention(((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (2, 3, 4)),
+    ("attention_triton", "_backward_queries"): _attention(((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 32, 8)), (2, 3)),
+    ("attention_triton", "_backward_keys"): _attention(((64, 64, 4), (64, 64, 8), (64, 128, 8), (32, 128, 8), (32, 64, 4)), (2, 3)),
 }
 """(module, kernel) → what is tried."""
 

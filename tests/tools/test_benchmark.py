@@ -142,12 +142,19 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
         (["overhead", "--threads", "0"], "--threads 0: there must be at least one"),
         (["step", "--machine", "a/b"], "--machine a/b becomes a part of a file name"),
         (["step", "--precision", "fp64"], "invalid choice: 'fp64'"),
-        (["kernels"], "invalid choice: 'kernels'"),
+        (["kernel"], "invalid choice: 'kernel'"),
+        (["kernels"], "kernels measures on an NVIDIA GPU, and the driver shows none"),
+        (["kernels", "norms"], "kernels norms is no group of kernels. Legal values: cross_entropy, norm,"),
     ],
 )
 def test_wrong_options_end_with_one_message(
-    main: Callable[[list[str]], None], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], None],
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(report, "gpu", lambda: None)
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     out, err = capsys.readouterr()
