@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks import report
 from megalite.config.load import from_dict
+from megalite.config.presets import preset
 from megalite.training.flops import model_flops_per_token, peak_flops
 
 SECONDS, LONGEST = 560.0, 240.0  # for all runs, and for one
@@ -50,10 +51,10 @@ class Shape:
 
     def config(self, scratch: Path, smoke: bool) -> dict[str, Any]:
         tiny = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-        model = {"preset": self.preset} | ({} if self.layers is None else {"num_hidden_layers": self.layers})
+        model = preset(self.preset) | ({} if self.layers is None else {"num_hidden_layers": self.layers})
         model |= {**tiny, "head_dim": 8, "num_hidden_layers": 1} if smoke else {}
-        length, vocabulary = (16, 64) if smoke else (self.length, 128256)
-        prefix = report.write_random_tokens(scratch, vocabulary, 64 * self.batch * length)
+        length = 16 if smoke else self.length
+        prefix = report.write_random_tokens(scratch, model["vocab_size"], 64 * self.batch * length)
         return {
             "run": {"dir": str(scratch), "name": "step"},
             "model": model,
