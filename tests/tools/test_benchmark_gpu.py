@@ -19,8 +19,10 @@ from benchmarks import gpu_step, kernel_page, kernel_run, kernels, report, tunin
 from benchmarks.kernel_cases import CASES, Case, Contest, Sizes, Target
 from megalite.config.load import from_dict
 from megalite.training.flops import model_flops_per_token
+from tests.conftest import HAS_GPU
 from tests.kernels.compiling import MODULES
 
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="interprets kernels in this process")
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 DEVICE = {"name": "A GPU", "bytes_per_second": 1e12, "flops": 1e14, "limit_bytes_per_second": 2e12, "torch": "2", "triton": "3"}
 
