@@ -222,26 +222,19 @@ def _swiglu_of(sizes: Sizes, count: int, width: int) -> Iterable[Case]:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
-    def liger(gate: Tensor, up: Tensor) -> Tensor:
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    def liger(gate_up: Tensor) -> Tensor:
+        from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 
-        return LigerSiLUMulFunction.apply(gate, up)
-
-    def halves(gate_up: Tensor) -> list[Tensor]:  # Liger's are two matrices
-        return [half.contiguous() for half in gate_up.chunk(2, -1)]
-
-    def liger_forward(gate_up: Tensor) -> Function:
-        both = halves(gate_up)
-        return lambda: liger(*both)
+        return LigerFusedGateUpSiLUMulFunction.apply(gate_up)
 
     def make_forward() -> Contest:
         gate_up = sizes.randn(count, 2 * width)
-        peers = {**forwards(torchs, (gate_up,)), LIGER: lambda: liger_forward(gate_up)}
+        peers = {**forwards(torchs, (gate_up,)), LIGER: lambda: lambda: liger(gate_up)}
         return Contest(lambda: activation.gated_forward(gate_up, "silu"), peers)
 
     def make_backward() -> Contest:
         gate_up, dh = sizes.randn(count, 2 * width), sizes.randn(count, width)
-        peers = {**both_ways(torchs, (gate_up,), (dh,)), LIGER: lambda: backward_of(liger, halves(gate_up), (dh,))}
+        peers = {**both_ways(torchs, (gate_up,), (dh,)), LIGER: lambda: backward_of(liger, (gate_up,), (dh,))}
         return Contest(lambda: activation.gated_backward(dh, gate_up, "silu"), peers)
 
     shape, module, element = f"{count} × {width} bf16", "activation_triton", count * width

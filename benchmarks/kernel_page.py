@@ -36,7 +36,8 @@ def _device(content: dict[str, Any]) -> str:
     device, rows = content["device"], content["results"]
     limits = f"{device['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product {device['flops'] / 1e12:.0f} TFLOP/s"
     commits = ", ".join(sorted({row["commit"] for row in rows if row.get("commit")})) or "unknown"
-    versions = f"torch {device['torch']}, Triton {device['triton']}, commit {commits}"
+    liger = f"Liger {device['liger']}" if device["liger"] else "without Liger"
+    versions = f"torch {device['torch']}, Triton {device['triton']}, {liger}, commit {commits}"
     lines = [
         f"**{device['name']}**, {versions}. A copy reaches {limits}: the device's limits.",
         "",

@@ -19,7 +19,7 @@ from megalite_kernels import dispatch
 from benchmarks import attention_cases, tuning
 from benchmarks.kernel_cases import CASES, Case, Function, Sizes
 from benchmarks.measure import read_spec, timed
-from benchmarks.report import ROW
+from benchmarks.report import ROW, version
 
 H200_BYTES = 0.9 * 4.8e12  # a second: nine tenths of the data sheet, which is what a good kernel moves
 NOTHING: dict[str, Any] = {
@@ -65,7 +65,13 @@ def describe(sizes: Sizes) -> dict[str, Any]:
     a, b = sizes.randn(side, side), sizes.randn(side, side)
     copy, product = measure(lambda: target.copy_(source)), measure(lambda: torch.mm(a, b, out=out))
     name = "no GPU: interpreted, at sizes that say nothing" if sizes.smoke else torch.cuda.get_device_name()
-    found = {"name": name, "cuda": torch.version.cuda, "torch": torch.__version__, "triton": triton.__version__}
+    found = {
+        "name": name,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "liger": version("liger-kernel"),
+    }
     speeds = {"bytes_per_second": 4 * count / copy, "flops": 2 * side**3 / product}
     return {**found, **speeds, "limit_bytes_per_second": H200_BYTES if "H200" in name or sizes.smoke else None}
 

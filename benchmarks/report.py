@@ -135,12 +135,15 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Of everything whose version a figure depends on."""
     found: dict[str, str | None] = {"python": platform.python_version(), "megalite": __version__, "commit": commit()}
-    for package in ("torch", "numpy", "transformers"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return found | {package: version(package) for package in ("torch", "numpy", "transformers")}
+
+
+def version(package: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def gpu() -> str | None:

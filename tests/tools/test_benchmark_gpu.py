@@ -24,7 +24,15 @@ from tests.kernels.compiling import MODULES
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="interprets kernels in this process")
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-DEVICE = {"name": "A GPU", "bytes_per_second": 1e12, "flops": 1e14, "limit_bytes_per_second": 2e12, "torch": "2", "triton": "3"}
+DEVICE = {
+    "name": "A GPU",
+    "bytes_per_second": 1e12,
+    "flops": 1e14,
+    "limit_bytes_per_second": 2e12,
+    "torch": "2",
+    "triton": "3",
+    "liger": None,
+}
 
 
 @pytest.fixture
