@@ -23,8 +23,8 @@ from megalite.config.arguments import Parser
 from megalite.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from megalite.data.tokenizers import Tokenizer
     from tools.generating import LanguageModel
+    from tools.tokenizing import Tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -85,17 +85,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def tokenizer_of(model: LanguageModel, name: str | None) -> Tokenizer:
     """The tokenizer that is given by name, or that of the training data. Raises ConfigError where there is none or it does not fit."""
-    from megalite.data import tokenizers
+    from tools import tokenizing
     from tools.generating import tokenizer_prefix
 
     prefix = tokenizer_prefix(model.config)
     if name is not None:
-        found = tokenizers.load(name)
+        found = tokenizing.load(name)
     elif prefix is None:
         raise ConfigError("the checkpoint names no training data, so its tokenizer is unknown. Give it with --tokenizer.")
     else:
         try:
-            found = tokenizers.load_for(prefix)
+            found = tokenizing.load_for(prefix)
         except ConfigError as error:
             raise ConfigError(f"the training data's tokenizer can not be read: {error} Or give it with --tokenizer.") from None
     if found.vocab_size > model.config.model.vocabulary:

@@ -1,1 +1,1 @@
-"""Text in, microbatches out: tokenizers, the indexed token file, sample order and blends, the prefetching loader."""
+"""Tokens in, microbatches out: the indexed token file, sample order and blends, the prefetching loader."""

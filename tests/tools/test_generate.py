@@ -16,7 +16,7 @@ import torch
 from megalite.batch import Microbatch
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedWriter
-from megalite.data.tokenizers import ByteTokenizer
+from tools.tokenizing import ByteTokenizer
 from tests.distributed.pool import RankPool
 from tests.tools.jobs import train_and_save
 from tools.generating import LanguageModel, Sampling, draw, in_one_process

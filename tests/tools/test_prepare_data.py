@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from megalite.data import tokenizers
+from tools import tokenizing
 from megalite.data.indexed import DataError, IndexedTokens
 from tools.preparing import prepare
 from tools.preparing.sources import open_inputs
@@ -67,7 +67,7 @@ def refusal(run, capsys) -> Callable[..., str]:
 
 def texts_of(prefix: str | Path) -> list[str]:
     """The documents of a token file, decoded by the tokenizer that PREFIX.json names; each must end in EOS and hold no other."""
-    tokens, tokenizer = IndexedTokens(prefix), tokenizers.load_for(prefix)
+    tokens, tokenizer = IndexedTokens(prefix), tokenizing.load_for(prefix)
     assert (tokens.vocab_size, tokens.eos) == (tokenizer.vocab_size, tokenizer.eos)
     ends = tokens.sizes.cumsum().tolist()
     documents = [tokens.tokens[end - size : end].tolist() for size, end in zip(tokens.sizes.tolist(), ends, strict=True)]

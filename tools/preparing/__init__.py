@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data import tokenizers
 from megalite.data.indexed import DataError, IndexedWriter
+from tools import tokenizing
 from tools.preparing.sources import Source, Task, documents
 
 TRAINING_BYTES = 8_000_000  # of the input that a tokenizer is trained on: more changes a vocabulary of thousands little and costs minutes
@@ -79,7 +79,7 @@ def prepare(
 
 def _encode(sources: list[Source], prefix: Path, loaded: str, named: str, text_key: str, workers: int, progress: Progress) -> Summary:
     """loaded: where the tokenizer lies now; named: where it will lie, as PREFIX.json says."""
-    vocabulary = tokenizers.load(loaded)
+    vocabulary = tokenizing.load(loaded)
     summary = Summary(str(prefix), vocab_size=vocabulary.vocab_size, eos=vocabulary.eos, tokenizer=_beside(named, prefix))
     total = sum(source.size for source in sources)
     with IndexedWriter(prefix, vocabulary.vocab_size) as writer:
@@ -120,7 +120,7 @@ def _trained(sources: list[Source], vocab_size: int, path: Path, text_key: str, 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{os.getpid()}.model"
     try:
-        tokenizers.train_sentencepiece(texts(), vocab_size, temporary)
+        tokenizing.train_sentencepiece(texts(), vocab_size, temporary)
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def _encoded(tasks: Iterator[Task], tokenizer: str, text_key: str, workers: int)
         pool.shutdown(cancel_futures=True)
 
 
-_vocabulary = functools.cache(tokenizers.load)  # a worker loads its tokenizer once
+_vocabulary = functools.cache(tokenizing.load)  # a worker loads its tokenizer once
 
 
 def _encode_task(task: Task, tokenizer: str, text_key: str) -> Encoded:

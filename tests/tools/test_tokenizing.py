@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import tokenizers
 from megalite.data.indexed import DataError
+from tools import tokenizing
 
 SOURCES = [inspect.getsource(module) for module in (inspect, json, textwrap)]
 HARD = [
@@ -25,7 +25,7 @@ HARD = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "code.model"
-    tokenizers.train_sentencepiece(SOURCES[:1], 600, path)
+    tokenizing.train_sentencepiece(SOURCES[:1], 600, path)
     return path
 
 
@@ -46,9 +46,9 @@ def directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(params=["byte", "sentencepiece", "huggingface"])
-def tokenizer(request) -> tokenizers.Tokenizer:
+def tokenizer(request) -> tokenizing.Tokenizer:
     fixture = {"sentencepiece": "model", "huggingface": "directory"}.get(request.param)
-    return tokenizers.load(request.getfixturevalue(fixture) if fixture else "byte")
+    return tokenizing.load(request.getfixturevalue(fixture) if fixture else "byte")
 
 
 def test_text_comes_back(tokenizer):
@@ -71,35 +71,35 @@ def test_eos_is_an_id_that_decodes_to_nothing(tokenizer):
 
 
 def test_bytes():
-    tokenizer = tokenizers.load("byte")
+    tokenizer = tokenizing.load("byte")
     assert (tokenizer.vocab_size, tokenizer.eos, tokenizer.files) == (257, 256, [])
     assert tokenizer.encode("Aé\n") == [65, 0xC3, 0xA9, 10]
     assert tokenizer.decode([65, 0xC3]) == "A\ufffd"
 
 
 def test_trained_pieces_compress_code(model):
-    tokenizer = tokenizers.load(model)
+    tokenizer = tokenizing.load(model)
     assert (tokenizer.vocab_size, tokenizer.files) == (600, [model])
     assert len(tokenizer.encode(SOURCES[1])) < 0.6 * len(SOURCES[1])
     assert len(tokenizer.encode(" " * 8)) <= 2, "indentation is pieces, not bytes"
 
 
 def test_training_depends_on_the_texts_alone(model, tmp_path):
-    tokenizers.train_sentencepiece(iter(SOURCES[:1]), 600, tmp_path / "again.model")
-    tokenizers.train_sentencepiece(SOURCES[1:2], 600, tmp_path / "other.model")
+    tokenizing.train_sentencepiece(iter(SOURCES[:1]), 600, tmp_path / "again.model")
+    tokenizing.train_sentencepiece(SOURCES[1:2], 600, tmp_path / "other.model")
     assert (tmp_path / "again.model").read_bytes() == model.read_bytes() != (tmp_path / "other.model").read_bytes()
 
 
 def test_one_long_line_is_learned_from(tmp_path):
     """sentencepiece would skip a sentence above its limit without a word."""
-    tokenizers.train_sentencepiece(["abcabcabd" * 5000], 270, tmp_path / "x.model")
-    assert len(tokenizers.load(tmp_path / "x.model").encode("abcabcabd")) < 5
+    tokenizing.train_sentencepiece(["abcabcabd" * 5000], 270, tmp_path / "x.model")
+    assert len(tokenizing.load(tmp_path / "x.model").encode("abcabcabd")) < 5
 
 
 @pytest.mark.parametrize(("texts", "vocab"), [([], 600), ([""], 600), (["hello world"] * 5, 4096), (SOURCES[:1], 100)])
 def test_untrainable(tmp_path, texts, vocab):
     with pytest.raises(DataError, match=f"--train_tokenizer {vocab} can not be trained") as caught:
-        tokenizers.train_sentencepiece(texts, vocab, tmp_path / "x.model")
+        tokenizing.train_sentencepiece(texts, vocab, tmp_path / "x.model")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -118,7 +118,7 @@ def test_sentencepiece_without_eos_is_refused(tmp_path):
             max_sentence_length=10**6,
         )
     with pytest.raises(DataError, match="has no end-of-sentence piece"):
-        tokenizers.load(tmp_path / "x.model")
+        tokenizing.load(tmp_path / "x.model")
 
 
 def test_directory_without_eos_is_refused(directory, tmp_path):
@@ -127,7 +127,7 @@ def test_directory_without_eos_is_refused(directory, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
     with pytest.raises(DataError, match="names no eos_token"):
-        tokenizers.load(tmp_path)
+        tokenizing.load(tmp_path)
 
 
 def test_unreadable(tmp_path):
@@ -139,5 +139,5 @@ def test_unreadable(tmp_path):
         ("none", "does not exist"),
     ):
         with pytest.raises(DataError, match=message) as caught:
-            tokenizers.load(tmp_path / name)
+            tokenizing.load(tmp_path / name)
         assert "\n" not in str(caught.value)
