@@ -11,17 +11,13 @@
     int64[n]  byte at which each sequence starts in PREFIX.bin
     int64[d]  sequence at which each document starts; the last mark is n
 
-The writer makes one sequence of every document. `PREFIX.json` says what the format can not: the vocabulary size, the EOS token and the
-tokenizer. The layout is that of Megatron-LM's megatron/core/datasets/indexed_dataset.py.
+`PREFIX.json` says what the format can not: the vocabulary size, the EOS token and the tokenizer. The layout is that of Megatron-LM's
+megatron/core/datasets/indexed_dataset.py. `tools/preparing/writing.py` writes it.
 """
 
 import json
-import os
 import struct
-from array import array
-from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -37,11 +33,6 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 class DataError(ConfigError):
     """Data that can not be read or prepared; the message names file, reason and way out."""
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that Megatron-LM chooses: uint16 where the vocabulary fits, else int32."""
-    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 def companion(prefix: str | Path, ending: str) -> Path:
@@ -137,60 +128,3 @@ def _probe(path: Path, pieces: int = 16, piece: int = 1 << 16) -> list[bytes]:
             file.seek((size - piece) * i // (pieces - 1))
             parts.append(file.read(piece))
         return parts
-
-
-class IndexedWriter:
-    """Writes a token file as a stream; nothing has its final name before `finish`.
-
-    A context manager: leaving it without `finish`, or by an exception, removes what was written.
-    """
-
-    def __init__(self, prefix: str | Path, vocab_size: int):
-        self.prefix, self.dtype = Path(prefix), token_dtype(vocab_size)
-        self.sizes = array("i")
-        self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = {end: self.prefix.parent / f".{self.prefix.name}.{os.getpid()}.{end}" for end in ("bin", "json", "idx")}
-        self._file = self._temporary["bin"].open("wb")
-
-    def add(self, tokens: NDArray[np.integer], sizes: Iterable[int]) -> None:
-        """Append documents. tokens: all of them, one after another; sizes: the tokens of each document."""
-        self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self.sizes.extend(sizes)
-
-    def finish(self, metadata: dict[str, Any]) -> None:
-        """Write the index and PREFIX.json, then give all three their names, the index last: without it there is no token file."""
-        if not self.sizes:
-            raise DataError(f"{self.prefix}: the input holds no text. Nothing was written.")
-        _close_to_disk(self._file)
-        with self._temporary["idx"].open("wb") as file:
-            self._write_index(file)
-            _close_to_disk(file)
-        with self._temporary["json"].open("w", encoding="utf-8") as text:
-            text.write(json.dumps(metadata, indent=2) + "\n")
-            _close_to_disk(text)
-        companion(self.prefix, "idx").unlink(missing_ok=True)  # an older index must never meet the newer tokens
-        for end, path in self._temporary.items():
-            path.replace(companion(self.prefix, end))
-
-    def _write_index(self, file: Any) -> None:
-        sizes = np.frombuffer(self.sizes, dtype=np.int32).astype("<i4", copy=False)
-        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
-        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
-        file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(sizes) + 1))
-        file.write(sizes.tobytes())
-        file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes())
-        file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
-
-    def __enter__(self) -> "IndexedWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-        for path in self._temporary.values():
-            path.unlink(missing_ok=True)
-
-
-def _close_to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

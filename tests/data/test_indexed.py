@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.indexed import DataError, IndexedTokens, IndexedWriter, token_dtype
+from megalite.data.indexed import DataError, IndexedTokens
+from tools.preparing.writing import IndexedWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7, 99], [99], [1, 2, 99]]
 

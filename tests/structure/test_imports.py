@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.indexed import IndexedWriter
 from tests.structure.sources import ROOT, python
+from tools.preparing.writing import IndexedWriter
 
 SECONDS = 0.3
 NEVER_WHILE_TRAINING = (

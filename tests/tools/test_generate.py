@@ -15,11 +15,11 @@ import torch
 
 from megalite.batch import Microbatch
 from megalite.config.load import from_dict
-from megalite.data.indexed import IndexedWriter
-from tools.tokenizing import ByteTokenizer
 from tests.distributed.pool import RankPool
 from tests.tools.jobs import train_and_save
 from tools.generating import LanguageModel, Sampling, draw, in_one_process
+from tools.preparing.writing import IndexedWriter
+from tools.tokenizing import ByteTokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
 SENTENCE = "Every café at six: quick brown foxes jump over lazy dogs."

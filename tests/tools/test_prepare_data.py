@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from tools import tokenizing
 from megalite.data.indexed import DataError, IndexedTokens
+from tools import tokenizing
 from tools.preparing import prepare
 from tools.preparing.sources import open_inputs
 

@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.indexed import DataError, IndexedWriter
+from megalite.data.indexed import DataError
 from tools import tokenizing
 from tools.preparing.sources import Source, Task, documents
+from tools.preparing.writing import IndexedWriter
 
 TRAINING_BYTES = 8_000_000  # of the input that a tokenizer is trained on: more changes a vocabulary of thousands little and costs minutes
 TASKS_AHEAD = 4

@@ -1,0 +1,76 @@
+"""Writes the indexed token file that `megalite.data.indexed` reads and describes: one sequence of every document."""
+
+import json
+import os
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.indexed import DTYPES, HEADER, MAGIC, DataError, companion
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type that Megatron-LM chooses: uint16 where the vocabulary fits, else int32."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+class IndexedWriter:
+    """Writes a token file as a stream; nothing has its final name before `finish`.
+
+    A context manager: leaving it without `finish`, or by an exception, removes what was written.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int):
+        self.prefix, self.dtype = Path(prefix), token_dtype(vocab_size)
+        self.sizes = array("i")
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = {end: self.prefix.parent / f".{self.prefix.name}.{os.getpid()}.{end}" for end in ("bin", "json", "idx")}
+        self._file = self._temporary["bin"].open("wb")
+
+    def add(self, tokens: NDArray[np.integer], sizes: Iterable[int]) -> None:
+        """Append documents. tokens: all of them, one after another; sizes: the tokens of each document."""
+        self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self.sizes.extend(sizes)
+
+    def finish(self, metadata: dict[str, Any]) -> None:
+        """Write the index and PREFIX.json, then give all three their names, the index last: without it there is no token file."""
+        if not self.sizes:
+            raise DataError(f"{self.prefix}: the input holds no text. Nothing was written.")
+        _close_to_disk(self._file)
+        with self._temporary["idx"].open("wb") as file:
+            self._write_index(file)
+            _close_to_disk(file)
+        with self._temporary["json"].open("w", encoding="utf-8") as text:
+            text.write(json.dumps(metadata, indent=2) + "\n")
+            _close_to_disk(text)
+        companion(self.prefix, "idx").unlink(missing_ok=True)  # an older index must never meet the newer tokens
+        for end, path in self._temporary.items():
+            path.replace(companion(self.prefix, end))
+
+    def _write_index(self, file: Any) -> None:
+        sizes = np.frombuffer(self.sizes, dtype=np.int32).astype("<i4", copy=False)
+        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
+        file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(sizes) + 1))
+        file.write(sizes.tobytes())
+        file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes())
+        file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+
+def _close_to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
