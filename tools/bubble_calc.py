@@ -28,10 +28,10 @@ from megalite.config.arguments import Parser
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import draw
-from megalite.planning.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
 from tools import drawing
 from tools.drawing import measured, trace
 from tools.drawing.tables import durations, grid, heading, summary, table
+from tools.planning.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
 
 FORMATS = (".png", ".svg", ".html", ".json")
 LONGEST = 1e100  # duration: what is added up from so many stays finite

@@ -10,8 +10,8 @@ import pytest
 
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, Kind
-from megalite.planning.bubble import plan
 from tools.drawing.trace import chrome_trace
+from tools.planning.bubble import plan
 
 
 @pytest.fixture(params=SCHEDULES)

@@ -10,8 +10,8 @@ from typing import Any
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planning.bubble import BUBBLES, Plan, compare
 from tools.drawing.tables import aligned, percent
+from tools.planning.bubble import BUBBLES, Plan, compare
 
 TIMELINE = Path("traces", "timeline.json")
 LONGEST = 1e9  # seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalite.parallel.pipeline.schedule import Kind
-from megalite.planning.bubble import BUBBLES, DIGITS, Plan
+from tools.planning.bubble import BUBBLES, DIGITS, Plan
 
 LISTED = 16  # ranks up to which a value is printed for each
 

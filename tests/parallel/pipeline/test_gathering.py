@@ -14,7 +14,7 @@ from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Kind, Schedule, ScheduleError, Unit
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.pipeline.validator import validate
-from megalite.planning.bubble import Weights, plan
+from tools.planning.bubble import Weights, plan
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
