@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.arguments import Parser
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from megalite.parallel.pipeline.simulator import draw
 from tools import drawing
 from tools.drawing import measured, trace
 from tools.drawing.tables import durations, grid, heading, summary, table
+from tools.drawing.text import draw
 from tools.planning.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
 
 FORMATS = (".png", ".svg", ".html", ".json")
