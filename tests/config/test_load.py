@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.config import Config, ConfigError, from_dict, load_config, to_dict, to_yaml
 from megalite.config import load as loading
+from megalite.config.load import from_dict, load_config, to_dict, to_yaml
+from megalite.config.schema import Config, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +200,7 @@ def test_other_local_ranks_say_nothing_and_let_rank_0_speak_first(capsys, monkey
 
 def test_loading_needs_no_torch_and_using_a_configuration_no_parser():
     code = (
-        "import sys; from megalite.config import from_dict, load_config; from_dict({});"
+        "import sys; from megalite.config.load import from_dict, load_config; from_dict({});"
         "print([m for m in ('torch', 'jsonargparse', 'yaml', 'transformers') if m in sys.modules]);"
         "load_config(['--data.train', 'tokens'], world_size=1);"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"

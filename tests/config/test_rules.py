@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from megalite.config import Config, ConfigError, check, duration_seconds, rules
-from megalite.config.rules import RULES
+from megalite.config import rules
+from megalite.config.rules import RULES, check
+from megalite.config.rules.training import duration_seconds
+from megalite.config.schema import Config, ConfigError
 
 
 @dataclass

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megalite.config import load_config
+from megalite.config.load import load_config
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.training import build
