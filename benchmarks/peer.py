@@ -13,8 +13,8 @@ import torch._dynamo  # torch.optim imports it when the optimizer is made: an im
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
-from megalite.config.families import to_hf_config
 from megalite.config.load import from_dict
+from tools.exporting import to_hf_config
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure import Memory, finish, read_spec, timed
-from megalite.config.families import to_hf_config
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
+from tools.exporting import to_hf_config
 
 
 def main() -> None:
