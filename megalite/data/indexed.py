@@ -15,15 +15,14 @@
 megatron/core/datasets/indexed_dataset.py. `tools/preparing/writing.py` writes it.
 """
 
-import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.schema import ConfigError
+from megalite.config.token_files import metadata
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type code, sequences, document marks
@@ -44,7 +43,8 @@ class IndexedTokens:
     """A token file, memory-mapped: opening costs the same for a megabyte and a terabyte.
 
     Attributes: `tokens` (all of them, flat), `sizes` and `pointers` of the sequences, `documents` (marks), `metadata` (PREFIX.json) and its
-    `vocab_size` and `eos`. Raises DataError where the files are missing, damaged, empty or do not belong together.
+    `vocab_size` and `eos`. Raises DataError where the files are missing, damaged, empty or do not belong together,
+    ConfigError where PREFIX.json is broken.
     """
 
     def __init__(self, prefix: str | Path):
@@ -53,7 +53,7 @@ class IndexedTokens:
         dtype, self.sizes, self.pointers, self.documents = _read_index(self._idx)
         self._check_length(dtype.itemsize)
         self.tokens: NDArray[np.integer] = np.memmap(self._bin, dtype=dtype, mode="r")
-        self.metadata = _read_metadata(companion(prefix, "json"))
+        self.metadata = metadata(prefix)
         self.vocab_size: int | None = self.metadata.get("vocab_size")
         self.eos: int | None = self.metadata.get("eos")
 
@@ -103,19 +103,6 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
     documents = np.frombuffer(raw, "<i8", marks, HEADER.size + 12 * sequences)
     return np.dtype(DTYPES[code]), sizes, pointers, documents
-
-
-def _read_metadata(path: Path) -> dict[str, Any]:
-    """PREFIX.json; empty where there is none, as beside a file that Megatron-LM wrote."""
-    if not path.is_file():
-        return {}
-    try:
-        metadata = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        metadata = None
-    if not isinstance(metadata, dict):
-        raise DataError(f'{path} is not a JSON object. Prepare the data again, or write {{"vocab_size": V, "eos": ID}} into it.')
-    return metadata
 
 
 def _probe(path: Path, pieces: int = 16, piece: int = 1 << 16) -> list[bytes]:

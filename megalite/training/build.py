@@ -22,7 +22,7 @@ from megalite.model.stage import Stage
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channels, with_communication
 from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
-from megalite.parallel.pipeline.partition import balanced, explicit, layer_costs
+from megalite.parallel.pipeline.partition import balanced, layer_costs
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
 from megalite.parallel.pipeline.validator import validate
@@ -49,7 +49,7 @@ def partition(config: Config) -> list[int]:
     """Layers of each stage: as configured, else balanced by measured or estimated cost with embedding and head counted."""
     model, parallel = config.model, config.parallel
     if parallel.partition is not None:
-        return explicit(parallel.partition, model.num_hidden_layers, parallel.stages)
+        return parallel.partition
     if parallel.layer_costs is not None:
         embedding, *layers, head = parallel.layer_costs
         return balanced(layers, parallel.stages, embedding, head)

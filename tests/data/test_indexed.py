@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError, IndexedTokens
 from tools.preparing.writing import IndexedWriter, token_dtype
 
@@ -88,7 +89,7 @@ def test_damage_is_named(write, end, change, message):
     path = Path(f"{write('x', DOCUMENTS)}.{end}")
     changed = change(path.read_bytes())
     path.unlink() if changed is None else path.write_bytes(changed)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         IndexedTokens(path.with_suffix(""))
     assert "\n" not in str(caught.value)
 

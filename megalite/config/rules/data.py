@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.rule import Facts, Rule, nearest_name
 from megalite.config.schema import Config
-from megalite.config.token_files import data_vocab_size, prefixes, token_file
+from megalite.config.token_files import data_vocab_size, metadata, prefixes
 
 
 def _all_prefixes(c: Config) -> list[str]:
@@ -27,7 +27,7 @@ def _nearest_prefix(source: Any) -> str:
 
 
 def _vocabularies(c: Config) -> str:
-    return ", ".join(f"{prefix} has {token_file(prefix).vocab_size} tokens" for prefix in _all_prefixes(c))
+    return ", ".join(f"{prefix} has {metadata(prefix).get('vocab_size')} tokens" for prefix in _all_prefixes(c))
 
 
 def _token_file_rules(option: str) -> tuple[Rule, Rule]:
@@ -48,7 +48,7 @@ def _token_file_rules(option: str) -> tuple[Rule, Rule]:
 
 def _end_of_document_rule(option: str) -> Rule:
     def without(c: Facts) -> list[str]:
-        return [prefix for prefix in _all_prefixes(c) if token_file(prefix).eos is None]
+        return [prefix for prefix in _all_prefixes(c) if metadata(prefix).get("eos") is None]
 
     return Rule(f"{option} needs an end-of-document token", option, lambda c: attrgetter(option)(c) and without(c)).says(
         lambda c: f"needs an EOS token, and {without(c)[0]}.json names none",
@@ -66,7 +66,7 @@ RULES: tuple[Rule, ...] = (
         "is not a fraction of the training data",
         "Legal values: above 0 and below 1, for example 0.05; or the PREFIX of another token file.",
     ),
-    Rule("one vocabulary", "data.train", lambda c: len({token_file(p).vocab_size for p in _all_prefixes(c)} - {None}) > 1).says(
+    Rule("one vocabulary", "data.train", lambda c: len({metadata(p).get("vocab_size") for p in _all_prefixes(c)} - {None}) > 1).says(
         lambda c: f"and data.validation mix vocabularies: {_vocabularies(c)}", "Prepare all of them with one tokenizer."
     ),
     Rule("vocabulary is known", "model.vocab_size", lambda c: c.model.vocab_size is None).says(

@@ -82,19 +82,3 @@ def _best_split(
             following[stop] = min(values), [*best[start][1], stop - start]
         best = following
     return best[layers]
-
-
-def explicit(partition: Sequence[int], layers: int, stages: int) -> list[int]:
-    """A given partition, checked.
-
-    Raises:
-        ValueError: it has another number of stages, an empty stage, or another number of layers.
-    """
-    given, even = f"parallel.partition = {list(partition)}", f"for example {[(layers + i) // stages for i in range(stages)]}"
-    if len(partition) != stages:
-        raise ValueError(f"{given} has {len(partition)} entries for {stages} pipeline stages: give one for each, {even}.")
-    if min(partition) < 1:
-        raise ValueError(f"{given}: every stage needs at least one layer, {even}.")
-    if sum(partition) != layers:
-        raise ValueError(f"{given} holds {sum(partition)} layers, but model.num_hidden_layers = {layers}: they must add up, {even}.")
-    return list(partition)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
-from megalite.parallel.pipeline.partition import balanced, explicit, layer_costs
+from megalite.parallel.pipeline.partition import balanced, layer_costs
 from megalite.training import build
 
 
@@ -74,24 +74,6 @@ def test_too_many_stages_are_refused():
         balanced([1, 1], 3)
 
 
-@pytest.mark.parametrize(
-    "partition, message",
-    [
-        ([2, 2], r"parallel\.partition = \[2, 2\] has 2 entries for 3 pipeline stages.*\[2, 2, 3\]"),
-        ([7, 0, 0], "every stage needs at least one layer"),
-        ([2, 2, 2], r"holds 6 layers, but model\.num_hidden_layers = 7"),
-        ([], "has 0 entries"),
-    ],
-)
-def test_a_wrong_explicit_partition_is_refused(partition, message):
-    with pytest.raises(ValueError, match=message):
-        explicit(partition, layers=7, stages=3)
-
-
-def test_a_right_explicit_partition_is_kept():
-    assert explicit((1, 5, 1), layers=7, stages=3) == [1, 5, 1]
-
-
 def test_layer_costs_count_matrix_products_and_attended_pairs():
     model = ModelConfig(
         vocab_size=100,
@@ -131,3 +113,5 @@ def test_measured_costs_replace_the_estimate():
     assert build.partition(config) == [3, 3]
     config.parallel.layer_costs = [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]  # the head costs as much as two layers
     assert build.partition(config) == [4, 2]
+    config.parallel.partition = [1, 5]
+    assert build.partition(config) == [1, 5]
