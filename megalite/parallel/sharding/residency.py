@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,13 +69,24 @@ class Residency:
         else:
             self._moves[action.kind, action.unit].append(memory)
 
+    def enter(self, unit: int, x: Tensor) -> Tensor:
+        """A unit begins to compute on x; its backward ends here. Returns x."""
+        return Boundary.apply(x, partial(self.acquire, unit), partial(self.release, unit))
+
+    def leave(self, unit: int, x: Tensor) -> Tensor:
+        """A unit has computed x; its backward begins here. Returns x."""
+        if unit == 0:  # an embedding's backward needs no weights
+            self.release(unit)
+            return x
+        return Boundary.apply(x, partial(self.release, unit), partial(self.acquire, unit))
+
     def acquire(self, unit: int) -> None:
         """Return once a unit's weights are there; begin the gathers that were planned for now."""
         for memory in self.by_unit.get(unit, ()):
             if not self._planned:
                 self._gather(memory)
             assert memory.resident, f"the schedule does not gather the weights of unit {unit} before they are used"
-            self._await(memory)
+            memory.await_weights()
         for memory in self._moves.pop((Kind.GATHER, unit), ()):
             self._gather(memory)
 
@@ -87,7 +99,7 @@ class Residency:
         """Free everything: the shards have changed."""
         for memory in self.buckets:
             if memory.shard is not None:
-                self._await(memory)
+                memory.await_weights()
                 memory.free()
 
     def _gather(self, memory: BucketMemory) -> None:
@@ -96,38 +108,17 @@ class Residency:
         name = f"gather {self.buckets.index(memory)}"
         memory.gathering = self.log.gathering(name, self.gather(memory.shard, self.axis, memory.weights))
 
-    @staticmethod
-    def _await(memory: BucketMemory) -> None:
-        if memory.gathering is not None:
-            memory.gathering.wait()
-            memory.gathering = None
 
-
-class Enter(torch.autograd.Function):
-    """Before a unit. Forward: acquire its weights.  Backward: release them."""
+class Boundary(torch.autograd.Function):
+    """One end of a unit. Forward: do `there`.  Backward: do `back`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residency: Residency, unit: int) -> Tensor:
-        ctx.residency, ctx.unit = residency, unit
-        residency.acquire(unit)
+    def forward(ctx: Any, x: Tensor, there: Callable[[], None], back: Callable[[], None]) -> Tensor:
+        ctx.back = back
+        there()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.residency.release(ctx.unit)
-        return grads[0], None, None
-
-
-class Leave(torch.autograd.Function):
-    """After a unit. Forward: release its weights.  Backward: acquire them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residency: Residency, unit: int) -> Tensor:
-        ctx.residency, ctx.unit = residency, unit
-        residency.release(unit)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.residency.acquire(ctx.unit)
+        ctx.back()
         return grads[0], None, None

@@ -25,7 +25,7 @@ from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of
 from megalite.parallel.sharding.gradients import BucketGradients, GradientReducer
 from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zeros
 from megalite.parallel.sharding.powersgd import PowerSGD
-from megalite.parallel.sharding.residency import Enter, Leave, Residency
+from megalite.parallel.sharding.residency import Residency
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment, rectangles
 from megalite.parallel.transfers import TransferLog
 from megalite.parallel.weight import Weight, WeightGradients
@@ -66,6 +66,12 @@ class BucketMemory:
     def resident(self) -> bool:
         """Whether the full weights have memory."""
         return self.weights.untyped_storage().nbytes() > 0
+
+    def await_weights(self) -> None:
+        """Return once the full weights are there."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     def free(self) -> None:
         """Give back the memory of the full weights."""
@@ -252,28 +258,17 @@ class ParameterStore:
     def enter(self, unit: int, x: Tensor) -> Tensor:
         """Make a unit's weights ready for computing on x, and for the backward of that. Returns x."""
         self.wait_for(unit)
-        if self.residency is None:
-            return x
-        if x.is_floating_point():
-            return Enter.apply(x, self.residency, unit)
-        self.residency.acquire(unit)  # tokens: nothing comes back
-        return x
+        return x if self.residency is None else self.residency.enter(unit, x)
 
     def leave(self, unit: int, x: Tensor) -> Tensor:
         """The unit has computed x. Returns x."""
-        if self.residency is None:
-            return x
-        if unit > 0:
-            return Leave.apply(x, self.residency, unit)
-        self.residency.release(unit)  # an embedding's backward needs no weights
-        return x
+        return x if self.residency is None else self.residency.leave(unit, x)
 
     def wait_for(self, unit: int) -> None:
         """Return once the weights of a unit are up to date: called before each use, cheap when nothing is under way."""
         for memory in self._by_unit.get(unit, ()):
-            if memory.gathering is not None and memory.shard is None:
-                memory.gathering.wait()
-                memory.gathering = None
+            if memory.shard is None:
+                memory.await_weights()
 
     def finish_gathering(self) -> None:
         """Wait for every weight that is still on its way."""
