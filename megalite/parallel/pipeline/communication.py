@@ -90,27 +90,20 @@ def forward_prefix(schedule: Schedule) -> tuple[int, ...]:
     """
     forward = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.GATHER, Kind.RESHARD)
     lengths = [next((i for i, action in enumerate(actions) if action.kind not in forward), len(actions)) for actions in schedule.actions]
-    while True:
-        sent = {
-            (rank, action.peer, action.stage + 1, action.microbatch)
-            for rank, actions in enumerate(schedule.actions)
-            for action in actions[: lengths[rank]]
-            if action.is_send
-        }
-        shorter = [
-            next(
-                (
-                    i
-                    for i, action in enumerate(actions[: lengths[rank]])
-                    if action.kind is Kind.RECEIVE_FORWARD and (action.peer, rank, action.stage, action.microbatch) not in sent
-                ),
-                lengths[rank],
-            )
-            for rank, actions in enumerate(schedule.actions)
-        ]
-        if shorter == lengths:
-            return tuple(lengths)
+    sent_at = {action[1:3]: i for actions in schedule.actions for i, action in enumerate(actions) if action.kind is Kind.SEND_FORWARD}
+
+    def cut(rank: int) -> int:
+        """The length of a rank's prefix in front of the first receive whose send is in no prefix."""
+        for i, action in enumerate(schedule.actions[rank][: lengths[rank]]):
+            if action.kind is Kind.RECEIVE_FORWARD:
+                assert action.peer is not None
+                if sent_at[action.stage - 1, action.microbatch] >= lengths[action.peer]:
+                    return i
+        return lengths[rank]
+
+    while (shorter := [cut(rank) for rank in range(schedule.ranks)]) != lengths:
         lengths = shorter
+    return tuple(lengths)
 
 
 def with_communication(schedule: Schedule) -> Schedule:

@@ -27,7 +27,8 @@ from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.residency import Residency
 
 Key = tuple[int, int]  # stage, microbatch
-RECEIVES = {Kind.FORWARD: Kind.RECEIVE_FORWARD, Kind.BACKWARD: Kind.RECEIVE_BACKWARD}  # what brings a computation its input
+INPUTS = {Kind.FORWARD: (Kind.RECEIVE_FORWARD, -1), Kind.BACKWARD: (Kind.RECEIVE_BACKWARD, 1)}
+"""What brings a computation its input from another rank, and how many stages further it is made."""
 
 
 class _Gradient:
@@ -168,10 +169,12 @@ class Runtime:
 
     @staticmethod
     def _await_input(run: _Run, action: Action) -> None:
-        if receive := RECEIVES.get(action.kind):
-            work, _ = run.arriving.get((receive, (action.stage, action.microbatch)), (None, None))
-            if work is not None:
-                work.wait()
+        """Where another rank makes an action's input, wait until it is here: from then on it is as if it had been made here."""
+        receive, step = INPUTS.get(action.kind, (action.kind, 0))
+        if arrived := run.arriving.pop((receive, action[1:3]), None):
+            work, buffer = arrived
+            work.wait()
+            run.products[action.stage + step, action.microbatch] = buffer
 
     def _throw_away(self, run: _Run, schedule: Schedule, lengths: Sequence[int]) -> None:
         """Complete every message of the prefixes, so that none is taken for one of the second try."""
@@ -191,7 +194,7 @@ class Runtime:
         if action.stage == 0:
             x = microbatch.tokens
         else:
-            x = self._input(run, action, run.products.pop((action.stage - 1, action.microbatch), None))
+            x = run.products.pop((action.stage - 1, action.microbatch))
             if run.training:
                 run.inputs[key] = x.requires_grad_()
         out = stage(x, microbatch, stage.context(microbatch, run.step, run.training), run.loss_scale)
@@ -207,8 +210,7 @@ class Runtime:
     def _backward(self, run: _Run, schedule: Schedule, action: Action) -> None:
         key = (action.stage, action.microbatch)
         if action.stage < schedule.stages - 1:
-            local = run.products.pop((action.stage + 1, action.microbatch), None)
-            run.gradients.pop(key).value = self._input(run, action, local)
+            run.gradients.pop(key).value = run.products.pop((action.stage + 1, action.microbatch))
             self._release_output(run, key)
         torch.autograd.backward(run.roots.pop(key))
         if Kind.WEIGHT in schedule.passes:
@@ -255,11 +257,3 @@ class Runtime:
         peer = self.mesh.pp.ranks[action.peer]
         self.mesh.traffic[operation.__name__, "pp"] += 1
         return message(operation, tensor, peer, group, f"pipeline message {action}")
-
-    @staticmethod
-    def _input(run: _Run, action: Action, local: Tensor | None) -> Tensor:
-        """The tensor that an action needs: made by another stage on this rank, or received and there."""
-        if local is not None:
-            return local
-        _, buffer = run.arriving.pop((RECEIVES[action.kind], (action.stage, action.microbatch)))
-        return buffer

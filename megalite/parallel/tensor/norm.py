@@ -7,6 +7,7 @@ heads (OLMo-2's query and key norms) spans the tp ranks: one small all-reduce ea
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -19,25 +20,56 @@ from megalite.parallel.regions import Regions
 from megalite.parallel.weight import Weight
 
 
-class _RMSNorm(torch.autograd.Function):
-    """No communication."""
+class _Apply(torch.autograd.Function):
+    """A norm as its `compute` and `gradient` define it. Communication: theirs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RMSNorm) -> Tensor:
-        y: Tensor
-        y, rstd = norm.regions.rms_norm(x, weight, norm.eps, norm.offset)
-        ctx.save_for_backward(x, rstd)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+        y, *statistics = norm.compute(x)
+        ctx.save_for_backward(x, *statistics)
         ctx.norm = norm
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        x, rstd = ctx.saved_tensors
-        norm = ctx.norm
-        dx, dweight = norm.regions.rms_norm_backward(grads[0], x, norm.weight.tensor, rstd, norm.offset)
-        norm.weight.accumulate(dweight)
-        return dx, None, None
+        return ctx.norm.gradient(grads[0], *ctx.saved_tensors), None, None
+
+
+class Norm(nn.Module, ABC):
+    """A norm over the last dimension."""
+
+    def __init__(self, weight: Weight, eps: float):
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Apply.apply(x, self.weight.tensor, self)
+
+    @abstractmethod
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The normed x, and what the gradient needs besides x."""
+
+    @abstractmethod
+    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
+        """The gradient of x; those of the weights go to their buckets."""
+
+
+class RMSNorm(Norm):
+    """x / rms(x) · (weight + offset) (Zhang and Sennrich 2019). No communication."""
+
+    def __init__(self, weight: Weight, eps: float, offset: float, regions: Regions):
+        super().__init__(weight, eps)
+        self.offset, self.regions = offset, regions
+
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.regions.rms_norm(x, self.weight.tensor, self.eps, self.offset)
+
+    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor, dtotal: Tensor | None = None) -> Tensor:
+        """`dtotal` is added: the gradient that x has from elsewhere."""
+        dx, dweight = self.regions.rms_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset, dtotal)
+        self.weight.accumulate(dweight)
+        return dx
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -53,10 +85,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        total, rstd = ctx.saved_tensors
-        norm = ctx.norm
-        dx, dweight = norm.regions.rms_norm_backward(grads[1], total, norm.weight.tensor, rstd, norm.offset, grads[0])
-        norm.weight.accumulate(dweight)
+        dx = ctx.norm.gradient(grads[1], *ctx.saved_tensors, dtotal=grads[0])
         return dx, dx, None, None
 
 
@@ -68,84 +97,46 @@ def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Te
     return total, norm(total)
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) · (weight + offset) over the last dimension (Zhang and Sennrich 2019)."""
-
-    def __init__(self, weight: Weight, eps: float, offset: float, regions: Regions):
-        super().__init__()
-        self.weight, self.eps, self.offset, self.regions = weight, eps, offset, regions
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight.tensor, self)
-
-
-class _LayerNorm(torch.autograd.Function):
-    """No communication."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: LayerNorm) -> Tensor:
-        y: Tensor
-        y, mean, rstd = norm.regions.layer_norm(x, weight, norm.bias.tensor, norm.eps)
-        ctx.save_for_backward(x, mean, rstd)
-        ctx.norm = norm
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        x, mean, rstd = ctx.saved_tensors
-        norm = ctx.norm
-        dx, dweight, dbias = norm.regions.layer_norm_backward(grads[0], x, norm.weight.tensor, mean, rstd)
-        norm.weight.accumulate(dweight)
-        norm.bias.accumulate(dbias)
-        return dx, None, None
-
-
-class LayerNorm(nn.Module):
-    """(x − mean) / std · weight + bias over the last dimension."""
+class LayerNorm(Norm):
+    """(x − mean) / std · weight + bias. No communication."""
 
     def __init__(self, weight: Weight, bias: Weight, eps: float, regions: Regions):
-        super().__init__()
-        self.weight, self.bias, self.eps, self.regions = weight, bias, eps, regions
+        super().__init__(weight, eps)
+        self.bias, self.regions = bias, regions
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _LayerNorm.apply(x, self.weight.tensor, self)
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.regions.layer_norm(x, self.weight.tensor, self.bias.tensor, self.eps)
 
-
-class _FullWidthRMSNorm(torch.autograd.Function):
-    """Forward and backward: all-reduce of one number a token over tp, since the mean spans every rank's heads."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: FullWidthRMSNorm) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.square().sum(-1, keepdim=True) / norm.replicas
-        rstd = torch.rsqrt(all_reduce(squares, norm.tp).wait() / norm.width + norm.eps)
-        ctx.save_for_backward(x, rstd)
-        ctx.norm = norm
-        return (wide * rstd).to(x.dtype) * (weight + norm.offset)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        x, rstd = ctx.saved_tensors
-        norm = ctx.norm
-        normed = x.to(rstd.dtype) * rstd
-        grad = grads[0].to(rstd.dtype)
-        norm.weight.accumulate((grad * normed).flatten(0, -2).sum(0))
-        grad = grad * (norm.weight.tensor.detach() + norm.offset)
-        # A replicated head's gradient is spread over its replicas: the sum over tp is whole, and each replica takes its part of it.
-        projection = all_reduce((grad * normed).sum(-1, keepdim=True), norm.tp).wait() / (norm.width * norm.replicas)
-        return (rstd * (grad - normed * projection)).to(x.dtype), None, None
+    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
+        dx, dweight, dbias = self.regions.layer_norm_backward(dy, x, self.weight.tensor, *statistics)
+        self.weight.accumulate(dweight)
+        self.bias.accumulate(dbias)
+        return dx
 
 
-class FullWidthRMSNorm(nn.Module):
-    """RMSNorm over the width of all heads, of which this rank holds [seq, batch, width · replicas / tp]."""
+class FullWidthRMSNorm(Norm):
+    """RMSNorm over the width of all heads, of which this rank holds [seq, batch, width · replicas / tp].
+
+    Forward and backward: all-reduce of one number a token over tp, since the mean spans every rank's heads.
+    """
 
     def __init__(self, weight: Weight, eps: float, offset: float, tp: MeshAxis):
-        super().__init__()
+        super().__init__(weight, eps)
         segment = weight.spec.segments[0]
-        self.weight, self.eps, self.offset, self.tp = weight, eps, offset, tp
-        self.width, self.replicas = segment.shape[0], segment.replicas
+        self.offset, self.tp, self.width, self.replicas = offset, tp, segment.shape[0], segment.replicas
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _FullWidthRMSNorm.apply(x, self.weight.tensor, self)
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True) / self.replicas
+        rstd = torch.rsqrt(all_reduce(squares, self.tp).wait() / self.width + self.eps)
+        return (wide * rstd).to(x.dtype) * (self.weight.tensor + self.offset), rstd
+
+    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
+        (rstd,) = statistics
+        normed = x.to(rstd.dtype) * rstd
+        grad = dy.to(rstd.dtype)
+        self.weight.accumulate((grad * normed).flatten(0, -2).sum(0))
+        grad = grad * (self.weight.tensor.detach() + self.offset)
+        # A replicated head's gradient is spread over its replicas: the sum over tp is whole, and each replica takes its part of it.
+        projection = all_reduce((grad * normed).sum(-1, keepdim=True), self.tp).wait() / (self.width * self.replicas)
+        return (rstd * (grad - normed * projection)).to(x.dtype)
