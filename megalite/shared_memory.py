@@ -67,8 +67,8 @@ class SharedMemory:
     def open(ranks: tuple[int, ...], group: ProcessGroup, timeout: timedelta) -> SharedMemory | None:
         """Memory of all ranks of a group, or None where they do not share a host. Collective over the group."""
         rank, size = ranks.index(dist.get_rank()), len(ranks)
-        name: list[str | None] = [None]
-        file = _create(name, size) if rank == 0 else None
+        file, path = _create(size) if rank == 0 else (None, None)
+        name = [path]
         dist.broadcast_object_list(name, src=ranks[0], group=group)
         if rank > 0 and name[0] is not None:
             with suppress(OSError):
@@ -78,8 +78,8 @@ class SharedMemory:
         dist.all_reduce(opened, group=group)
         if file is not None:
             os.close(file)  # the mapping stays
-        if rank == 0 and name[0] is not None:
-            os.unlink(name[0])
+        if path is not None:
+            os.unlink(path)
         if made is None or opened < size:
             return None
         made._introduce(group)
@@ -101,10 +101,6 @@ class SharedMemory:
 
     def _semaphore(self, writer: int, reader: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._base + (writer * self.size + reader) * _SEMAPHORE_BYTES)
-
-    def holds(self, x: Tensor) -> bool:
-        """Whether a message fits."""
-        return x.nbytes <= SLOT_BYTES
 
     def publish(self, x: Tensor) -> int:
         """Let the other ranks read a contiguous tensor; returns its number."""
@@ -159,18 +155,15 @@ def _bytes(size: int) -> int:
     return _control_bytes(size) + size * SLOTS * SLOT_BYTES
 
 
-def _create(name: list[str | None], size: int) -> int | None:
-    """Make the file and put down its name; None where that is not possible. Its memory is reserved: a full /dev/shm shows here."""
+def _create(size: int) -> tuple[int, str] | tuple[None, None]:
+    """Make the file; it and its name, None where that is not possible. Its memory is reserved: a full /dev/shm shows here."""
     path = f"/dev/shm/megalite-{os.getpid()}-{os.urandom(6).hex()}"
     with suppress(OSError, AttributeError):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        name[0] = path
         try:
             os.posix_fallocate(file, 0, _bytes(size))
+            return file, path
         except OSError:
             os.close(file)
             os.unlink(path)
-            name[0] = None
-            return None
-        return file
-    return None
+    return None, None

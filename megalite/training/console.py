@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from megalite.training.metrics import StepMetrics
 
 
-class Console:
+class Console(ExitStack):
     """Lines, and a bar below them where the stream is a terminal. Lines reach a pipe at once.
 
     Args:
@@ -21,12 +21,14 @@ class Console:
     """
 
     def __init__(self, total_steps: int, interval: int = 1, *, start_step: int = 0, enabled: bool = True, stream: TextIO | None = None):
+        super().__init__()
         self.total_steps, self.interval, self.start_step, self.enabled = total_steps, interval, start_step, enabled
         self._stream = stream or sys.stdout
         self._bar: Any = _bar(self._stream) if enabled and self._stream.isatty() else None
         if self._bar is not None:
             self._task = self._bar.add_task("training", total=total_steps, completed=start_step)
             self._bar.start()
+            self.callback(self._bar.stop)
 
     def step(self, metrics: StepMetrics) -> None:
         shown = metrics.step % self.interval == 0 or metrics.step in (self.start_step + 1, self.total_steps) or metrics.skipped
@@ -65,16 +67,6 @@ class Console:
         if metrics.skipped:
             parts.append("skipped: gradients are not finite")
         return "  ".join(parts)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _bar(stream: TextIO) -> Any:
