@@ -23,6 +23,7 @@ def main() -> None:
     from megalite.training.fit import fit
     from megalite.training.memory import report
     from megalite.training.metrics import check_packages
+    from megalite.training.timeline import RECORDS
     from megalite.training.trainer import Trainer
 
     device = choose_device()
@@ -51,6 +52,10 @@ def main() -> None:
     try:
         fit(trainer)
         trainer.close()
+        if config.profiling.timeline and mesh.rank == 0 and (trainer.run_dir / RECORDS).exists():
+            from tools.timing import compare
+
+            print("\n".join(compare(trainer.run_dir)), flush=True)
     except CheckpointError as error:  # one that could not be written: every rank hears of it
         exit_with(str(error), status=1)
     except (CommunicationError, OffloadError) as error:

@@ -13,8 +13,9 @@ from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.training.timeline import Record, timeline, write
+from megalite.training.timeline import Record
 from tools.drawing.measured import read
+from tools.timing import timeline
 
 DURATIONS = {"forward": [1, 2, 2, 1], "input_backward": [2, 3, 2, 2], "weight_backward": [1, 1, 2, 2], "comm": 0.25}
 FILE = {
@@ -42,7 +43,9 @@ def test_a_recorded_timeline_predicts_what_it_was_made_from(name, ranks, tmp_pat
         records.append(
             Record("host", [0.0], {3: [Ran(span.action, before, span.start, span.end) for before, span in zip(free, spans, strict=False)]})
         )
-    write(timeline(with_communication(schedule), Layout(pp=ranks, dp=1, cp=1, tp=1), records), tmp_path)
+    (tmp_path / "traces").mkdir()
+    found_by_the_run = timeline(with_communication(schedule), Layout(pp=ranks, dp=1, cp=1, tp=1), records)
+    (tmp_path / "traces" / "timeline.json").write_text(json.dumps(found_by_the_run))
     run = read(tmp_path)
     assert run.plan.schedule == schedule and run.steps == [3]
     assert run.plan.timeline.makespan == pytest.approx(found.makespan) and run.plan.durations["comm"] == pytest.approx(0.25)

@@ -14,19 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.load import from_dict
+from megalite.config.load import from_dict, write_config
 from megalite.mesh import Layout
 from megalite.parallel.pipeline.clock import DeviceClock, Mark, Ran
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.parallel.transfers import Transfer
 from megalite.training.fit import fit
-from megalite.training.timeline import Record, describe, timeline
+from megalite.training.timeline import Record
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs import mesh_of
 from tests.distributed.layouts import Case
 from tests.distributed.pool import RankContext
+from tools.timing import compare, describe, timeline
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": False, "dropout": 0.0}
@@ -160,6 +161,13 @@ def fit_quietly(context: RankContext, config: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
+def compared(config: dict[str, Any], directory: Path) -> tuple[str, dict[str, Any]]:
+    """What a run that is over says of its records, and its traces/timeline.json."""
+    write_config(from_dict(config), directory / "run")
+    lines = compare(directory / "run")
+    return "\n".join(lines), json.loads((directory / "run" / "traces" / "timeline.json").read_text())
+
+
 def configure(prefix: str, directory: Path, profiling: dict[str, Any], steps: int = 4, **case: Any) -> dict[str, Any]:
     changes = {"run": {"dir": str(directory), "name": "run"}, "profiling": profiling, "checkpoint": {"load": "auto"}}
     config = config_of({**MODEL, **case}, prefix, **changes)
@@ -177,7 +185,7 @@ CASES: list[Case] = [
 def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks: Any, tmp_path: Path) -> None:
     config = configure(prefix, tmp_path, {"timeline": True, "steps": [2, 3]}, **case)
     printed = ranks.run(4, fit_quietly, config)
-    found = json.loads((tmp_path / "run" / "traces" / "timeline.json").read_text())
+    said, found = compared(config, tmp_path)
     schedule = build(case["schedule"], 2, 4)
     assert found["steps"] == [2, 3] and found["virtual_stages"] == schedule.stages // 2
     assert all(len(values) == schedule.stages for name, values in found["durations"].items() if values)
@@ -200,8 +208,8 @@ def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks:
             assert event["ts"] >= ends.get(needed, 0.0)
 
     assert 0 <= found["predicted"]["bubble_fraction"] < 1 and 0 < found["measured"]["bubble_fraction"] < 1
-    assert f"bubble_fraction {found['measured']['bubble_fraction']:.1%} measured" in printed[0]
-    assert "timeline.json" in printed[0] and not any(printed[1:])
+    assert f"bubble_fraction {found['measured']['bubble_fraction']:.1%} measured" in said and "timeline.json" in said
+    assert "steps 2 to 3 are recorded" in printed[0] and not any(printed[1:])
     written = [json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(written) == 4 and all(0 < bubble < 1 for bubble in written)
 
@@ -212,7 +220,7 @@ def test_reductions_and_gathers_are_seen_to_overlap_with_computing(zero: int, pr
     config = configure(prefix, tmp_path, {"timeline": True, "steps": [2, 3]}, dp=2, microbatches=2, zero=zero)
     config["parallel"]["bucket_mb"] = 1e-6
     ranks.run(2, fit_quietly, config)
-    events = json.loads((tmp_path / "run" / "traces" / "timeline.json").read_text())["traceEvents"]
+    events = compared(config, tmp_path)[1]["traceEvents"]
     starts = {event["id"]: event for event in events if event["ph"] == "b" and event["id"].startswith("3.0.")}  # step 3 of the first rank
     ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
     computed = {
@@ -236,9 +244,10 @@ def test_reductions_and_gathers_are_seen_to_overlap_with_computing(zero: int, pr
 
 def test_a_run_that_ends_early_writes_what_it_has_and_one_that_begins_late_says_so(prefix: str, ranks: Any, tmp_path: Path) -> None:
     profiling = {"timeline": True, "steps": [2, 9]}
-    ranks.run(2, fit_quietly, configure(prefix, tmp_path, profiling, pp=2, microbatches=2, schedule="1f1b"))
-    path = tmp_path / "run" / "traces" / "timeline.json"
-    assert json.loads(path.read_text())["steps"] == [2, 3, 4]
+    early = configure(prefix, tmp_path, profiling, pp=2, microbatches=2, schedule="1f1b")
+    ranks.run(2, fit_quietly, early)
+    assert compared(early, tmp_path)[1]["steps"] == [2, 3, 4]
+    path = tmp_path / "run" / "traces" / "records.json"
     path.unlink()
     late = configure(prefix, tmp_path, {**profiling, "steps": [1, 4]}, steps=5, pp=2, microbatches=2, schedule="1f1b")
     late["checkpoint"]["allow"] = ["horizon"]
@@ -267,8 +276,9 @@ def test_bubble_fraction_is_measured_and_the_same_on_every_rank(prefix: str, ran
 
 
 def test_one_process_waits_for_nobody(prefix: str, ranks: Any, tmp_path: Path) -> None:
-    ranks.run(1, fit_quietly, configure(prefix, tmp_path, {"timeline": True, "steps": [2, 2]}, microbatches=2))
-    found = json.loads((tmp_path / "run" / "traces" / "timeline.json").read_text())
+    config = configure(prefix, tmp_path, {"timeline": True, "steps": [2, 2]}, microbatches=2)
+    ranks.run(1, fit_quietly, config)
+    _, found = compared(config, tmp_path)
     assert found["pp"] == 1 and found["comm"] == 0 and found["predicted"] == {"bubble_fraction": 0, "bubble_rate": 0}
     names = [event["name"] for event in found["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
     assert names == ["F0.0", "B0.0", "F0.1", "B0.1"]

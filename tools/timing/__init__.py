@@ -1,0 +1,249 @@
+"""What a run has recorded of a few steps (profiling.timeline), on one clock and beside what the simulator says.
+
+From traces/records.json of a run's directory to traces/timeline.json: the durations by stage, the bubble measured and the one predicted
+from these durations, and a trace that ui.perfetto.dev and chrome://tracing open, in which the prediction stands below what was measured.
+
+Processes of one host share its monotonic clock. Clocks of other hosts are shifted by what they read right after a few barriers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+
+from megalite.config.load import from_dict
+from megalite.config.schema import ConfigError
+from megalite.mesh import Layout
+from megalite.parallel.pipeline.clock import Ran
+from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
+from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
+from megalite.parallel.transfers import Transfer
+from megalite.training import build
+from megalite.training.timeline import RECORDS, Record
+
+TIMELINE = Path("traces", "timeline.json")
+PASSES = {Kind.FORWARD: "forward", Kind.BACKWARD: "input_backward", Kind.WEIGHT: "weight_backward"}
+MEASURES = ("bubble_fraction", "bubble_rate")
+MICROSECONDS = 1e6
+
+
+def compare(run_dir: Path) -> list[str]:
+    """Write the timeline of what a run has recorded, and say what is in it, in lines for a person.
+
+    Raises ConfigError where the directory holds no records.
+    """
+    try:
+        config = from_dict(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")))
+        records = [read_record(found) for found in json.loads((run_dir / RECORDS).read_text())]
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}. A run writes it where profiling.timeline is set.") from None
+    schedule = build.schedule(config, build.microbatch_count(config))
+    found, path = timeline(schedule, build.layout(config), records), run_dir / TIMELINE
+    path.write_text(json.dumps(found, allow_nan=False))
+    return [*describe(found), f"  {path} (ui.perfetto.dev opens it)"]
+
+
+def read_record(found: Mapping[str, Any]) -> Record:
+    """One rank's record from its JSON form."""
+    steps = {
+        int(step): [Ran(Action(Kind(kind), *place), *times) for (kind, *place), *times in actions]
+        for step, actions in found["steps"].items()
+    }
+    transfers = {int(step): [Transfer(*each) for each in arrived] for step, arrived in found["transfers"].items()}
+    return Record(found["host"], found["clock"], steps, transfers)
+
+
+def offsets(records: Sequence[Record]) -> list[float]:
+    """By how many seconds each rank's clock is ahead of rank 0's."""
+    lead = records[0]
+    readings: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        readings[record.host] += [there - here for there, here in zip(record.clock, lead.clock, strict=True)]
+    return [0.0 if record.host == lead.host else median(readings[record.host]) for record in records]
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """One step of one pipeline: the ranks that differ in pp alone, each with its actions and transfers in time, on one clock."""
+
+    name: str
+    step: int
+    ranks: tuple[int, ...]
+    ran: tuple[tuple[Ran, ...], ...]
+    transfers: tuple[tuple[Transfer, ...], ...]
+
+    @property
+    def start(self) -> float:
+        """When its first action starts."""
+        return min(actions[0].start for actions in self.ran)
+
+    @property
+    def measured(self) -> Timeline:
+        """In the simulator's form, so that the same formulas measure both."""
+        start = self.start
+        return Timeline(tuple(tuple(Span(one.action, one.start - start, one.end - start) for one in actions) for actions in self.ran))
+
+
+def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
+    """Every step of every pipeline, in the order of their first ranks."""
+    ahead, made = offsets(records), []
+    for lead in range(layout.world // layout.pp):  # pp is the outermost axis: these are the ranks with pp = 0
+        ranks = layout.peers(lead, ("pp",))
+        place = ", ".join(
+            f"{axis} {index}" for axis, index in layout.coordinates(lead).items() if axis != "pp" and getattr(layout, axis) > 1
+        )
+        for step in records[lead].steps:
+            ran = tuple(
+                tuple(Ran(action, *(time - ahead[rank] for time in times)) for action, *times in records[rank].steps[step])
+                for rank in ranks
+            )
+            transfers = tuple(
+                tuple(Transfer(name, *(time - ahead[rank] for time in times)) for name, *times in records[rank].transfers.get(step, ()))
+                for rank in ranks
+            )
+            made.append(PipelineStep(f"measured {place}".rstrip(), step, ranks, ran, transfers))
+    return made
+
+
+def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> dict[str, Any]:
+    """The whole content of timeline.json.
+
+    Args:
+        schedule: what the ranks executed.
+        records: of every rank, in rank order, each with the same steps.
+    """
+    steps = pipelines(layout, records)
+    durations, comm = stage_durations(schedule, steps), message_seconds(schedule, steps)
+    forward, backward, weight = (values or [0.0] * schedule.stages for values in durations.values())
+    predicted = simulate(schedule, forward, backward, weight, comm)
+    measured = [step.measured for step in steps]
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "virtual_stages": schedule.stages // schedule.ranks,
+        "steps": sorted({step.step for step in steps}),
+        "durations": durations,
+        "comm": comm,
+        "measured": {name: fmean(getattr(one, name) for one in measured) for name in MEASURES},
+        "predicted": {name: getattr(predicted, name) for name in MEASURES},
+        "data_parallel": data_parallel(steps),
+        "traceEvents": trace_events(schedule, steps, predicted),
+    }
+
+
+def stage_durations(schedule: Schedule, steps: Iterable[PipelineStep]) -> dict[str, list[float] | None]:
+    """For each pass the median seconds of one microbatch on each stage; None for a pass that the schedule does not have."""
+    seconds: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for actions in (actions for step in steps for actions in step.ran):
+        for action, _, start, end in actions:
+            seconds[action.kind, action.stage].append(end - start)
+    return {
+        name: [median(seconds[kind, stage]) for stage in range(schedule.stages)] if kind in schedule.passes else None
+        for kind, name in PASSES.items()
+    }
+
+
+def data_parallel(steps: Sequence[PipelineStep]) -> dict[str, float]:
+    """Means over ranks and steps: transfers, seconds in which at least one is under way, and seconds of waiting for one."""
+    ranks = [transfers for step in steps for transfers in step.transfers]
+    under_way = waited = 0.0
+    for transfers in ranks:
+        reached = float("-inf")
+        for _, start, awaited, end in sorted(transfers, key=lambda transfer: transfer.start):
+            under_way += max(end - max(start, reached), 0.0)
+            waited += end - awaited
+            reached = max(reached, end)
+    return {"transfers": fmean(map(len, ranks)), "under_way": under_way / len(ranks), "waited": waited / len(ranks)}
+
+
+def message_seconds(schedule: Schedule, steps: Iterable[PipelineStep]) -> float:
+    """The median latency of a message for which a rank was waiting already; 0 where there was none.
+
+    That is from the end of the action that made it to the start of the one that needed it.
+    """
+    latencies = []
+    for step in steps:
+        ends = {one.action: one.end for actions in step.ran for one in actions}
+        for one in (one for actions in step.ran for one in actions):
+            sources = received(one.action, schedule)
+            latencies += [one.start - ends[source] for source in sources if one.free <= ends[source]]
+    return max(median(latencies), 0.0) if latencies else 0.0
+
+
+def received(action: Action, schedule: Schedule) -> list[Action]:
+    """The actions on other ranks whose results an action needs."""
+    placement = schedule.placement
+    return [source for source in dependencies(action, schedule.stages) if placement[source.stage] != placement[action.stage]]
+
+
+def trace_events(schedule: Schedule, steps: Sequence[PipelineStep], predicted: Timeline) -> list[dict[str, Any]]:
+    """Chrome's trace events: a process for each pipeline, a thread for each of its ranks; the last process is the prediction."""
+    origin = min(actions[0].free for step in steps for actions in step.ran)
+    names = list(dict.fromkeys(step.name for step in steps))
+    events = [event for pid, name in enumerate([*names, "predicted"]) for event in _names(pid, name, schedule.ranks)]
+    events += [event for step in steps for event in _transfer_events(step, names.index(step.name), origin)]
+    for step in steps:
+        pid, shift = names.index(step.name), step.start - origin
+        for tid, actions in enumerate(step.ran):
+            for one in actions:
+                if received(one.action, schedule):
+                    events.append(_slice("wait", "wait", pid, tid, one.free - origin, one.start - origin))
+                events.append(_action(one.action, step.step, pid, tid, one.start - origin, one.end - origin))
+            if pid == 0:
+                events += [
+                    _action(action, step.step, len(names), tid, start + shift, end + shift) for action, start, end in predicted.spans[tid]
+                ]
+    return events
+
+
+def _names(pid: int, name: str, ranks: int) -> list[dict[str, Any]]:
+    threads = [{"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"pp {rank}"}} for rank in range(ranks)]
+    return [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}, *threads]
+
+
+def _transfer_events(step: PipelineStep, pid: int, origin: float) -> Iterable[dict[str, Any]]:
+    """What is under way over data parallelism, on tracks of its own since several may be at once, and how the rank waits for it."""
+    for tid, transfers in enumerate(step.transfers):
+        for place, (name, start, awaited, end) in enumerate(transfers):
+            track = {"name": f"pp {tid}: {name}", "cat": "data parallel", "id": f"{step.step}.{pid}.{tid}.{place}", "pid": pid, "tid": tid}
+            args = {"step": step.step, "waited_ms": (end - awaited) * 1000}
+            yield {"ph": "b", **track, "ts": (start - origin) * MICROSECONDS, "args": args}
+            yield {"ph": "e", **track, "ts": (end - origin) * MICROSECONDS}
+            yield _slice(f"wait: {name}", "wait", pid, tid, awaited - origin, end - origin)
+
+
+def _action(action: Action, step: int, pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
+    args = {"step": step, "stage": action.stage, "microbatch": action.microbatch}
+    return {**_slice(repr(action), PASSES[action.kind], pid, tid, start, end), "args": args}
+
+
+def _slice(name: str, category: str, pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
+    times = {"ts": start * MICROSECONDS, "dur": (end - start) * MICROSECONDS}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
+
+
+def describe(found: Mapping[str, Any]) -> list[str]:
+    """Lines for a person: measured beside predicted, and what the prediction was made from."""
+    measured, predicted, steps = found["measured"], found["predicted"], found["steps"]
+    compared = "; ".join(f"{name} {measured[name]:.1%} measured, {predicted[name]:.1%} predicted" for name in MEASURES)
+    spans = (f"{name} {_range(values)} ms" for name, values in found["durations"].items() if values)
+    head = f"{found['schedule']}, steps {steps[0]} to {steps[-1]}: {compared}"
+    lines = [head, f"  predicted from the median {', '.join(spans)} a stage, and {found['comm'] * 1000:.2f} ms a message"]
+    count, under_way, waited = found["data_parallel"].values()
+    if count:
+        each = f"{under_way * 1000:.2f} ms with something under way, {waited * 1000:.2f} ms of waiting for it"
+        lines.append(f"  over data parallelism, a rank and step: {count:.4g} transfers, {each}")
+    return lines
+
+
+def _range(seconds: Sequence[float]) -> str:
+    low, high = (f"{1000 * bound:.2f}" for bound in (min(seconds), max(seconds)))
+    return low if low == high else f"{low}–{high}"
