@@ -14,7 +14,9 @@ never come again. So the whole order is tried with a few thresholds, and the one
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import replace
+from math import inf
 
 from megalite.parallel.pipeline.schedule import Action, Costs, Kind, Schedule, ScheduleError
 
@@ -49,84 +51,65 @@ class _Filling:
         self.gap = threshold * self.durations[Kind.WEIGHT] * (1 - LATE)
         ranks = range(schedule.ranks)
         self.actions: list[list[Action]] = [[] for _ in ranks]
-        self._position = [0] * schedule.ranks
-        self._weights_done = [0] * schedule.ranks
-        self._backwards: list[list[Action]] = [[] for _ in ranks]
+        self._orders = [deque(actions) for actions in schedule.actions]
+        self._left: list[deque[Action]] = [deque() for _ in ranks]  # backwards whose weight pass has not run
         self._held = [0] * schedule.ranks
-        self._started = [-1.0] * schedule.ranks
+        self._started = [inf] * schedule.ranks
         self._free = [0.0] * schedule.ranks
         self._ended: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch)
-        self._waiting: dict[tuple[bool, int, int], int] = {}  # what a rank waits for → that rank
-        self._events = [(0.0, rank) for rank in ranks]
+        self._events = [(0.0, rank) for rank in ranks]  # a rank becomes free, or what another has made arrives
         while self._events:
             now, rank = heapq.heappop(self._events)
-            self._decide(max(now, self._free[rank]), rank)
+            if now >= self._free[rank]:
+                self._decide(now, rank)
         self._check_complete()
         self.makespan = max(self._free)
         self.longest_span = max(end - start for start, end in zip(self._started, self._free, strict=True))
 
     def _decide(self, now: float, rank: int) -> None:
-        """Run the rank's next action at `now`, or say when to look again."""
-        order, position = self.schedule.actions[rank], self._position[rank]
-        weight_left = self._weights_done[rank] < len(self._backwards[rank])
-        if position == len(order):
-            if weight_left:
-                self._run_weight(now, rank)
-            return
-        action = order[position]
-        if action.kind is Kind.FORWARD and self._held[rank] >= self.schedule.activation_limit[rank]:
-            if weight_left:
-                self._run_weight(now, rank)
-            return  # without one the order is stuck, as _check_complete will say
-        needed = self._needed(action)
-        ready = 0.0 if needed is None else self._ended.get(needed)
-        if ready is not None and needed is not None and self.placement[needed[1]] != rank:
-            ready += self.comm
-        if ready is not None and ready <= now * (1 + LATE):
-            self._position[rank] += 1
-            self._run(action, now, rank)
-        elif weight_left and (ready is None or ready - now >= self.gap):
-            self._run_weight(now, rank)
-        elif ready is not None:
-            heapq.heappush(self._events, (ready, rank))
-        elif needed is not None:
-            self._waiting[needed] = rank
+        """Run what comes next in the rank's order, or a weight pass where that can not start before the gap has passed."""
+        order, left = self._orders[rank], self._left[rank]
+        ready = self._ready(order[0], rank) if order else inf
+        if ready <= now * (1 + LATE):
+            self._run(order.popleft(), now, rank)
+        elif left and ready - now >= self.gap:
+            backward = left.popleft()
+            self._run(Action(Kind.WEIGHT, backward.stage, backward.microbatch), now, rank)
 
-    def _needed(self, action: Action) -> tuple[bool, int, int] | None:
-        """The other action whose result this one needs."""
+    def _ready(self, action: Action, rank: int) -> float:
+        """When an action can start; infinity where that is not known, or the rank must give up an activation first."""
         kind, stage, microbatch = action[:3]
+        if kind is Kind.FORWARD and self._held[rank] >= self.schedule.activation_limit[rank]:
+            return inf
         if kind is Kind.FORWARD:
-            return (True, stage - 1, microbatch) if stage > 0 else None
-        last = stage + 1 == self.schedule.stages
-        return (True, stage, microbatch) if last else (False, stage + 1, microbatch)
+            needed = (True, stage - 1, microbatch)
+        else:
+            last = stage + 1 == self.schedule.stages
+            needed = (True, stage, microbatch) if last else (False, stage + 1, microbatch)
+        if needed[1] < 0:
+            return 0.0
+        return self._ended.get(needed, inf) + (0.0 if self.placement[needed[1]] == rank else self.comm)
 
     def _run(self, action: Action, now: float, rank: int) -> None:
-        if self._started[rank] < 0:
-            self._started[rank] = now
+        self._started[rank] = min(self._started[rank], now)
         end = self._free[rank] = now + self.durations[action.kind]
         self.actions[rank].append(action)
         heapq.heappush(self._events, (end, rank))
         if action.kind is Kind.WEIGHT:
             self._held[rank] -= 1
             return
-        if action.kind is Kind.FORWARD:
+        forward = action.kind is Kind.FORWARD
+        if forward:
             self._held[rank] += 1
         else:
-            self._backwards[rank].append(action)
-        result = (action.kind is Kind.FORWARD, action.stage, action.microbatch)
-        self._ended[result] = end
-        waiting = self._waiting.pop(result, None)
-        if waiting is not None:
-            heapq.heappush(self._events, (end + (self.comm if waiting != rank else 0.0), waiting))
-
-    def _run_weight(self, now: float, rank: int) -> None:
-        backward = self._backwards[rank][self._weights_done[rank]]
-        self._weights_done[rank] += 1
-        self._run(Action(Kind.WEIGHT, backward.stage, backward.microbatch), now, rank)
+            self._left[rank].append(action)
+        self._ended[forward, action.stage, action.microbatch] = end
+        target = action.stage + (1 if forward else -1)
+        if 0 <= target < self.schedule.stages and self.placement[target] != rank:
+            heapq.heappush(self._events, (end + self.comm, self.placement[target]))
 
     def _check_complete(self) -> None:
-        for rank, order in enumerate(self.schedule.actions):
-            if self._position[rank] < len(order):
-                raise ScheduleError(
-                    f"rank {rank}: {order[self._position[rank]]} never starts within {self.schedule.activation_limit[rank]} activations."
-                )
+        for rank, order in enumerate(self._orders):
+            if order:
+                limit = self.schedule.activation_limit[rank]
+                raise ScheduleError(f"rank {rank}: {order[0]} never starts within {limit} activations.")
