@@ -9,9 +9,9 @@ from typing import Any
 
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from megalite.parallel.pipeline.simulator import simulate
 from tools.drawing.tables import aligned, percent
 from tools.planning.bubble import BUBBLES, Plan, compare
+from tools.planning.simulator import simulate
 
 TIMELINE = Path("traces", "timeline.json")
 LONGEST = 1e9  # seconds

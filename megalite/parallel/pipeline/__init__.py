@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as plain data (schedule, communication, validator, simulator, partition: no torch) and the runtime."""
+"""Pipeline parallelism: schedules as plain data (schedule, generator, communication, validator, partition: no torch) and the runtime."""

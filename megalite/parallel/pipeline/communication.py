@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from math import inf
 from typing import Literal, NamedTuple
 
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
-from megalite.parallel.pipeline.simulator import simulate
+from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
 
+PASS, MESSAGE = 16, 1  # durations by which messages are ordered
 OUTSTANDING_SENDS = 4  # sends that a rank may leave incomplete: bounds the memory that messages hold
 
 
@@ -126,10 +127,28 @@ def _global_order(schedule: Schedule) -> dict[Action, int]:
     Any positive durations give a correct order. Equal ones for all passes, long against a message, give one that runs close to it.
     Integers keep the order the same on every machine.
     """
-    equal = [16] * schedule.stages
-    timeline = simulate(schedule, equal, equal, equal, comm=1)
-    spans = sorted((span.end, rank, span.action) for rank, spans in enumerate(timeline.spans) for span in spans)
-    return {action: place for place, (_, _, action) in enumerate(spans)}
+    durations = {Kind.FORWARD: PASS, Kind.BACKWARD: PASS if Kind.WEIGHT in schedule.passes else 2 * PASS, Kind.WEIGHT: PASS}
+    todo = [deque(schedule.compute(rank)) for rank in range(schedule.ranks)]
+    ends: dict[Action, float] = {}
+    free, known = [0.0] * schedule.ranks, -1
+
+    def end_of(action: Action, rank: int) -> float:
+        """When the next action of a rank ends; infinity where that is not known yet."""
+        needed = dependencies(action, schedule.stages)
+        arrivals = (ends.get(other, inf) + (MESSAGE if schedule.placement[other.stage] != rank else 0) for other in needed)
+        return max(free[rank], *arrivals, 0) + durations[action.kind]
+
+    while known < len(ends):
+        known = len(ends)
+        for rank, actions in enumerate(todo):
+            while actions and (end := end_of(actions[0], rank)) < inf:
+                free[rank] = ends[actions.popleft()] = end
+    for rank, actions in enumerate(todo):
+        if actions:
+            missing = next(other for other in dependencies(actions[0], schedule.stages) if other not in ends)
+            raise ScheduleError(f"rank {rank}: {actions[0]} waits for {missing}, which never ends.")
+    placed = sorted((end, schedule.placement[action.stage], action) for action, end in ends.items())
+    return {action: place for place, (_, _, action) in enumerate(placed)}
 
 
 def _rank_actions(schedule: Schedule, rank: int, order: dict[Action, int]) -> tuple[Action, ...]:

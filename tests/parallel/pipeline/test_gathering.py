@@ -12,9 +12,9 @@ from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, forward_
 from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Kind, Schedule, ScheduleError, Unit
-from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.pipeline.validator import validate
 from tools.planning.bubble import Weights, plan
+from tools.planning.simulator import simulate
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
