@@ -37,6 +37,11 @@ def stage_units(partition: Sequence[int], stage: int) -> range:
     return range(0 if stage == 0 else first + 1, first + partition[stage] + 1 + int(last))
 
 
+def _each_alone(unit: int, *segments: Segment) -> list[ParamSpec]:
+    """Segments that are stored one by one."""
+    return [ParamSpec(segment.name, unit, (segment,)) for segment in segments]
+
+
 class _Specs:
     """Builds the specs of one model for a tp size; `sequence_parallel` decides whose gradients are partial."""
 
@@ -50,11 +55,7 @@ class _Specs:
         rms = self.model.norm == "rms" if rms is None else rms
         shape = (width or self.model.hidden_size,)
         weight = Segment(f"{name}.weight", shape, partial=partial, decay=False, init_value=1.0 - (self.model.norm_offset if rms else 0.0))
-        specs = [ParamSpec(weight.name, unit, (weight,))]
-        if not rms:
-            bias = Segment(f"{name}.bias", shape, partial=partial, decay=False)
-            specs.append(ParamSpec(bias.name, unit, (bias,)))
-        return specs
+        return _each_alone(unit, weight) if rms else _each_alone(unit, weight, Segment(f"{name}.bias", shape, partial=partial, decay=False))
 
     def column(self, name: str, unit: int, parts: Sequence[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
         """A column-parallel linear of (part name, output width, replicas) segments."""
@@ -72,17 +73,17 @@ class _Specs:
         if self.model.qk_norm == "none":
             return []
         one, copies = 1.0 - self.model.norm_offset, kv_replicas(self.model, self.tp)
-        segments = [
+        segments = (
             Segment(f"{name}.{part}.weight", (width,), 0, replicas, decay=False, init_value=one)
             for part, width, replicas in (("q_norm", q, 1), ("k_norm", kv, copies))
-        ]
-        return [ParamSpec(segment.name, unit, (segment,)) for segment in segments]
+        )
+        return _each_alone(unit, *segments)
 
     def row(self, name: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
         hidden = self.model.hidden_size
         weight = Segment(f"{name}.weight", (hidden, width), 1, init_std=self.out_std)
         addend = Segment(f"{name}.bias", (hidden,), partial=self.sequence_parallel, decay=False)
-        return [ParamSpec(weight.name, unit, (weight,)), *([ParamSpec(addend.name, unit, (addend,))] if bias else [])]
+        return _each_alone(unit, weight, addend) if bias else _each_alone(unit, weight)
 
     def embedding(self, both_ends: bool) -> list[ParamSpec]:
         model = self.model
@@ -92,7 +93,7 @@ class _Specs:
         if model.position == "learned":
             shape = (model.max_position_embeddings, model.hidden_size)
             positions = Segment("positions.weight", shape, partial=self.sequence_parallel, init_std=self.std)
-            specs.append(ParamSpec(positions.name, 0, (positions,)))
+            specs += _each_alone(0, positions)
         return specs
 
     def _vocabulary(self, name: str, copy: bool = False) -> Segment:
@@ -125,8 +126,7 @@ class _Specs:
         unit = head_unit(self.model)
         specs = self.norm("norm", unit)
         if not self.model.tie_word_embeddings:
-            weight = self._vocabulary("head.weight")
-            specs.append(ParamSpec(weight.name, unit, (weight,)))
+            specs += _each_alone(unit, self._vocabulary("head.weight"))
         elif not holds_embedding:
             weight = self._vocabulary("embedding.weight", copy=True)
             specs.append(ParamSpec(weight.name, unit, (weight,), tied=True))

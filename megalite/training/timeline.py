@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megalite.parallel.pipeline.clock import Clock, DeviceClock, HostClock, Ran
+from megalite.parallel.pipeline.clock import DeviceClock, HostClock, Ran
 from megalite.parallel.transfers import Transfer
 from megalite.training.trainer import Trainer
 
@@ -48,17 +48,15 @@ class TimelineRecorder:
     def __init__(self, trainer: Trainer):
         options = trainer.config.profiling
         self.trainer, self.runtime, self.record = trainer, trainer.parts.runtime, Record(host_name())
-        self.log = trainer.store.log
+        self.log, self.resting = trainer.store.log, trainer.parts.runtime.clock
+        self.measuring = DeviceClock() if trainer.device.type == "cuda" else HostClock()
         first, self.last = options.steps
         self.wanted = range(first, self.last + 1) if options.timeline else range(0)
         self.summary: list[str] = []  # on rank 0, once the records are written
 
     def before(self, step: int) -> None:
         if step in self.wanted:
-            on_device = self.trainer.device.type == "cuda"
-            self.log.clock = DeviceClock() if on_device else HostClock()
-            if on_device:
-                self.runtime.clock = self.log.clock
+            self.log.clock = self.runtime.clock = self.measuring
 
     def after(self, step: int) -> None:
         """Keep what the step has left; collect after the last one."""
@@ -66,9 +64,7 @@ class TimelineRecorder:
             return
         self.record.steps[step] = self.runtime.ran
         self.record.transfers[step] = self.log.take()
-        self.log.clock = None
-        if self.trainer.device.type == "cuda":
-            self.runtime.clock = Clock()
+        self.log.clock, self.runtime.clock = None, self.resting
         if step == self.last:
             self.collect()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megalite.config.families import from_hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
+from megalite.parallel.spec import Segment
 from megalite.training.build import make_mesh
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import STEPS, write_tokens
@@ -97,7 +98,13 @@ def make_trainer(model: Any, prefix: str, directory: str, tensors: dict[str, Ten
         }
     )
     trainer = Trainer(config, make_mesh(config))
-    trainer.store.assign(tensors)
+
+    def values(segment: Segment) -> list[Tensor]:
+        padded = torch.zeros(segment.local(0, 1).shape, dtype=tensors[segment.name].dtype)
+        padded[: segment.shape[0]] = tensors[segment.name]
+        return [padded]
+
+    trainer.store.fill(values)
     return trainer
 
 

@@ -11,7 +11,7 @@ Gradients arrive already divided by the global token count, so every reduction i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -196,18 +196,6 @@ class ParameterStore:
     def initialise(self, seed: int) -> None:
         """Draw every weight, keyed by its global name: the same model under every mesh."""
         self.fill(lambda segment: rng.initial_values(segment, self.mesh.tp.rank, self.mesh.tp.size, seed))
-
-    def assign(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set every weight from whole global tensors by name."""
-
-        def part_of(segment: Segment) -> list[Tensor]:
-            part = segment.local(self.mesh.tp.rank, self.mesh.tp.size)
-            values = torch.zeros(part.shape, dtype=tensors[segment.name].dtype)
-            whole = tensors[segment.name][tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))]
-            values[tuple(slice(0, size) for size in part.sizes)] = whole
-            return [values]
-
-        self.fill(part_of)
 
     def to_load(self) -> list[Rectangle]:
         """The master weights that this rank keeps, for a checkpoint to fill; `publish` then makes them the weights."""
