@@ -24,10 +24,9 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.arguments import Parser
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from tools import drawing
+from tools import Parser, drawing
 from tools.drawing import measured, trace
 from tools.drawing.tables import durations, grid, heading, summary, table
 from tools.drawing.text import draw

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint import CheckpointError
-from megalite.config.arguments import Parser
 from megalite.config.schema import ConfigError
+from tools import Parser
 
 if TYPE_CHECKING:
     from tools.generating import LanguageModel

@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-from megalite.config.arguments import Parser
 from megalite.data.indexed import DataError
+from tools import Parser
 from tools.preparing import Progress, Summary, prepare
 from tools.preparing.sources import open_inputs
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.arguments import Parser
 from megalite.config.schema import ConfigError
+from tools import Parser
 from tools.timing import compare
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.arguments import Parser
 from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
+from tools import Parser
 
 TOLERANCES = {  # relative (loss, norm), absolute (weights)
     "fp32": (1e-5, 2e-5),
