@@ -83,30 +83,6 @@ def received_from(receive: Action) -> Action:
     return Action(Kind.BACKWARD, receive.stage + 1, receive.microbatch)
 
 
-def forward_prefix(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, how many actions at the start of its list can be run twice: forwards, what they need and send, before any backward.
-
-    Closed over messages: what a prefix receives is sent by a prefix. All ranks can therefore throw away what their prefixes did, and what
-    they sent to each other, and start again.
-    """
-    forward = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.GATHER, Kind.RESHARD)
-    lengths = [next((i for i, action in enumerate(actions) if action.kind not in forward), len(actions)) for actions in schedule.actions]
-    sent_at = {action[1:3]: i for actions in schedule.actions for i, action in enumerate(actions) if action.kind is Kind.SEND_FORWARD}
-
-    def cut(rank: int) -> int:
-        """The length of a rank's prefix in front of the first receive whose send is in no prefix."""
-        for i, action in enumerate(schedule.actions[rank][: lengths[rank]]):
-            if action.kind is Kind.RECEIVE_FORWARD:
-                assert action.peer is not None
-                if sent_at[action.stage - 1, action.microbatch] >= lengths[action.peer]:
-                    return i
-        return lengths[rank]
-
-    while (shorter := [cut(rank) for rank in range(schedule.ranks)]) != lengths:
-        lengths = shorter
-    return tuple(lengths)
-
-
 def with_communication(schedule: Schedule) -> Schedule:
     """The schedule's compute actions with their sends and receives; gathers and reshards are added afterwards.
 

@@ -22,7 +22,7 @@ from megalite.batch import Microbatch
 from megalite.mesh import Mesh
 from megalite.parallel.collectives import message
 from megalite.parallel.pipeline.clock import Clock, HostClock, Mark, Pace, Ran
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of, forward_prefix
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.residency import Residency
 
@@ -55,6 +55,7 @@ class _Handoff(torch.autograd.Function):
 class _Run:
     """What is under way in one execution of a schedule."""
 
+    schedule: Schedule
     microbatches: Sequence[Microbatch]
     step: int
     loss_scale: float
@@ -96,18 +97,7 @@ class Runtime:
         self.activation_shape, self.dtype, self.device = tuple(activation_shape), dtype, device
         self.clock = HostClock() if torch.device(device).type == "cpu" else Clock()
         self.ran: list[Ran] = []
-        self._prefixes: dict[str, tuple[int, ...]] = {}  # of schedules by their hash
-        self._handlers: dict[Kind, Callable[[_Run, Schedule, Action], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.WEIGHT: self._weight,
-            Kind.SEND_FORWARD: self._send,
-            Kind.SEND_BACKWARD: self._send,
-            Kind.RECEIVE_FORWARD: self._receive,
-            Kind.RECEIVE_BACKWARD: self._receive,
-            Kind.GATHER: self._move_weights,
-            Kind.RESHARD: self._move_weights,
-        }
+        self._passes = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHT: self._weight}
 
     def run(
         self,
@@ -134,17 +124,14 @@ class Runtime:
             stage.defer_weight_work(Kind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):
             if validate is not None:
-                if schedule.hash not in self._prefixes:
-                    self._prefixes[schedule.hash] = forward_prefix(schedule)
-                lengths = self._prefixes[schedule.hash]
-                prefix = lengths[self.mesh.pp.rank]
-                self._execute(run, schedule, actions[:prefix])
+                prefix = schedule.forward_prefix[self.mesh.pp.rank]
+                self._execute(run, actions[:prefix])
                 if not validate():
-                    self._throw_away(run, schedule, lengths)
+                    self._throw_away(run)
                     thrown_away = run.marks
                     run = self._begin(schedule, microbatches, step, loss_scale, training)
-                    self._execute(run, schedule, actions[:prefix])
-            self._execute(run, schedule, actions[prefix:])
+                    self._execute(run, actions[:prefix])
+            self._execute(run, actions[prefix:])
         for work, _ in run.sends.values():
             work.wait()
         read = [Ran(*each) for each in self.clock.read((*thrown_away, *run.marks))]
@@ -154,18 +141,21 @@ class Runtime:
     def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
         if self.residency is not None:
             self.residency.begin(planned=bool(schedule.units))
-        return _Run(microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
+        return _Run(schedule, microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
 
-    def _execute(self, run: _Run, schedule: Schedule, actions: Sequence[Action]) -> None:
+    def _execute(self, run: _Run, actions: Sequence[Action]) -> None:
         for action in actions:
-            if not action.is_compute:
-                self._handlers[action.kind](run, schedule, action)
-                continue
-            free = self.clock.mark()
-            self._await_input(run, action)
-            start = self.clock.mark()
-            self._handlers[action.kind](run, schedule, action)
-            run.marks.append(Mark(action, free, start, self.clock.mark()))
+            if action.is_compute:
+                free = self.clock.mark()
+                self._await_input(run, action)
+                start = self.clock.mark()
+                self._passes[action.kind](run, action)
+                run.marks.append(Mark(action, free, start, self.clock.mark()))
+            elif action.is_message:
+                (self._send if action.is_send else self._receive)(run, action)
+            else:
+                assert self.residency is not None, f"{action} in a schedule for weights that are whole"
+                self.residency.plan(action)
 
     @staticmethod
     def _await_input(run: _Run, action: Action) -> None:
@@ -176,19 +166,19 @@ class Runtime:
             work.wait()
             run.products[action.stage + step, action.microbatch] = buffer
 
-    def _throw_away(self, run: _Run, schedule: Schedule, lengths: Sequence[int]) -> None:
+    def _throw_away(self, run: _Run) -> None:
         """Complete every message of the prefixes, so that none is taken for one of the second try."""
-        rank = self.mesh.pp.rank
-        for action in schedule.actions[rank][lengths[rank] :]:
+        rank, plans, lengths = self.mesh.pp.rank, run.schedule.actions, run.schedule.forward_prefix
+        for action in plans[rank][lengths[rank] :]:
             if action.kind is Kind.RECEIVE_FORWARD:
                 assert action.peer is not None
                 send = Action(Kind.SEND_FORWARD, action.stage - 1, action.microbatch, rank)
-                if send in schedule.actions[action.peer][: lengths[action.peer]]:
-                    self._receive(run, schedule, action)
+                if send in plans[action.peer][: lengths[action.peer]]:
+                    self._receive(run, action)
         for work, _ in (*run.arriving.values(), *run.sends.values()):
             work.wait()
 
-    def _forward(self, run: _Run, schedule: Schedule, action: Action) -> None:
+    def _forward(self, run: _Run, action: Action) -> None:
         key = (action.stage, action.microbatch)
         stage, microbatch = self.stages[action.stage], run.microbatches[action.microbatch]
         if action.stage == 0:
@@ -198,7 +188,7 @@ class Runtime:
             if run.training:
                 run.inputs[key] = x.requires_grad_()
         out = stage(x, microbatch, stage.context(microbatch, run.step, run.training), run.loss_scale)
-        if action.stage == schedule.stages - 1:
+        if action.stage == run.schedule.stages - 1:
             run.loss += out.detach()
             run.roots[key] = out
         else:
@@ -207,38 +197,34 @@ class Runtime:
                 run.gradients[key] = _Gradient()
                 run.roots[key] = _Handoff.apply(out, run.gradients[key])
 
-    def _backward(self, run: _Run, schedule: Schedule, action: Action) -> None:
+    def _backward(self, run: _Run, action: Action) -> None:
         key = (action.stage, action.microbatch)
-        if action.stage < schedule.stages - 1:
+        if action.stage < run.schedule.stages - 1:
             run.gradients.pop(key).value = run.products.pop((action.stage + 1, action.microbatch))
             self._release_output(run, key)
         torch.autograd.backward(run.roots.pop(key))
-        if Kind.WEIGHT in schedule.passes:
+        if Kind.WEIGHT in run.schedule.passes:
             run.weight_work[key] = self.stages[action.stage].take_weight_work()
         if action.stage > 0:
             gradient = run.inputs.pop(key).grad
             assert gradient is not None
             run.products[key] = gradient
 
-    def _weight(self, run: _Run, schedule: Schedule, action: Action) -> None:
+    def _weight(self, run: _Run, action: Action) -> None:
         with torch.no_grad():  # as in a backward, where the products of other schedules run
             for work in run.weight_work.pop((action.stage, action.microbatch)):
                 work()
 
-    def _move_weights(self, run: _Run, schedule: Schedule, action: Action) -> None:
-        assert self.residency is not None, f"{action} in a schedule for weights that are whole"
-        self.residency.plan(action)
-
-    def _receive(self, run: _Run, schedule: Schedule, action: Action) -> None:
+    def _receive(self, run: _Run, action: Action) -> None:
         buffer = torch.empty(self.activation_shape, dtype=self.dtype, device=self.device)
-        work = self._transfer(dist.irecv, buffer, schedule, action)
+        work = self._transfer(dist.irecv, buffer, action)
         run.arriving[action.kind, (action.stage, action.microbatch)] = (work, buffer)
 
-    def _send(self, run: _Run, schedule: Schedule, action: Action) -> None:
+    def _send(self, run: _Run, action: Action) -> None:
         key = (action.stage, action.microbatch)
         tensor = run.products.pop(key).contiguous()
         run.sends = {sent: (work, held) for sent, (work, held) in run.sends.items() if not work.is_completed()}
-        run.sends[action.kind, key] = (self._transfer(dist.isend, tensor, schedule, action), tensor)
+        run.sends[action.kind, key] = (self._transfer(dist.isend, tensor, action), tensor)
         while len(run.sends) > OUTSTANDING_SENDS:  # gloo reports nothing as complete to those who do not wait
             work, _ = run.sends.pop(next(iter(run.sends)))
             work.wait()
@@ -250,7 +236,7 @@ class Runtime:
         if work is not None:
             work.wait()
 
-    def _transfer(self, operation: Callable[..., Any], tensor: Tensor, schedule: Schedule, action: Action) -> Any:
+    def _transfer(self, operation: Callable[..., Any], tensor: Tensor, action: Action) -> Any:
         """Start a message on its channel."""
         group = self.mesh.channels[channel_of(action, self.mesh.pp.rank).name]
         assert action.peer is not None

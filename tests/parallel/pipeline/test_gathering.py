@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, forward_prefix, with_communication
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Kind, Schedule, ScheduleError, Unit
@@ -117,7 +117,7 @@ def test_a_spoiled_list_is_refused(change, message):
 def test_what_may_run_twice_includes_its_gathering():
     plain = with_communication(build("zb-h2", 4, 8))
     schedule = with_gathering(plain, units_of(plain, 2))
-    for rank, (with_, without) in enumerate(zip(forward_prefix(schedule), forward_prefix(plain), strict=True)):
+    for rank, (with_, without) in enumerate(zip(schedule.forward_prefix, plain.forward_prefix, strict=True)):
         kept = [action for action in schedule.actions[rank][:with_] if action.bucket is None]
         assert kept == list(plain.actions[rank][:without])
 
