@@ -158,8 +158,6 @@ def whole_weights(weights: list[float]) -> list[int]:
 
     Where they add up to more than LONGEST_PERIOD, the shares are rounded to multiples of 1 / LONGEST_PERIOD (none to nothing).
     """
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise DataError(f"data weights {weights} must be positive numbers. Give every prefix a weight above 0, or remove it.")
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(f.denominator for f in exact))
     whole = [int(f * scale) for f in exact]
@@ -203,8 +201,7 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     A list is one concatenation, a mapping a blend. A validation fraction is taken from the end of every training file; all of it is one
     unshuffled concatenation, so that an epoch of it meets each held-out sample once.
     """
-    if not config.train:
-        raise DataError("data.train names no token file. Make one with tools/prepare_data.py --output PREFIX and give its PREFIX.")
+    assert config.train is not None, "a rule asks for data.train"
     length = config.sequence_length
     held_out = config.validation if isinstance(config.validation, float | int) else 0.0
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}

@@ -15,13 +15,10 @@ from numpy.typing import NDArray
 
 from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.data.dataset import Dataset
-from megalite.data.indexed import DataError
-
-__all__ = ["IGNORE_INDEX", "Loader", "Microbatch"]
 
 
 class Loader:
-    """The microbatches of one data-parallel rank.
+    """The microbatches of one data-parallel rank. Sizes and options are those of a configuration that its rules have passed.
 
     reset_positions: EOS ends a document; positions and attention start anew after it (`Microbatch.document_start`).
     eod_mask_loss: what is predicted from an EOS, the next document's first token, is not counted.
@@ -40,14 +37,6 @@ class Loader:
         eod_mask_loss: bool = False,
         samples: int | None = None,
     ):
-        if global_batch_size % (micro_batch_size * dp_size):
-            raise DataError(
-                f"train.global_batch_size = {global_batch_size} is no multiple of train.micro_batch_size x dp = "
-                f"{micro_batch_size} x {dp_size}: every rank must hold whole microbatches. Choose a multiple."
-            )
-        if (reset_positions or eod_mask_loss) and dataset.eos is None:
-            option = "data.reset_positions" if reset_positions else "data.eod_mask_loss"
-            raise DataError(f'{option} = true needs EOS; the data names none. Set it to false, or write "eos": ID into PREFIX.json.')
         self._dataset, self._global_batch, self._end = dataset, global_batch_size, samples
         self._reset_positions, self._eod_mask_loss = reset_positions, eod_mask_loss
         offsets = np.arange(global_batch_size).reshape(-1, dp_size, micro_batch_size)  # [microbatches, dp, batch]

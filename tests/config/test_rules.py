@@ -195,6 +195,7 @@ ROWS = [
     Row("one compression", {"parallel.powersgd_rank": 4, "parallel.reduce_dtype": "bf16"}, {"parallel.reduce_dtype": "wide"}, ("Remove",)),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("tools/prepare_data.py",)),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
+    Row("data.train weights are positive", {"data.train": {"tokens": float("inf")}}, {"data.train": {"tokens": 0.1}}),
     Row(
         "data.train exists",
         {"data.train": ["tokens", "token"]},

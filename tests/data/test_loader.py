@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.dataset import Dataset
-from megalite.data.indexed import DataError
 from megalite.data.loader import IGNORE_INDEX, Loader
 
 EOS = 9
@@ -98,17 +97,6 @@ def test_eod_mask(load, row, targets):
     assert microbatch.targets.T.tolist() == [targets]
     assert microbatch.tokens.T.tolist() == [row[:-1]]
     assert microbatch.document_start is None
-
-
-@pytest.mark.parametrize("option", ["reset_positions", "eod_mask_loss"])
-def test_eos_is_needed(option):
-    with pytest.raises(DataError, match=f"data.{option} = true needs EOS"):
-        Loader(Fixed(eos=None), global_batch_size=1, micro_batch_size=1, dp_rank=0, dp_size=1, **{option: True})
-
-
-def test_indivisible_batch():
-    with pytest.raises(DataError, match=r"global_batch_size = 6 .* 2 x 2"):
-        Loader(Fixed(), global_batch_size=6, micro_batch_size=2, dp_rank=0, dp_size=2)
 
 
 @pytest.mark.parametrize("samples", range(1, 10))
