@@ -32,6 +32,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/shellcheck tools/slurm/train.sbatch
 
 install: $(VENV)/installed-dev
 

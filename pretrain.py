@@ -21,6 +21,7 @@ def main() -> None:
     from megalite.parallel.sharding.offload import OffloadError
     from megalite.training import build
     from megalite.training.fit import fit
+    from megalite.training.guard import FaultLimit
     from megalite.training.memory import report
     from megalite.training.metrics import check_packages
     from megalite.training.timeline import RECORDS
@@ -56,7 +57,7 @@ def main() -> None:
             from tools.timing import compare
 
             print("\n".join(compare(trainer.run_dir)), flush=True)
-    except CheckpointError as error:  # one that could not be written: every rank hears of it
+    except (CheckpointError, FaultLimit) as error:  # one that could not be written, or steps that stay bad: every rank hears of it
         exit_with(str(error), status=1)
     except (CommunicationError, OffloadError) as error:
         abandon(error)

@@ -15,6 +15,8 @@ from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING
 
+from megalite.activity import Activity
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -69,7 +71,7 @@ class MeshAxis:
     """This rank's view of one axis (or product of axes): its place among `ranks`, and the group they talk through.
 
     `traffic` counts the collectives issued, by (operation, axis): what a step really communicates can be read and tested.
-    `shared` is memory that all ranks of a tp axis share, where they compute on CPUs of one host.
+    `shared` is memory that all ranks of a tp axis share, where they compute on CPUs of one host. `activity` is the mesh's own.
     """
 
     name: str
@@ -78,6 +80,7 @@ class MeshAxis:
     ranks: tuple[int, ...]
     group: ProcessGroup | None = None  # None where the size is 1: there is nobody to talk to
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
     shared: SharedMemory | None = field(default=None, compare=False, repr=False)
 
 
@@ -114,6 +117,7 @@ class Mesh:
         if layout.world != available:
             raise ValueError(f"the mesh {layout} needs {layout.world} ranks, but {available} were started")
         self.traffic: Counter[tuple[str, str]] = Counter()
+        self.activity = Activity()
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self.world = self._axis("world", layout.peers(self.rank, AXES))
         self.tp, self.cp, self.dp = (self._axis(name, layout.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
@@ -132,7 +136,7 @@ class Mesh:
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
         group = self._group(ranks) if len(ranks) > 1 else None
-        return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic)
+        return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic, self.activity)
 
     def _with_shared_memory(self, axis: MeshAxis) -> MeshAxis:
         import torch.distributed as dist

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 USAGE = "torchrun --nproc-per-node N pretrain.py --config FILE.yaml [--tp N --pp N --dp N --cp N --zero N] [--section.key VALUE ...]"
-SHORT = {name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero")}
+SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero")}, "faults": "faults.inject"}
 OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
 """Every option, section.key → its dataclass field."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0

@@ -229,6 +229,8 @@ class TrainConfig:
     """Coefficient of the squared log-partition added to the loss."""
     stop_after: str | None = None
     """Save and exit after this much time, for example 3h50m, 90m or 30s."""
+    watchdog: str | None = "5m"
+    """A rank that gets nowhere for this long says where it is, and writes its stacks to stalls/ in the run's directory; none is silent."""
 
 
 @dataclass
@@ -282,6 +284,22 @@ class CheckpointConfig:
 
 
 @dataclass
+class FaultsConfig:
+    """What is done about steps that went wrong, and which faults are made on purpose, to rehearse."""
+
+    spike_sigma: float | None = None
+    """Skip a step whose loss lies more than so many standard deviations above the mean of the last accepted steps; none never does."""
+    spike_window: int = 100
+    """Accepted steps that mean and deviation are taken of; nothing is a spike before there are so many."""
+    skip_limit: int = 10
+    """Steps skipped in a row after which the run ends. An overflow that only makes fp16's loss scale smaller is not counted."""
+    rollback: bool = False
+    """Instead of ending then, return to the last checkpoint and go on with the samples that come next, at most three times."""
+    inject: str | list[str] | None = None
+    """Faults KIND:rank=R,step=S to rehearse with, separated by spaces or in a list; short --faults. Kinds and options: docs/faults.md."""
+
+
+@dataclass
 class ValidationConfig:
     interval: int | None = None
     """Validate every so many steps, and at the end; none never does."""
@@ -319,6 +337,7 @@ class Config:
     fp16: FP16Config = field(default_factory=FP16Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)

@@ -28,6 +28,11 @@ class LossScale:
             self.value = 2.0**self.options.initial_scale_power
             self.tolerance = self.options.hysteresis
 
+    @property
+    def adapts(self) -> bool:
+        """Whether gradients that are not finite may only mean that the scale is too large."""
+        return self.active and self.value > self.options.min_loss_scale
+
     def update(self, finite: bool) -> None:
         """Take note of a step."""
         if not self.active:

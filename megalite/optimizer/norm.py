@@ -95,8 +95,9 @@ class NormChain:
         self._sends = []
 
     def _message(self, operation: Callable[..., Any], x: Tensor, step: int, channel: str) -> Any:
-        self.norm.mesh.traffic[operation.__name__, "totals"] += 1
-        return message(operation, x, self.pp.ranks[self.pp.rank + step], self.channels[channel], f"gradient norm, {channel}")
+        mesh, peer = self.norm.mesh, self.pp.ranks[self.pp.rank + step]
+        mesh.traffic[operation.__name__, "totals"] += 1
+        return message(operation, x, peer, self.channels[channel], f"gradient norm, {channel}", mesh.activity)
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor | None:

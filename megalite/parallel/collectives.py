@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.activity import Activity
 from megalite.mesh import MeshAxis
 from megalite.shared_memory import SLOT_BYTES, PeerLost
 
@@ -39,20 +40,25 @@ class CommunicationError(RuntimeError):
 
 
 class Work:
-    """An operation with one rank, or with all of a group (`peer` None), started here. Says what it was when it fails, at once or later."""
+    """An operation with one rank, or with all of a group (`peer` None), started here. Says what it was when it fails, at once or later.
 
-    def __init__(self, start: Callable[[], Any], what: str, peer: int | None = None):
-        self._what, self._peer = what, peer
+    While it is awaited, `activity` says so.
+    """
+
+    def __init__(self, start: Callable[[], Any], what: str, activity: Activity, peer: int | None = None):
+        self._what, self._activity, self._peer = what, activity, peer
         try:
             self._work = start()
         except RuntimeError as error:
             raise self._failure(error) from error
 
     def wait(self) -> None:
+        self._activity.wait_for(self._what, self._peer)
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._failure(error) from error
+        self._activity.waiting = False
 
     def is_completed(self) -> bool:
         completed: bool = self._work.is_completed()
@@ -77,7 +83,7 @@ class Pending:
 
 
 def _group_work(start: Callable[[], Any], what: str, axis: MeshAxis) -> Work:
-    return Work(start, f"{what} over {axis.name} (ranks {', '.join(map(str, axis.ranks))})")
+    return Work(start, f"{what} over {axis.name} (ranks {', '.join(map(str, axis.ranks))})", axis.activity)
 
 
 def _is_gloo(axis: MeshAxis) -> bool:
@@ -101,11 +107,14 @@ def _through_memory(x: Tensor, axis: MeshAxis, what: str, use: Callable[[list[Te
 
 def _survive(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
     """What `act` gives. Raises CommunicationError where a rank is lost."""
+    axis.activity.wait_for(f"{what} over {axis.name}", None)
     try:
-        return act()
+        found = act()
     except PeerLost as error:
         peer = axis.ranks[error.peer]
         raise CommunicationError(f"rank {dist.get_rank()}: {what} over {axis.name} failed, rank {peer} is lost: {error}", peer) from error
+    axis.activity.waiting = False
+    return found
 
 
 def reduces_in_place(axis: MeshAxis) -> bool:
@@ -115,14 +124,14 @@ def reduces_in_place(axis: MeshAxis) -> bool:
 
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, what: str) -> list[Work]:
     """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, ourselves left out."""
-    works = []
+    works, what = [], f"{what} over {axis.name}"
     for step in range(1, axis.size):  # each rank starts with its own neighbour: no rank is everybody's first target
         source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
         receive, send = (
             partial(dist.irecv, incoming[source], src=axis.ranks[source], group=axis.group),
             partial(dist.isend, outgoing[target], dst=axis.ranks[target], group=axis.group),
         )
-        works += [Work(receive, f"{what} over {axis.name}", axis.ranks[source]), Work(send, f"{what} over {axis.name}", axis.ranks[target])]
+        works += [Work(receive, what, axis.activity, axis.ranks[source]), Work(send, what, axis.activity, axis.ranks[target])]
     return works
 
 
@@ -141,11 +150,11 @@ def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype, reuse: int | None 
     return total.to(dtype)
 
 
-def message(operation: Callable[..., Any], x: Tensor, peer: int, group: Any, what: str) -> Work:
+def message(operation: Callable[..., Any], x: Tensor, peer: int, group: Any, what: str, activity: Activity) -> Work:
     """Start dist.isend or dist.irecv with a rank: on NCCL as a batch of one, which uses the group's own communicator, not a lazy pair."""
     if dist.get_backend(group) == "gloo":
-        return Work(lambda: operation(x, peer, group=group), what, peer)
-    return Work(lambda: dist.batch_isend_irecv([dist.P2POp(operation, x, peer, group)])[0], what, peer)
+        return Work(lambda: operation(x, peer, group=group), what, activity, peer)
+    return Work(lambda: dist.batch_isend_irecv([dist.P2POp(operation, x, peer, group)])[0], what, activity, peer)
 
 
 def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable: bool = False) -> Pending:

@@ -4,15 +4,16 @@ Under most schedules all ranks finish together, and one all-reduce gives everyon
 other, and as long as none waits for the last one, the next step fills what would be a bubble (Qi et al. 2023, section 4). So there the norm
 travels as a chain: each rank adds its part to what comes from the rank before it, and the last rank sends the total back.
 
-A rank that does not wait for the total assumes that it will neither clip nor be infinite, keeps a copy of its shard of the optimizer
-state, and updates. When the total arrives, during the first forwards of the next step, it confirms that. If it does not, every rank
-restores its copy, updates as it should have, and does those forwards again. The result is that of waiting, bit for bit.
+A rank that does not wait for the total assumes that the step will be neither clipped nor skipped, keeps a copy of its shard of the
+optimizer state, and updates. When the total arrives, during the first forwards of the next step, it confirms that. If it does not, every
+rank restores its copy, updates as it should have, and does those forwards again. The result is that of waiting, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import GradientNorm, NormChain, clip_divisor
 from megalite.parallel.sharding.store import ParameterStore
+from megalite.training.guard import Guard
 
 STOPS = 3  # which of the summed numbers counts the ranks that want to stop
 
@@ -34,32 +36,43 @@ class Update:
     lr: float
     started: float  # seconds on this rank's clock
     loss_scale: float = 1.0  # of its gradients
+    samples: int = 0  # global index of its first one
     seconds: float = 0.0
     tokens: int = 0  # valid tokens of the global batch
     norm: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, dtype=torch.float64))  # 0-d
     sums: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))  # over the world: loss, Pace, stops
 
-    @property
-    def finite(self) -> bool:
-        return bool(torch.isfinite(self.norm))
+    fault: str | None = None  # why it is not applied
+    streak: int = 0  # steps in a row that were not, up to this one
 
 
 class Closing:
     """Ends steps on one rank.
 
     Args:
+        guard: judges each step once its totals are known.
         chained: whether the schedule's ranks finish one after the other, so that a step may end before the total is known.
     """
 
-    def __init__(self, store: ParameterStore, optimizer: AdamW, mesh: Mesh, grad_clip: float, loss_scale: LossScale, *, chained: bool):
-        self.store, self.optimizer, self.grad_clip, self.loss_scale = store, optimizer, grad_clip, loss_scale
+    def __init__(
+        self,
+        store: ParameterStore,
+        optimizer: AdamW,
+        mesh: Mesh,
+        grad_clip: float,
+        loss_scale: LossScale,
+        guard: Guard,
+        *,
+        chained: bool,
+    ):
+        self.store, self.optimizer, self.grad_clip, self.loss_scale, self.guard = store, optimizer, grad_clip, loss_scale, guard
         self.norm = GradientNorm(store, mesh)
         self.chain = NormChain(self.norm, mesh) if chained else None
-        self.skipped = 0  # steps without an update, because their gradients were not finite
+        self.skipped = 0  # steps without an update
         self.pending: Update | None = None  # a step whose total is on its way
         self._known: list[Update] = []
         self._copies: list[Tensor] = []
-        self._calm = False  # the last total neither clipped nor was infinite, and nobody wants to stop
+        self._calm = False  # the last step neither clipped nor was skipped, and nobody wants to stop
 
     def close(self, update: Update, numbers: Sequence[float | Tensor], wait: bool) -> None:
         """Update the weights; `numbers` is this rank's part of the sums. Where a `pending` is left, `validate` or `settle` must follow."""
@@ -95,7 +108,7 @@ class Closing:
             self.store.finish_gathering()
             self.optimizer.restore_state(self._copies)
             self._apply(update)
-            if not update.finite:
+            if update.fault is not None:
                 self.store.publish()
         self._copies = []
         return right
@@ -115,18 +128,21 @@ class Closing:
     def _learn(self, update: Update, norm: Tensor, sums: Tensor) -> None:
         """Take note of a step's totals: the norm of its scaled gradients, and the sums."""
         update.norm, update.sums = norm / update.loss_scale, sums
-        self.loss_scale.update(update.finite)
-        self.store.settle_gradients(update.finite)
-        self._calm = self._confirms(update) and update.sums[STOPS].item() == 0
+        numbers, value = sums.tolist(), update.norm.item()
+        update.fault = self.guard.judge(numbers[0] / update.loss_scale, value, self.loss_scale.adapts)
+        update.streak = self.guard.streak
+        self.loss_scale.update(isfinite(value))
+        self.store.settle_gradients(update.fault is None)
+        self._calm = self._confirms(update) and numbers[STOPS] == 0
 
     def _confirms(self, update: Update) -> bool:
         """Whether an update without clipping is right."""
         divisor = clip_divisor(update.norm, self.grad_clip)
-        return update.finite and (divisor is None or divisor.item() == 1.0)
+        return update.fault is None and (divisor is None or divisor.item() == 1.0)
 
     def _apply(self, update: Update) -> None:
-        """Update the weights now that the norm is known."""
-        if update.finite:
+        """Update the weights now that the norm is known, unless the step is skipped."""
+        if update.fault is None:
             divisor = clip_divisor(update.norm, self.grad_clip)
             if update.loss_scale != 1.0:
                 scale = torch.tensor(update.loss_scale, device=update.norm.device)

@@ -30,10 +30,11 @@ class Console(ExitStack):
             self._bar.start()
             self.callback(self._bar.stop)
 
-    def step(self, metrics: StepMetrics) -> None:
+    def step(self, metrics: StepMetrics, fault: str | None = None) -> None:
+        """`fault` says why a step was skipped."""
         shown = metrics.step % self.interval == 0 or metrics.step in (self.start_step + 1, self.total_steps) or metrics.skipped
         if shown:
-            self.message(self._line(metrics))
+            self.message(self._line(metrics) + (f"  skipped: {fault}" if metrics.skipped else ""))
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics.step)
 
@@ -64,8 +65,6 @@ class Console(ExitStack):
             parts.append(f"mfu {metrics.mfu:.1%}")
         if metrics.bubble_fraction is not None and metrics.bubble_fraction >= 0.005:
             parts.append(f"bubble {metrics.bubble_fraction:.0%}")
-        if metrics.skipped:
-            parts.append("skipped: gradients are not finite")
         return "  ".join(parts)
 
 

@@ -14,6 +14,7 @@ from megalite.training.metrics import MetricsWriter, StepMetrics, peak_memory_by
 from megalite.training.signals import StopRequest
 from megalite.training.timeline import TimelineRecorder
 from megalite.training.trainer import StepResult, Trainer
+from megalite.training.watchdog import Watchdog
 
 
 def fit(trainer: Trainer) -> None:
@@ -21,14 +22,14 @@ def fit(trainer: Trainer) -> None:
     config = trainer.config
     lead = trainer.mesh.rank == 0
     limit = duration_seconds(config.train.stop_after) if config.train.stop_after else None
-    saved_at = trainer.step_done
+    saved = trainer.resumed_from
     gc.collect()
     gc.freeze()  # what lives until the end is not walked again
     gc.disable()
     recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
-    timeline = TimelineRecorder(trainer)
-    with StopRequest(limit) as request, console, recording as writer:
+    timeline, activity = TimelineRecorder(trainer), trainer.mesh.activity
+    with StopRequest(limit) as request, console, recording as writer, watchdog(trainer):
         if trainer.step_done:
             console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
         for note in trainer.notes:
@@ -37,30 +38,47 @@ def fit(trainer: Trainer) -> None:
             step = trainer.step_done + 1
             end = step == config.train.steps
             validating, saving = _is_due(config.validation.interval, step, end), end or _is_due(config.checkpoint.interval, step, end)
+            activity.step, activity.action = step, "between steps"
             timeline.before(step)
+            trainer.faults.between_steps(step)
             results = trainer.advance(stop=request.reason is not None, wait=validating or saving)
             timeline.after(step)
             stop = any(result.stop for result in results)
             if writer is not None:
-                for metrics in (measured(trainer, result) for result in results):
-                    console.step(metrics)
+                for result in results:
+                    metrics = measured(trainer, result)
+                    console.step(metrics, result.fault)
                     writer.step(metrics)
+            if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
+                trainer.roll_back(bad[-1], saved)
+                console.message(f"back after step {trainer.step_done}, on with sample {trainer.samples}")
+                if writer is not None:
+                    writer.rewind(trainer.step_done)
+                continue
             if validating:
                 loss = trainer.evaluate()
                 console.validation(step, loss)
                 if writer is not None:
                     writer.validation(step, loss)
             if saving or stop:
-                directory = trainer.save()
-                saved_at = step
-                console.message(f"saved {directory}")
+                activity.action = "saving"
+                saved = trainer.save()
+                console.message(f"saved {saved}")
             if stop:
                 console.message(f"stopping after step {step}: {request.reason or 'another rank asked for it'}")
                 break
         for line in timeline.report():
             console.message(line)
-        if saved_at == config.train.steps and trainer.step_done == saved_at:
+        if trainer.step_done == config.train.steps:
             console.message(f"done: {trainer.run_dir}")
+
+
+def watchdog(trainer: Trainer) -> Watchdog:
+    """What watches this rank while it trains."""
+    run, train = trainer.config.run, trainer.config.train
+    patience = duration_seconds(train.watchdog) if train.watchdog else None
+    timeout = duration_seconds(run.timeout) or 0
+    return Watchdog(trainer.mesh.activity, trainer.mesh.rank, patience, timeout, trainer.run_dir / "stalls")
 
 
 def _is_due(interval: int | None, step: int, at_end: bool) -> bool:

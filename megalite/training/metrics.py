@@ -59,14 +59,19 @@ class MetricsWriter(ExitStack):
     def __init__(self, run_dir: Path, resume_step: int = 0, config: Config | None = None):
         super().__init__()
         run_dir.mkdir(parents=True, exist_ok=True)
-        cut_after(run_dir / FILE, resume_step)
-        self._file = self.enter_context(open(run_dir / FILE, "a"))  # noqa: SIM115 (the stack closes it)
+        self._path = run_dir / FILE
+        self.rewind(resume_step)
         options = config.logging if config else LoggingConfig()
         check_packages(options)
         self._tensorboard = self.enter_context(_open_tensorboard(run_dir, resume_step)) if options.tensorboard else None
         self._wandb = _open_wandb(options.wandb, run_dir, resume_step, config) if options.wandb and config else None
         if self._wandb is not None:
             self.callback(self._wandb.finish)
+
+    def rewind(self, step: int) -> None:
+        """Go on after a step: lines of later ones are cut from metrics.jsonl."""
+        cut_after(self._path, step)
+        self._file = self.enter_context(open(self._path, "a"))  # noqa: SIM115 (the stack closes it)
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(asdict(metrics))

@@ -30,6 +30,8 @@ from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import parameter_count
 from megalite.training import build
 from megalite.training.closing import Closing, Update
+from megalite.training.faults import Injection
+from megalite.training.guard import Guard
 from megalite.training.resuming import changed_compression, check_resume
 
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
@@ -47,8 +49,13 @@ class StepResult:
     seconds: float
     bubble_fraction: float | None  # share of the pipeline's time in which its ranks do not compute; None where it is not measured
     loss_scale: float  # 1 but for fp16
-    skipped: bool  # non-finite gradients: nothing was updated
+    fault: str | None  # why nothing was updated, and with which samples
+    streak: int  # steps skipped in a row, up to this one
     stop: bool  # some rank wants to stop
+
+    @property
+    def skipped(self) -> bool:
+        return self.fault is not None
 
 
 class Trainer:
@@ -71,10 +78,12 @@ class Trainer:
             self.store = self.parts.store
             self.optimizer = AdamW(self.store, config.optimizer)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
+        self.guard, self.faults = Guard(config.faults), Injection(config.faults.inject, mesh)
         clip, chained = config.train.grad_clip, build.ends_in_turn(config)
-        self.closing = Closing(self.store, self.optimizer, mesh, clip, self.loss_scale, chained=chained)
+        self.closing = Closing(self.store, self.optimizer, mesh, clip, self.loss_scale, self.guard, chained=chained)
         self.step_done = 0
         self.samples = 0  # global sample index of the next batch
+        self.resumed_from: Path | None = None
         self.notes: list[str] = []  # what a user should know of how the run was resumed
         self.loader = self._loader(self.train_data)
         self._start_weights()
@@ -134,6 +143,8 @@ class Trainer:
         self.store.publish()
         self.step_done, self.samples, self.closing.skipped = state["step"], state["samples"], state["skipped"]
         self.loss_scale.load(state["loss_scale"])
+        self.guard.load(state["guard"])
+        self.resumed_from = directory
 
     def save(self) -> Path:
         """Write a checkpoint of the last step. Collective."""
@@ -144,6 +155,7 @@ class Trainer:
             "samples": self.samples,
             "skipped": self.closing.skipped,
             "loss_scale": self.loss_scale.state(),
+            "guard": self.guard.state(),
             "fingerprint": self.train_data.fingerprint,
             "config": to_dict(self.config),
         }
@@ -156,6 +168,20 @@ class Trainer:
         if self.config.checkpoint.keep is not None:
             checkpoint.prune(directory.parent, self.config.checkpoint.keep, self.mesh)
         return directory
+
+    def roll_back(self, bad: StepResult, directory: Path | None) -> None:
+        """Return to a checkpoint, if there is one, and go on with the samples that come next. Collective.
+
+        Raises:
+            FaultLimit: on every rank, where the run must end instead, because of the `bad` step and those before it.
+        """
+        self.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
+        assert directory is not None
+        self.closing.settle()
+        self.store.finish_gathering()
+        samples = self.samples
+        self.resume(directory)
+        self.samples, self.guard.streak = samples, 0
 
     def _check_plan(self) -> None:
         """Every rank must have built the same schedule: compare its hash (32 bits: fp64 sums them exactly) before anything is sent."""
@@ -176,27 +202,32 @@ class Trainer:
         Where the schedule lets ranks run ahead, the result of a step is known during the next one, unless `wait` asks for it now: before a
         validation, a checkpoint and the end.
         """
-        update = Update(self.step_done + 1, learning_rate(self.config, self.step_done + 1), perf_counter(), self.loss_scale.value)
+        step, activity = self.step_done + 1, self.mesh.activity
+        update = Update(step, learning_rate(self.config, step), perf_counter(), self.loss_scale.value, self.samples)
+        activity.action = "reading its batch"
         microbatches = self.loader.step(self.samples)
         update.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
         self.store.begin_step(len(microbatches), update.loss_scale)
         validate = None if self.closing.pending is None else self.closing.validate
-        scale = update.loss_scale / max(update.tokens, 1)
-        loss, pace = self.parts.runtime.run(self.schedule, microbatches, step=update.step, loss_scale=scale, validate=validate)
+        scale = update.loss_scale / max(update.tokens, 1) * self.faults.loss_factor(step)
+        loss, pace = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=scale, validate=validate)
+        activity.action = "reduction, norm and update"
         self.store.finish_gradients()
+        self.faults.spoil(step, self.closing.norm.chunks)
 
         counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)  # tp ranks hold the same loss
         self.closing.close(update, (counted, *pace, float(stop)), wait or not build.runs_ahead(self.config))
-        self.step_done, self.samples = update.step, self.samples + self.config.train.global_batch_size
-        if update.step % GARBAGE_INTERVAL == 0:
+        self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
+        if step % GARBAGE_INTERVAL == 0:
             gc.collect()
         update.seconds = perf_counter() - update.started
         return [self._result(done) for done in self.closing.take_known()]
 
     def _result(self, update: Update) -> StepResult:
         loss, busy, wall, stops = update.sums.tolist()
+        last = update.samples + self.config.train.global_batch_size - 1
         return StepResult(
             step=update.step,
             loss=loss / update.loss_scale,
@@ -206,7 +237,8 @@ class Trainer:
             tokens=update.tokens,
             seconds=update.seconds,
             bubble_fraction=max(1 - busy / (self.mesh.pp.size * wall), 0.0) if wall else None,
-            skipped=not update.finite,
+            fault=None if update.fault is None else f"{update.fault} (samples {update.samples} to {last})",
+            streak=update.streak,
             stop=stops > 0,
         )
 

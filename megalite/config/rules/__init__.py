@@ -9,10 +9,10 @@ The first rows make sizes positive, so that later rows may divide by them. A mes
 from dataclasses import fields
 
 from megalite.config.rule import Facts, Rule
-from megalite.config.rules import data, model, numbers, parallel, training
+from megalite.config.rules import data, faults, model, numbers, parallel, training
 from megalite.config.schema import Config, ConfigError
 
-RULES: tuple[Rule, ...] = (*numbers.RULES, *model.RULES, *parallel.RULES, *data.RULES, *training.RULES)
+RULES: tuple[Rule, ...] = (*numbers.RULES, *model.RULES, *parallel.RULES, *data.RULES, *training.RULES, *faults.RULES)
 """All rules; each name is unique."""
 
 

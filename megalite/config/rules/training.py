@@ -62,6 +62,9 @@ RULES: tuple[Rule, ...] = (
         "train.stop_after",
         lambda c: c.train.stop_after is not None and not duration_seconds(c.train.stop_after),
     ).says("is not a duration", "Write hours, minutes and seconds in this order: 3h50m, 90m or 30s."),
+    Rule("watchdog is a duration", "train.watchdog", lambda c: not duration_seconds(c.train.watchdog or "5m")).says(
+        "is not a duration", "Write hours, minutes and seconds in this order: 5m, 90s or 1h; or null, which turns it off."
+    ),
     Rule("warm-up within the run", "optimizer.warmup_steps", lambda c: c.optimizer.warmup_steps > c.train.steps).says(
         "exceeds {train.steps}", lambda c: f"Legal values: 0 to {c.train.steps}. Nearest: {c.train.steps}."
     ),

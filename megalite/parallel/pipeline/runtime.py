@@ -144,7 +144,9 @@ class Runtime:
         return _Run(schedule, microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
 
     def _execute(self, run: _Run, actions: Sequence[Action]) -> None:
+        activity = self.mesh.activity
         for action in actions:
+            activity.action = action
             if action.is_compute:
                 free = self.clock.mark()
                 self._await_input(run, action)
@@ -242,4 +244,4 @@ class Runtime:
         assert action.peer is not None
         peer = self.mesh.pp.ranks[action.peer]
         self.mesh.traffic[operation.__name__, "pp"] += 1
-        return message(operation, tensor, peer, group, f"pipeline message {action}")
+        return message(operation, tensor, peer, group, f"pipeline message {action}", self.mesh.activity)

@@ -155,6 +155,8 @@ class PowerSGD:
             stored: global shapes by name.
             fill: fills rectangles from the checkpoint.
         """
+        for matrix in self.matrices:
+            matrix.error.zero_()
         names = [(matrix, name) for matrix in self.matrices for name in (matrix.name, *([f"{matrix.name}.copy"] if self.one_copy else []))]
         known = [(matrix, name) for matrix, name in names if f"powersgd_error/{name}" in stored]
         fill([each for each in map(self._factor, self.matrices) if stored.get(each.name) == each.global_shape])
