@@ -243,7 +243,7 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
     """One argument an option, typed by its field; docs: option → help text."""
     from jsonargparse import ArgumentParser
 
-    short = {option: [f"--{name}"] for name, option in SHORT.items()}
+    short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
     parser = ArgumentParser(prog="pretrain.py", usage=USAGE, exit_on_error=False, add_help=False)
     if docs is not None:
         parser.add_argument("--config", metavar="FILE", help="YAML file of sections and keys; the command line goes before it.")

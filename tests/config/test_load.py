@@ -62,6 +62,12 @@ def test_the_command_line_wins_wherever_config_stands_and_later_files_win_over_e
     assert (config.train.steps, config.train.micro_batch_size, config.train.grad_clip) == (7, 2, 2.0)
 
 
+def test_faults_on_the_command_line_are_words_or_a_list():
+    assert load("--faults", "kill:rank=0,step=7 nan:step=9-12").faults.inject == "kill:rank=0,step=7 nan:step=9-12"
+    assert load("--faults=slow:rank=0,step=7,seconds=0.5", "--faults.rollback", "true").faults.inject == "slow:rank=0,step=7,seconds=0.5"
+    assert load(text="faults:\n  inject:\n    - kill:rank=0,step=7\n").faults.inject == ["kill:rank=0,step=7"]
+
+
 def test_short_forms_and_default_dp():
     config = load("--tp", "2", "--pp=2", "--zero", "0", "--cp", "1", world_size=8)
     assert (config.parallel.tp, config.parallel.pp, config.parallel.dp, config.parallel.zero) == (2, 2, 2, 0)

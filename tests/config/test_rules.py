@@ -32,7 +32,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)),
     **dict.fromkeys(("data.sequence_length", "model.num_key_value_heads", "model.sliding_window", "model.intermediate_size"), (0, 1)),
     **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
-    **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size"), (0, 1)),
+    **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)),
     "validation.interval": (0, None),
     "parallel.virtual_stages": (0, 1),
     **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank"), (0, 1)),
@@ -46,7 +46,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "train.global_batch_size": (0, 4),
     **dict.fromkeys(("model.rope_theta", "model.rms_norm_eps", "model.attention_scale", "model.initializer_range"), (0.0, 1e-9)),
     **dict.fromkeys(("model.attention_softcap", "model.logit_softcap", "model.embedding_scale"), (0.0, 1e-9)),
-    **dict.fromkeys(("parallel.bucket_mb", "optimizer.eps"), (0.0, 1e-9)),
+    **dict.fromkeys(("parallel.bucket_mb", "optimizer.eps", "faults.spike_sigma"), (0.0, 1e-9)),
     "train.loss_chunk": (-1, 0),
     **dict.fromkeys(("train.grad_clip", "train.z_loss", "optimizer.min_lr", "optimizer.weight_decay"), (-1e-9, 0.0)),
     "optimizer.lr": (float("inf"), 1.0),
@@ -232,6 +232,23 @@ ROWS = [
     Row("kernels can run", {"train.kernels": "triton"}, {"train.kernels": "auto"}, ("needs a GPU", "auto or torch"), devices=0),
     Row("timeout is a duration", {"run.timeout": "10"}, {"run.timeout": "10s"}, ("10m",)),
     Row("stop_after is a duration", {"train.stop_after": "90"}, {"train.stop_after": "1h30m"}, ("3h50m",)),
+    Row("watchdog is a duration", {"train.watchdog": "5"}, {"train.watchdog": None}, ("or null, which turns it off",)),
+    *(
+        Row("faults can happen", {"faults.inject": ["kill:rank=0,step=3", fault]}, {"faults.inject": fixed}, (f"= {fault} {says}",))
+        for fault, fixed, says in (
+            ("kil:rank=0,step=3", "kill:rank=0,step=3", "is of no known kind (nearest: kill)"),
+            ("kill", "kill:step=3", "does not have step"),
+            ("slow:step=3", "slow:step=3,seconds=0.5", "does not have seconds and step"),
+            ("nan:step=3,factor=2", "spike:step=3,factor=nan", "does not have step, or has more than rank and restart besides"),
+            ("exit:rank=first,step=3", "exit:rank=0,step=3-5,restart=2", "has a value that is no number"),
+            ("hang:step=5-3", "hang:step=3-5", "has a value out of range"),
+            ("hang:step=0", "hang:step=1", "has a value out of range"),
+            ("slow:step=1,seconds=-1", None, "has a value out of range"),
+        )
+    ),
+    Row(
+        "faults can happen", {"faults.inject": "sigterm:rank=0,step=2 nan:rank=1,step=2"}, {"faults.inject": "nan:step=2"}, ("nan:rank=1",)
+    ),
     Row("warm-up within the run", {"optimizer.warmup_steps": 101}, {"optimizer.warmup_steps": 100}, ("Nearest: 100.",)),
     Row(
         "warm-up before the decay",
