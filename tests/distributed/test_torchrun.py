@@ -13,8 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
 from tests.distributed.configs import write_tokens
+from tests.distributed.jobs_training import resume
+from tests.distributed.test_faults import fitted
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120.0  # seconds: far more than a loaded machine needs
@@ -127,6 +131,48 @@ def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, layout, end, limit
     for rank in (0, *range(2, int(size))):
         assert re.search(rf"^rank {rank}: \w+ over \w+ failed, rank \d .*\(rank 1 was lost first\)$", output, re.MULTILINE), output
     assert str(ROOT / "megalite") not in output, "no frame of ours is shown"
+
+
+def uninterrupted(run: Path, ranks, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final state of the same run without faults."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["run"]["name"] += "-uninterrupted"
+    config["faults"]["inject"], config["parallel"]["dp"] = None, world
+    tensors = ranks.run(world, fitted, config)[0]["tensors"]
+    return losses_of(run.with_name(config["run"]["name"])), tensors
+
+
+def losses_of(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_torchrun_restarts_a_killed_run_which_ends_as_if_nothing_had_been(tmp_path, ranks):
+    run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
+    options = ["--faults", "kill:rank=1,step=6", "--checkpoint.interval", "2", "--train.steps", "9"]
+    arguments = command(run, prefix, *options)
+    arguments[arguments.index("pretrain.py") : 0] = ["--max-restarts", "2"]
+    status, output = finish(start(arguments))
+    assert status == 0 and output.count("injected kill") == 1, output
+    assert "resumed after step 4, at sample 16" in output
+    losses, tensors = uninterrupted(run, ranks, 2)
+    assert losses_of(run) == losses
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    last = ranks.run(2, resume, config, 0)[0]
+    assert last["place"]["step"] == 9
+    assert all(torch.equal(value, tensors[name]) for name, value in last["started"].items())
+
+
+def test_a_run_killed_on_four_ranks_goes_on_with_two(tmp_path, ranks):
+    run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
+    options = ["--checkpoint.interval", "4", "--train.steps", "9", "--train.micro_batch_size", "1"]
+    arguments = command(run, prefix, *options, "--faults", "kill:rank=3,step=6", "--dp", "4")
+    arguments[arguments.index("--nproc-per-node") + 1] = "4"
+    status, output = finish(start(arguments))
+    assert status != 0 and checkpoint_step(run) == 4, output
+    status, output = finish(start(command(run, prefix, *options)))
+    assert status == 0 and "resumed after step 4, at sample 16" in output, output
+    losses, _ = uninterrupted(run, ranks, 4)
+    assert losses_of(run) == pytest.approx(losses, rel=1e-5, abs=0)
 
 
 def test_a_wrong_configuration_is_one_message(tmp_path):
