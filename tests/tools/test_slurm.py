@@ -12,7 +12,9 @@ from tests.distributed.test_torchrun import ROOT, checkpoint_step, command, fini
 
 STAND_INS = {
     "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$CALLS"; fi',
-    "srun": 'shift; exec "$@"',  # the option
+    # Without its option; signals reach the whole process group of a task, as SLURM sends them.
+    "srun": """shift; setsid "$@" & task=$!; trap 'kill -USR1 -- -$task' USR1; wait $task; status=$?
+while kill -0 $task 2> /dev/null; do wait $task; status=$?; done; exit $status""",
     "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
 }
 
