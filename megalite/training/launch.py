@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from datetime import timedelta
 from time import sleep
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -80,10 +80,15 @@ def start_process_group(device: torch.device, timeout: str) -> None:
     if world_size() == 1:
         return
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    options = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=duration_seconds(timeout) or 0), **options)  # type: ignore[arg-type]
+    backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=duration_seconds(timeout) or 0)
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    if world_size() == local_world_size():  # torchrun's store outlives a restart, with the addresses of ranks that have died
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # on several nodes each counts for itself: docs/faults.md
+        options |= {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=limit, **options)
 
 
 def abandon(error: CommunicationError | OffloadError) -> NoReturn:
