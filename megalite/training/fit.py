@@ -29,7 +29,7 @@ def fit(trainer: Trainer) -> None:
     recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
     timeline, activity = TimelineRecorder(trainer), trainer.mesh.activity
-    with StopRequest(limit) as request, console, recording as writer, watchdog(trainer):
+    with StopRequest(limit) as request, console, recording as writer, Watchdog(config, trainer.mesh, trainer.run_dir):
         if trainer.step_done:
             console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
         for note in trainer.notes:
@@ -71,14 +71,6 @@ def fit(trainer: Trainer) -> None:
             console.message(line)
         if trainer.step_done == config.train.steps:
             console.message(f"done: {trainer.run_dir}")
-
-
-def watchdog(trainer: Trainer) -> Watchdog:
-    """What watches this rank while it trains."""
-    run, train = trainer.config.run, trainer.config.train
-    patience = duration_seconds(train.watchdog) if train.watchdog else None
-    timeout = duration_seconds(run.timeout) or 0
-    return Watchdog(trainer.mesh.activity, trainer.mesh.rank, patience, timeout, trainer.run_dir / "stalls")
 
 
 def _is_due(interval: int | None, step: int, at_end: bool) -> bool:

@@ -87,7 +87,7 @@ def start_process_group(device: torch.device, timeout: str) -> None:
     if world_size() == local_world_size():  # torchrun's store outlives a restart, with the addresses of ranks that have died
         store, rank, size = next(rendezvous("env://", timeout=limit))
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # on several nodes each counts for itself: docs/faults.md
-        options |= {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": size}
+        options |= {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": size}  # type: ignore[attr-defined]
     dist.init_process_group(backend, timeout=limit, **options)
 
 

@@ -7,47 +7,41 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from time import localtime, monotonic, strftime
+from time import localtime, monotonic, strftime, time
 
 import torch
 
-from megalite.activity import Activity
+from megalite.config.rules.training import duration_seconds
+from megalite.config.schema import Config
+from megalite.mesh import Mesh
 
 LONGEST_LOOK = 10.0  # seconds between two looks
 
 
 class Watchdog:
-    """A thread that looks at a rank's activity while it is entered as a context.
+    """A thread that looks at a rank's activity, while it is entered as a context. `train.watchdog = null` has none."""
 
-    Args:
-        patience: seconds without progress after which it speaks, once per stall; None: it never does, and there is no thread.
-        timeout: seconds after which a communication fails.
-        directory: for stacks, and torch's record of the last collectives.
-    """
-
-    def __init__(self, activity: Activity, rank: int, patience: float | None, timeout: float, directory: Path):
-        self.activity, self.rank, self.patience, self.timeout, self.directory = activity, rank, patience, timeout, directory
+    def __init__(self, config: Config, mesh: Mesh, run_dir: Path):
+        self.activity, self.rank, self.directory = mesh.activity, mesh.rank, run_dir / "stalls"
+        self.patience = duration_seconds(config.train.watchdog) if config.train.watchdog else None
+        self.timeout = duration_seconds(config.run.timeout) or 0
         self._over = Event()
-        self._thread = Thread(target=self._watch, name="megalite-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self.patience is not None:
-            self._thread.start()
+        if self.patience:
+            Thread(target=self._watch, args=(self.patience,), name="megalite-watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self.patience is not None:
-            self._thread.join()
 
-    def _watch(self) -> None:
-        assert self.patience is not None
+    def _watch(self, patience: float) -> None:
         seen, since, said = None, monotonic(), False
-        while not self._over.wait(min(self.patience / 4, LONGEST_LOOK)):
+        while not self._over.wait(min(patience / 4, LONGEST_LOOK)):
             now = (self.activity.step, self.activity.action, self.activity.communication, self.activity.waiting)
             if now != seen:
                 seen, since, said = now, monotonic(), False
-            elif not said and monotonic() - since >= self.patience:
+            elif not said and monotonic() - since >= patience:
                 said = True
                 self._report(monotonic() - since)
 
@@ -64,15 +58,12 @@ class Watchdog:
 
     def _place(self) -> str:
         """Where the rank is, and when that ends."""
-        activity = self.activity
-        if activity.communication is None:
-            return f"last action {activity.action}; no communication was awaited here yet"
-        what, peer, since = activity.communication
-        whom = what if peer is None else f"{what}, rank {peer}"
-        if not activity.waiting:
-            return f"last action {activity.action}; no communication is awaited here (the last one: {whom}, at {_clock(since)})"
+        what, peer, since = self.activity.communication or ("nothing", None, time())
+        last = what if peer is None else f"{what}, rank {peer}"
+        if not self.activity.waiting:
+            return f"last action {self.activity.action}; no communication is awaited here (last {last}, at {_clock(since)})"
         end = _clock(since + self.timeout)
-        return f"last action {activity.action}, awaiting {whom} since {_clock(since)}; run.timeout ends that at {end}"
+        return f"last action {self.activity.action}, awaiting {last} since {_clock(since)}; run.timeout ends that at {end}"
 
 
 def _clock(seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,5 @@ def test_a_stall_is_said_once_by_every_rank_with_the_rank_that_it_waits_for(rank
     assert re.search(r"awaiting all_reduce over data, rank 3 since", said[2]), said[2]
     assert "last action between steps; no communication is awaited here" in said[3] and "between_steps" in said[3], said[3]
     assert all("collectives.py" in text for text in said[:3])
+    record = pickle.loads((tmp_path / "run" / "stalls" / "collectives_00000").read_bytes())
+    assert record["entries"], "torch's own record of what was under way"
