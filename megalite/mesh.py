@@ -96,6 +96,7 @@ class Mesh:
             1 shares nothing, None shares over all.
         timeout: after which an operation whose peers do not answer fails; by default torch's.
         chained: whether totals travel along the pipeline instead of through the world: adds their channels, and an axis of a stage's ranks.
+        background_saves: whether saves talk beside training: gives `saving`, the world otherwise, a group of its own, over CPUs.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Mesh:
         channels: Sequence[str] = (),
         dp_shard: int | None = None,
         chained: bool = False,
+        background_saves: bool = False,
         timeout: timedelta | None = None,
     ):
         import torch.distributed as dist
@@ -131,6 +133,8 @@ class Mesh:
         names = [*channels, *(TOTALS if chained else ())]
         self.channels = {name: self._new_group(self.pp.ranks) for name in names} if self.pp.size > 1 else {}
         self.stage = self._axis("stage", layout.peers(self.rank, PRODUCTS["stage"])) if chained else None
+        own = background_saves and self.world.size > 1
+        self.saving = replace(self.world, name="saving", group=self._new_group(self.world.ranks, "gloo")) if own else self.world
         self._warm_up()
         self.tp = self._with_shared_memory(self.tp)
 
@@ -172,14 +176,14 @@ class Mesh:
             self._groups[ranks] = dist.group.WORLD if world else self._new_group(ranks)  # type: ignore[assignment]
         return self._groups[ranks]
 
-    def _new_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> ProcessGroup:
         """Only the members meet: at a thousand ranks nobody waits for groups that are not its own.
 
         Every rank makes its groups axis by axis in the same order, and equally many, so members never wait for each other in a circle.
         """
         import torch.distributed as dist
 
-        return dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True)
 
     def _warm_up(self) -> None:
         """Connect every communicator now, in one order: a lazy first use inside the pipeline could hang."""
@@ -191,6 +195,8 @@ class Mesh:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         for group in (*self._groups.values(), *self.channels.values()):
             dist.all_reduce(torch.ones(1, device=device), group=group)
+        if self.saving is not self.world:
+            dist.all_reduce(torch.ones(1), group=self.saving.group)
         for group in self.channels.values() if device.type == "cuda" else ():  # NCCL connects senders and receivers apart from collectives
             neighbours = [self.pp.ranks[(self.pp.rank + step) % self.pp.size] for step in (1, -1)]
             sends = [dist.P2POp(dist.isend, torch.ones(1, device=device), peer, group) for peer in neighbours]

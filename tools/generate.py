@@ -60,7 +60,8 @@ def parser() -> Parser:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The continuation and what belongs to it."""
     from megalite.training.launch import choose_device, configure_process
-    from tools.generating import LanguageModel, Sampling, find
+    from tools.generating import LanguageModel, Sampling
+    from tools.inspecting import find
 
     device = choose_device()
     configure_process(device)

@@ -16,7 +16,9 @@ Result = TypeVar("Result")
 
 
 def on_rank_0(mesh: Mesh | None, action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 alone and return its result on every rank. Collective; without a mesh this process is alone.
+    """Run `action` on rank 0 alone and return its result on every rank. Collective, apart from what training says to each other.
+
+    Without a mesh this process is alone.
 
     Raises:
         CheckpointError: on every rank, when it failed on rank 0.
@@ -29,11 +31,11 @@ def on_rank_0(mesh: Mesh | None, action: Callable[[], Result]) -> Result:
         except Exception as error:
             cause = error
             outcome[1] = str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
-    if mesh is not None and mesh.world.group is not None:
+    if mesh is not None and mesh.saving.group is not None:
         import torch.distributed as dist
 
-        with _named("broadcast", mesh):
-            dist.broadcast_object_list(outcome, src=mesh.world.ranks[0], group=mesh.world.group)
+        with named("broadcast", mesh):
+            dist.broadcast_object_list(outcome, src=mesh.saving.ranks[0], group=mesh.saving.group)
     if outcome[1] is not None:
         raise CheckpointError(outcome[1]) from cause
     result: Result = outcome[0]
@@ -41,10 +43,12 @@ def on_rank_0(mesh: Mesh | None, action: Callable[[], Result]) -> Result:
 
 
 @contextmanager
-def _named(what: str, mesh: Mesh) -> Iterator[None]:
+def named(what: str, mesh: Mesh) -> Iterator[None]:
     """A failure of torch's object collectives, which have an error of no kind of their own, becomes a CommunicationError."""
     try:
         yield
+    except CheckpointError:
+        raise
     except RuntimeError as error:
         from megalite.parallel.collectives import CommunicationError
 
@@ -58,19 +62,19 @@ def all_or_none(mesh: Mesh, kind: type[Exception] = ConfigError) -> Iterator[Non
     """Every rank runs the block, which must not communicate. Collective.
 
     Raises:
-        kind: on every rank, when any of them raised it in the block.
+        kind: on every rank, the first rank's that raised one in the block.
     """
-    problem: str | None = None
+    problem: Exception | None = None
     try:
         yield
     except kind as error:
-        problem = str(error)
-    problems: list[str | None] = [problem]
+        problem = error
+    problems = [problem]
     if mesh.world.size > 1:
         import torch.distributed as dist
 
         problems = [None] * mesh.world.size
-        with _named("all_gather", mesh):
+        with named("all_gather", mesh):
             dist.all_gather_object(problems, problem, group=mesh.world.group)
     for first in filter(None, problems):
-        raise kind(first)
+        raise first

@@ -2,9 +2,9 @@
 
 Each change that others could see is one rename, after what it shows has reached the disk:
 
-    .NAME.saving   → NAME             a save becomes a checkpoint
+    .NAME.saving   → NAME             a save becomes a checkpoint; its manifest has been written last
     NAME           → .NAME.replaced   (moved aside just before, where NAME is saved again; moved back if the save dies in between)
-    NAME           → .NAME.deleted    pruned: a half-removed directory never carries the name of a checkpoint
+    NAME           → .NAME.deleted    pruned: a half-removed directory never carries the name of a checkpoint, nor has it a manifest
     .latest.new    → latest
 """
 
@@ -13,13 +13,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.errors import CheckpointError, DamagedError
+from megalite.checkpoint.manifest import MANIFEST, Manifest
 
-STATE = "state.json"
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
+_OURS = re.compile(r"manifest\.json|rank_\d{5,}\.bin")
 _LEFTOVER = re.compile(r"\.(.+)\.(saving|replaced|deleted)")
 
 
@@ -38,21 +40,26 @@ def _hidden(directory: Path, kind: str) -> Path:
 
 
 def check(directory: Path) -> None:
-    """Raise where there is no checkpoint."""
-    if not (directory / STATE).is_file():
-        why = f"it has no {STATE}" if directory.is_dir() else "there is no such directory"
-        raise CheckpointError(f"{directory} is not a checkpoint: {why}")
+    """Raise DamagedError where there is no checkpoint."""
+    if not (directory / MANIFEST).is_file():
+        why = f"it has no {MANIFEST}" if directory.is_dir() else "there is no such directory"
+        raise DamagedError(f"{directory} is not a checkpoint: {why}")
 
 
 def begin(directory: Path) -> Path:
     """Clear what dead saves have left and make the directory that is written into until it is published."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())) and not (directory / STATE).is_file():
+    if directory.exists() and not (directory / MANIFEST).is_file() and not _is_ours(directory):
         raise CheckpointError(f"{directory} exists and is not a checkpoint: save under another name, or remove it")
     directory.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(directory)
     temporary = _hidden(directory, "saving")
     temporary.mkdir()
     return temporary
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether nothing but what is left of a checkpoint is in it."""
+    return directory.is_dir() and all(_OURS.fullmatch(path.name) for path in directory.iterdir())
 
 
 def _clear_leftovers(directory: Path) -> None:
@@ -71,9 +78,21 @@ def _restore(directory: Path) -> None:
         replaced.rename(directory)
 
 
-def publish(temporary: Path, directory: Path, state: str) -> None:
+def restore(checkpoints: Path) -> None:
+    """Put back what saves that died had moved aside."""
+    for path in list(checkpoints.glob(".*.replaced")):
+        _restore(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")))
+
+
+def discard(temporary: Path, directory: Path) -> None:
+    """Undo a save that failed: its room on the disk is free again, and what it was to replace has its name again."""
+    remove(temporary)
+    _restore(directory)
+
+
+def publish(temporary: Path, directory: Path, manifest: str) -> None:
     """Give a completely written save its name, and make `latest` name it where it is a step."""
-    write_synced(temporary / STATE, state)
+    write_synced(temporary / MANIFEST, manifest)
     _sync_directory(temporary)
     replaced = _hidden(directory, "replaced")
     if directory.exists():
@@ -88,37 +107,52 @@ def publish(temporary: Path, directory: Path, state: str) -> None:
     remove(replaced)
 
 
-def read_latest(checkpoints: Path) -> str | None:
-    """The name that `latest` holds, or None where nothing has been published."""
-    file = checkpoints / LATEST
-    if not file.is_file():
-        return None
-    name = file.read_text().strip()
-    if step_number(name) is None:
-        raise CheckpointError(f"{file} holds {name!r}, not the name of a checkpoint such as {step_name(100)}")
-    _restore(checkpoints / name)
+def history(checkpoints: Path) -> tuple[list[Path], str | None]:
+    """What a run may continue from, newest first: the checkpoint that `latest` names and all before it; and what is strange about `latest`.
+
+    Steps after it belong to a future that was abandoned by resuming earlier: they are left to be overwritten.
+    """
+    file, strange = checkpoints / LATEST, None
+    steps = {number: path for path in checkpoints.glob("step_*") if (number := step_number(path.name)) is not None}
+    if not steps and not file.exists():
+        return [], None
     try:
-        check(checkpoints / name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file} names {name}, but {error}. Write another name into it, or remove it to start afresh.") from None
-    return name
+        name = file.read_text(errors="replace").strip()
+    except OSError as error:
+        name = error.strerror or str(error)
+    newest = step_number(name)
+    if newest not in steps:
+        strange, newest = f"{file} is damaged: expected the name of a checkpoint that is there, found {name!r}", None
+    elif newest < max(steps):
+        strange = f"{file} names {name}: what is newer, up to {step_name(max(steps))}, is left aside"
+    return [steps[number] for number in sorted(steps, reverse=True) if newest is None or number <= newest], strange
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Steps after `latest` belong to a future that was abandoned by resuming earlier: they are left to be overwritten."""
-    newest = read_latest(checkpoints)
-    if newest is None:
-        return
-    steps = sorted((number, path) for path in checkpoints.iterdir() if (number := step_number(path.name)) is not None)
-    past = [path for number, path in steps if number <= (step_number(newest) or 0)]
-    for path in past[:-keep]:
-        deleted = _hidden(path, "deleted")
-        path.rename(deleted)
-        remove(deleted)
+def prune(checkpoints: Path, keep: int, keep_every: int | None) -> None:
+    """Remove what is older than the newest `keep` that look whole, but for multiples of `keep_every`."""
+    whole = 0
+    for path in history(checkpoints)[0]:
+        number = step_number(path.name) or 0
+        if whole < keep:
+            whole += _looks_whole(path)
+        elif path.exists() and not (keep_every and number % keep_every == 0):
+            deleted = _hidden(path, "deleted")
+            path.rename(deleted)
+            remove(deleted)
+
+
+def _looks_whole(directory: Path) -> bool:
+    try:
+        Manifest.of(directory).check_files()
+    except CheckpointError:
+        return False
+    return True
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory tree; what can not be removed now is left to the next save."""
+    """Remove a directory tree, its manifest first; what can not be removed now is left to the next save."""
+    with suppress(OSError):
+        (directory / MANIFEST).unlink()
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Rectangles of global tensors in and out of torch.distributed.checkpoint (DCP), which stores one file a rank and their table.
+"""Rectangles of global tensors in and out of torch.distributed.checkpoint (DCP), which plans who writes and who reads what.
 
 DCP asks a value of the state dict for its chunks only where it is a tensor, so all rectangles of one global tensor are shown to it as one
 wrapper subclass without data of its own.
@@ -10,24 +10,27 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.errors import CheckpointError, DamagedError
+from megalite.checkpoint.manifest import Manifest, StoredTensor
+from megalite.checkpoint.storage import Reader, Writer, name_of
+from megalite.mesh import MeshAxis
 from megalite.parallel.spec import Rectangle
 
+LARGEST_CHUNK = 64 << 20  # bytes: who reads a part of a chunk reads and checks all of it
 NAMED_PROBLEMS = 5  # how many misfits a message names
 
 
@@ -73,8 +76,20 @@ def _global_tensors(rectangles: Sequence[Rectangle]) -> dict[str, Tensor]:
     return {name: _GlobalTensor(parts) for name, parts in by_name.items()}
 
 
+def _blocks(part: Rectangle) -> Iterator[Rectangle]:
+    """A rectangle as chunks of at most `LARGEST_CHUNK`, cut along its first dimension that can be cut. They share its memory."""
+    dim = next((dim for dim, size in enumerate(part.tensor.shape) if size > 1), None)
+    if dim is None or part.tensor.nbytes <= LARGEST_CHUNK:
+        yield part
+        return
+    start = part.offsets[dim]
+    for block in part.tensor.split(max(1, LARGEST_CHUNK * part.tensor.shape[dim] // part.tensor.nbytes), dim):
+        yield replace(part, offsets=(*part.offsets[:dim], start, *part.offsets[dim + 1 :]), tensor=block)
+        start += block.shape[dim]
+
+
 def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    return f"{name_of(dtype)} {list(shape)}"
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -101,14 +116,6 @@ class _SavePlanner(DefaultSavePlanner):
                 raise CheckpointError(f"{name} has {prod(data.size)} elements, but the ranks hold {stored[name]}")
         return super().create_global_plan(all_plans)
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """A rectangle as the whole of a storage: DCP would copy a part of one, and keep all of these copies until its file is written."""
-        value = super().resolve_data(write_item)
-        if not isinstance(value, Tensor) or not value.is_cpu:
-            return value
-        start = value.storage_offset() * value.itemsize
-        return value.new_empty(0).set_(value.untyped_storage()[start : start + value.nbytes], 0, value.shape)  # type: ignore[call-overload]
-
 
 class _LoadPlanner(DefaultLoadPlanner):
     """Names everything that does not fit, with what was expected and what was found."""
@@ -128,24 +135,21 @@ class _LoadPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
 
-def write(directory: Path, rectangles: Sequence[Rectangle], group: ProcessGroup | None) -> None:
-    """Store every rank's rectangles in `directory`, on disk when this returns. Collective over the group; None: this process alone."""
+def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis) -> dict[str, StoredTensor]:
+    """Store every rank's rectangles in `directory`, on disk when this returns, and return what rank 0 knows of all. Collective."""
+    blocks = [block for part in rectangles for block in _blocks(part)]
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    writer = Writer(directory, world.rank)
     with _clear_errors(f"could not save {directory}"):
-        dcp_save(_global_tensors(rectangles), checkpoint_id=directory, planner=planner, process_group=group, no_dist=group is None)
+        dcp_save(_global_tensors(blocks), storage_writer=writer, planner=planner, process_group=world.group, no_dist=world.group is None)
+    return writer.tensors
 
 
-def read(directory: Path, rectangles: Sequence[Rectangle]) -> None:
+def read(manifest: Manifest, rectangles: Sequence[Rectangle]) -> None:
     """Fill the rectangles. Every process reads for itself, so one that fails leaves nobody waiting."""
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _clear_errors(f"could not load {directory}"):
-        dcp_load(_global_tensors(rectangles), checkpoint_id=directory, planner=planner, no_dist=True)
-
-
-def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The global shape of every stored tensor, by name."""
-    found = FileSystemReader(directory).read_metadata().state_dict_metadata
-    return {name: tuple(entry.size) for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    with _clear_errors(f"could not load {manifest.directory}"):
+        dcp_load(_global_tensors(rectangles), storage_reader=Reader(manifest), planner=planner, no_dist=True)
 
 
 @contextmanager
@@ -157,6 +161,8 @@ def _clear_errors(what: str) -> Iterator[None]:
             yield
     except CheckpointException as failure:
         errors = {rank: error for rank, (error, _) in failure.failures.items()}
+        if damage := next((error for error in errors.values() if isinstance(error, DamagedError)), None):
+            raise damage from None
         lines = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}" for error in errors.values()]
         named = lines if len(lines) == 1 else [f"rank {rank}: {line}" for rank, line in zip(errors, lines, strict=True)]
         raise CheckpointError(f"{what}: " + "\n".join(named)) from next(iter(errors.values()))

@@ -57,8 +57,8 @@ CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpo
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a directory holds a published checkpoint; state.json is what makes it one."""
-    return (Path(path) / "state.json").is_file()
+    """Whether a directory holds a published checkpoint; its manifest is what makes it one."""
+    return (Path(path) / "manifest.json").is_file()
 
 
 def show(value: Any) -> str:

@@ -277,6 +277,12 @@ class CheckpointConfig:
     """Save every so many steps; none saves only at the end and on a signal."""
     keep: int | None = None
     """Keep only the newest so many checkpoints; none keeps all."""
+    keep_every: int | None = None
+    """Keep, beside those, every checkpoint whose step is a multiple of this."""
+    async_save: bool = False
+    """Copy what is to be saved and write it while training goes on; takes as much CPU memory as this rank saves."""
+    verify: Literal["read", "full"] = "read"
+    """Check, before a checkpoint is used, what is read of it, or every byte of it (split over the ranks)."""
     load: str = "auto"
     """auto resumes from the run's newest checkpoint where there is one; none starts afresh; or a checkpoint directory."""
     allow: list[Literal["data", "horizon"]] = field(default_factory=list)

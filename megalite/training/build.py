@@ -131,6 +131,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
         "channels": tuple(channel.name for channel in channels(plan)),
         "dp_shard": config.parallel.dp_shard if config.parallel.zero else 1,
         "chained": ends_in_turn(config),
+        "background_saves": config.checkpoint.async_save,
     }
 
 

@@ -7,6 +7,8 @@ from contextlib import nullcontext
 
 import torch
 
+from megalite.checkpoint import CheckpointError
+from megalite.checkpoint.saver import Saver
 from megalite.config.rules.training import duration_seconds
 from megalite.training.console import Console
 from megalite.training.flops import throughput
@@ -22,7 +24,6 @@ def fit(trainer: Trainer) -> None:
     config = trainer.config
     lead = trainer.mesh.rank == 0
     limit = duration_seconds(config.train.stop_after) if config.train.stop_after else None
-    saved = trainer.resumed_from
     gc.collect()
     gc.freeze()  # what lives until the end is not walked again
     gc.disable()
@@ -50,7 +51,7 @@ def fit(trainer: Trainer) -> None:
                     console.step(metrics, result.fault)
                     writer.step(metrics)
             if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
-                trainer.roll_back(bad[-1], saved)
+                trainer.roll_back(bad[-1])
                 console.message(f"back after step {trainer.step_done}, on with sample {trainer.samples}")
                 if writer is not None:
                     writer.rewind(trainer.step_done)
@@ -62,8 +63,10 @@ def fit(trainer: Trainer) -> None:
                     writer.validation(step, loss)
             if saving or stop:
                 activity.action = "saving"
-                saved = trainer.save()
-                console.message(f"saved {saved}")
+                save = trainer.begin_save()
+                if config.checkpoint.async_save:
+                    console.message(f"saving {save.directory}, held {save.held:.2f} s")
+            report_saves(trainer.saver, console, last=end or stop)
             if stop:
                 console.message(f"stopping after step {step}: {request.reason or 'another rank asked for it'}")
                 break
@@ -71,6 +74,21 @@ def fit(trainer: Trainer) -> None:
             console.message(line)
         if trainer.step_done == config.train.steps:
             console.message(f"done: {trainer.run_dir}")
+
+
+def report_saves(saver: Saver, console: Console, last: bool) -> None:
+    """Tell which saves have ended. A failed one is an error only where it is the last: otherwise the next one makes up for it."""
+    if last:
+        saver.wait()
+    ended = saver.take_ended()
+    for save in ended:
+        durable = f", on disk after {save.durable:.2f} s" if saver.options.async_save else ""
+        if save.durable:
+            console.message(f"saved {save.directory}, held {save.held:.2f} s{durable}")
+        elif not isinstance(save.error, CheckpointError) or (last and save is ended[-1]):
+            raise save.error
+        if save.error is not None:
+            console.message(f"{save.error}\ntraining goes on" + ("" if save.durable else "; the next save tries again"))
 
 
 def _is_due(interval: int | None, step: int, at_end: bool) -> bool:

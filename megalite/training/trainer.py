@@ -15,7 +15,9 @@ import torch
 
 from megalite import checkpoint
 from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.checkpoint import CheckpointError, DamagedError
 from megalite.checkpoint.agreement import all_or_none
+from megalite.checkpoint.saver import Save, Saver
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.data import dataset as datasets
@@ -77,6 +79,7 @@ class Trainer:
             self.parts = build.build_parts(config, mesh, self.device)
             self.store = self.parts.store
             self.optimizer = AdamW(self.store, config.optimizer)
+        self.saver = Saver(mesh, config.checkpoint)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
         self.guard, self.faults = Guard(config.faults), Injection(config.faults.inject, mesh)
         clip, chained = config.train.grad_clip, build.ends_in_turn(config)
@@ -112,33 +115,59 @@ class Trainer:
 
     def _start_weights(self) -> None:
         """Resume, warm-start or draw the weights."""
-        found = self._find_checkpoint()
-        if found is not None:
-            self.resume(found)
+        option = self.config.checkpoint.load
+        if option not in ("auto", "none"):
+            self.resume(Path(option))
+        elif option == "auto" and self._resume_newest():
+            return
         elif self.config.model.init_from is not None:
             self.load_weights(Path(self.config.model.init_from))
         else:
             self.store.initialise(self.config.run.seed)
 
-    def _find_checkpoint(self) -> Path | None:
-        option = self.config.checkpoint.load
-        if option == "none":
-            return None
-        if option != "auto":
-            return Path(option)
-        return checkpoint.latest(self.run_dir / "checkpoints", self.mesh)
+    def _resume_newest(self) -> bool:
+        """Continue from the newest checkpoint of the run that is whole; False where it has none at all. Damaged ones go to the notes."""
+        checkpoints = self.run_dir / "checkpoints"
+        found, strange = checkpoint.history(checkpoints, self.mesh)
+        problems = [strange] if strange else []
+        for directory in found:
+            try:
+                self.resume(directory)
+            except DamagedError as error:
+                problems.append(str(error))
+            else:
+                self.notes += [*problems, f"continuing from {directory}"] if problems else []
+                return True
+        if problems:
+            listed = "\n  ".join(problems)
+            way_out = "Put one of them back, or start afresh with another run.name, or with checkpoint.load = none, which overwrites them."
+            raise DamagedError(f"no checkpoint in {checkpoints} can be used:\n  {listed}\n{way_out}")
+        return False
+
+    def _checked(self, directory: Path) -> checkpoint.Manifest:
+        """What a checkpoint holds, after checking every byte of it where that is asked for. Collective."""
+        with all_or_none(self.mesh, CheckpointError):
+            manifest = checkpoint.manifest_of(directory)
+            if self.config.checkpoint.verify == "full":
+                manifest.verify(self.mesh.world.rank, self.mesh.world.size)
+        return manifest
 
     def load_weights(self, directory: Path) -> None:
-        checkpoint.load(directory, self.store.to_load())
+        self._checked(directory)
+        with all_or_none(self.mesh, CheckpointError):
+            checkpoint.load(directory, self.store.to_load())
         self.store.publish()
 
     def resume(self, directory: Path) -> None:
-        """Continue where a checkpoint stopped, whatever topology saved it."""
-        state = checkpoint.read_state(directory)
+        """Continue where a checkpoint stopped, whatever topology saved it. Raises DamagedError on every rank where any finds damage."""
+        manifest = self._checked(directory)
+        state = manifest.state
         check_resume(self.config, self.train_data.fingerprint, state, directory)
-        checkpoint.load(directory, self.optimizer.to_load())
-        if self.store.powersgd is not None:
-            self.store.powersgd.restore(checkpoint.shapes(directory), partial(checkpoint.load, directory))
+        with all_or_none(self.mesh, CheckpointError):
+            checkpoint.load(directory, self.optimizer.to_load())
+            if self.store.powersgd is not None:
+                shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
+                self.store.powersgd.restore(shapes, partial(checkpoint.load, directory))
         self.notes += changed_compression(self.config, state)
         self.store.publish()
         self.step_done, self.samples, self.closing.skipped = state["step"], state["samples"], state["skipped"]
@@ -147,7 +176,15 @@ class Trainer:
         self.resumed_from = directory
 
     def save(self) -> Path:
-        """Write a checkpoint of the last step. Collective."""
+        """Write a checkpoint of the last step, published when this returns. Collective. Raises CheckpointError."""
+        save = self.begin_save()
+        self.saver.wait()
+        if save.error is not None:
+            raise save.error
+        return save.directory
+
+    def begin_save(self) -> Save:
+        """As `save`, but for what `checkpoint.async_save` leaves to the background, and for errors: `saver.take_ended` tells them."""
         self.closing.settle()
         directory = self.run_dir / "checkpoints" / checkpoint.step_name(self.step_done)
         state = {
@@ -163,11 +200,9 @@ class Trainer:
         with all_or_none(self.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
             self.store.state.sync()
         compression = [] if self.store.powersgd is None else self.store.powersgd.to_save()
-        checkpoint.save(directory, [*self.optimizer.to_save(), *compression], state, self.mesh)
+        save = self.saver.begin(directory, [*self.optimizer.to_save(), *compression], state)
         self.store.state.release()
-        if self.config.checkpoint.keep is not None:
-            checkpoint.prune(directory.parent, self.config.checkpoint.keep, self.mesh)
-        return directory
+        return save
 
     def roll_back(self, bad: StepResult, directory: Path | None) -> None:
         """Return to a checkpoint, if there is one, and go on with the samples that come next. Collective.
@@ -276,6 +311,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave nothing under way: a message that nobody awaits would be taken for the next one on its communicator."""
+        self.saver.wait()
         self.closing.settle()
         self.store.finish_gathering()
         self.loader.close()

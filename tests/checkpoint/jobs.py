@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 from collections.abc import Iterator
 from math import prod
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
+from megalite.config.load import from_dict
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Rectangle, Segment, rectangles
+from megalite.training.trainer import Trainer
+from tests.distributed.jobs import mesh_of
 from tests.distributed.pool import RankContext
 
 SHAPES = ((), (1,), (17,), (5, 7), (1, 9), (33, 4), (3, 4, 5), (2, 1, 6, 3), (0, 4))
@@ -105,19 +109,19 @@ def differing(context: RankContext, directory: Path, values: int, cuts: int | No
 
 def save_with_full_disk(context: RankContext, directory: Path, full: int) -> str:
     """One rank can not write; every rank must learn it."""
-    original = torch.save
+    original = os.fsync
 
     def no_space(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if context.rank == full:
-        torch.save = no_space
+        os.fsync = no_space
     try:
         save(context, directory, 1, 1, {})
     except checkpoint.CheckpointError as error:
         return str(error)
     finally:
-        torch.save = original
+        os.fsync = original
     return "saved"
 
 
@@ -133,7 +137,22 @@ def save_same_rectangle(context: RankContext, directory: Path) -> str:
 def latest_seen_by(context: RankContext, checkpoints: list[Path]) -> str:
     """Each rank sees another file system; all must come to the same answer or the same error."""
     try:
-        found = checkpoint.latest(checkpoints[context.rank], world_mesh(context))
+        found, strange = checkpoint.history(checkpoints[context.rank], world_mesh(context))
     except checkpoint.CheckpointError as error:
         return f"error: {error}"
-    return "none" if found is None else found.name
+    return f"{[path.name for path in found]} {strange}"
+
+
+def resume_from_each(context: RankContext, config: dict[str, Any], directories: list[str]) -> list[tuple[int, str]]:
+    """A trainer with `checkpoint.load: auto` for each run.dir: the step from which it goes on and what it has to say, or -1 and why not."""
+    found = []
+    for directory in directories:
+        made = from_dict({**config, "run": {**config["run"], "dir": directory}})
+        try:
+            trainer = Trainer(made, mesh_of(context, made))
+        except checkpoint.CheckpointError as error:
+            found.append((-1, str(error)))
+        else:
+            trainer.close()
+            found.append((trainer.step_done, "\n".join(trainer.notes)))
+    return found

@@ -57,21 +57,20 @@ def load(directory: Path) -> float:
     checkpoint.load(directory, parts)
     value = float(parts[1].tensor)
     assert torch.equal(parts[0].tensor, torch.full((3, 4), value))
-    assert checkpoint.read_state(directory) == {"value": value}
+    assert checkpoint.manifest_of(directory).state == {"value": value}
     return value
 
 
 def newest(checkpoints: Path) -> Path:
-    found = checkpoint.latest(checkpoints)
-    assert found is not None
-    return found
+    return checkpoint.history(checkpoints, Mesh(Layout()))[0][0]
 
 
 def test_layout_of_a_published_save(tmp_path: Path) -> None:
     save(tmp_path, 100, 0.1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000100"]
     assert (tmp_path / "latest").read_text().strip() == "step_00000100"
-    assert json.loads((tmp_path / "step_00000100" / "state.json").read_text()) == {"value": 0.1}
+    assert sorted(path.name for path in (tmp_path / "step_00000100").iterdir()) == ["manifest.json", "rank_00000.bin"]
+    assert json.loads((tmp_path / "step_00000100" / "manifest.json").read_text())["state"] == {"value": 0.1}
     assert newest(tmp_path) == tmp_path / "step_00000100"
     assert checkpoint.latest(tmp_path / "none") is None
 
@@ -118,24 +117,24 @@ def test_rank_0_alone_decides_what_is_latest(ranks: RankPool, tmp_path: Path) ->
     save(here, 2, 2.0)
     save(stale, 1, 1.0)
     broken.mkdir()
-    (broken / "latest").write_text("step_00000009\n")
-    assert ranks.run(3, jobs.latest_seen_by, [here, stale, tmp_path]) == ["step_00000002"] * 3
-    assert ranks.run(3, jobs.latest_seen_by, [tmp_path, stale, here]) == ["none"] * 3
+    (broken / "latest").write_text("step_9\n")
+    assert ranks.run(3, jobs.latest_seen_by, [here, stale, tmp_path]) == ["['step_00000002'] None"] * 3
+    assert ranks.run(3, jobs.latest_seen_by, [tmp_path, stale, here]) == ["[] None"] * 3
     for message in ranks.run(3, jobs.latest_seen_by, [broken, stale, here]):
-        assert "latest names step_00000009, but" in message and "there is no such directory" in message
+        assert message == f"[] {broken / 'latest'} is damaged: expected the name of a checkpoint that is there, found 'step_9'"
 
 
 def test_prune_keeps_the_newest_and_never_latest_nor_an_abandoned_future(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, float(step))
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune(tmp_path, 2, Mesh(Layout()))
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step_00000003", "step_00000004"]
     save(tmp_path, 2, 2.0)  # resumed from step 1
-    checkpoint.prune(tmp_path, 1)
+    checkpoint.prune(tmp_path, 1, Mesh(Layout()))
     assert load(newest(tmp_path)) == 2.0
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step_00000002", "step_00000003", "step_00000004"]
     with pytest.raises(ValueError, match="checkpoint.keep = 0"):
-        checkpoint.prune(tmp_path, 0)
+        checkpoint.prune(tmp_path, 0, Mesh(Layout()))
 
 
 def test_a_directory_that_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
@@ -186,11 +185,8 @@ def test_each_element_must_be_given_exactly_once(ranks: RankPool, tmp_path: Path
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint: there is no such directory"):
         checkpoint.load(tmp_path / "nowhere", [])
-    with pytest.raises(CheckpointError, match=r"is not a checkpoint: it has no state\.json"):
-        checkpoint.read_state(tmp_path)
-    (tmp_path / "latest").write_text("../elsewhere\n")
-    with pytest.raises(CheckpointError, match="not the name of a checkpoint"):
-        checkpoint.latest(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: it has no manifest\.json"):
+        checkpoint.manifest_of(tmp_path)
 
 
 def test_saving_and_loading_are_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

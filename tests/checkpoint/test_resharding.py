@@ -23,7 +23,7 @@ def test_random_partitions(ranks: RankPool, tmp_path: Path, saved: int, loaded: 
             results = ranks.run(world, jobs.differing, tmp_path / f"seed{seed}", seed, 20 + seed)
             assert [wrong for _, wrong in results] == [[]] * world
             assert sum(count for count, _ in results) == TOTAL
-    assert [checkpoint.read_state(tmp_path / f"seed{seed}")["seed"] for seed in range(4)] == [0, 1, 2, 3]
+    assert [checkpoint.manifest_of(tmp_path / f"seed{seed}").state["seed"] for seed in range(4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("saved, loaded", [(3, 4), (8, 1), (1, 3)])
@@ -38,9 +38,9 @@ def test_only_files_that_hold_needed_slices_are_read(ranks: RankPool, tmp_path: 
     directory = tmp_path / "checkpoint"
     ranks.run(2, jobs.save, directory, 5, None, {})
     needed = list(jobs.flat_rectangles(jobs.whole_tensors(5), 0, 2))
-    (directory / "__1_0.distcp").unlink()  # what rank 1 wrote
+    (directory / "rank_00001.bin").unlink()  # what rank 1 wrote
     checkpoint.load(directory, needed)
-    with pytest.raises(checkpoint.CheckpointError, match="__1_0.distcp"):
+    with pytest.raises(checkpoint.CheckpointError, match="rank_00001.bin"):
         checkpoint.load(directory, list(jobs.flat_rectangles(jobs.whole_tensors(5), 1, 2)))
 
 

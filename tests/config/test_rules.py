@@ -31,7 +31,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)),
     **dict.fromkeys(("data.sequence_length", "model.num_key_value_heads", "model.sliding_window", "model.intermediate_size"), (0, 1)),
-    **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
+    **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "validation.batches", "logging.interval"), (0, 1)),
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)),
     "validation.interval": (0, None),
     "parallel.virtual_stages": (0, 1),
@@ -64,7 +64,7 @@ ROWS = [
     *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
     Row("preset or from_hf", {"model.preset": "tiny", "model.from_hf": "hf"}, {"model.from_hf": None}, ("model.preset = tiny",)),
-    Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("not a checkpoint: it has no state.json",)),
+    Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("not a checkpoint: it has no manifest.json",)),
     Row("hidden size over heads", {"model.num_attention_heads": 6, "model.hidden_size": 64}, {"model.head_dim": 10}, ("4 or 8",)),
     Row(
         "heads over key-value heads",
@@ -260,6 +260,8 @@ ROWS = [
     Row("two betas", {"optimizer.betas": [0.9]}, {"optimizer.betas": [0.9, 0.9]}),
     Row("lr_scaling has its base", {"optimizer.lr_scaling": "sqrt"}, {"optimizer.base_batch_size": 8}, ("optimizer.base_batch_size",)),
     Row("checkpoint exists", {"checkpoint.load": "nowhere"}, {"checkpoint.load": "."}, ("auto nor none",)),
+    Row("keep_every beside keep", {"checkpoint.keep_every": 10}, {"checkpoint.keep": 2}, ("every checkpoint stays",)),
+    Row("copies of state in memory", {"checkpoint.async_save": True, "parallel.offload": "disk"}, {"parallel.offload": "cpu"}, ("= disk",)),
     Row("resume or warm start", {"checkpoint.load": ".", "model.init_from": "."}, {"checkpoint.load": "auto"}, ("step 0",)),
     Row("validation has data", {"validation.interval": 5}, {"data.validation": 0.1}, ("held-out fraction",)),
     Row("profiled steps are a range", {"profiling.steps": [3]}, {"profiling.steps": [3, 3]}, ("[3, 5]",)),
@@ -282,7 +284,7 @@ def token_files(tmp_path, monkeypatch):
     for prefix in ("tokens", "other", "bare"):
         (tmp_path / f"{prefix}.bin").touch()
         (tmp_path / f"{prefix}.idx").touch()
-    (tmp_path / "state.json").touch()  # makes . a checkpoint
+    (tmp_path / "manifest.json").touch()  # makes . a checkpoint
     (tmp_path / "tokens.json").write_text(json.dumps({"vocab_size": 257, "eos": 256}))
     (tmp_path / "other.json").write_text(json.dumps({"vocab_size": 300, "eos": 0}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ def train_and_save(context: Any, config: dict[str, Any], before: int, after: int
         directory = trainer.save()
         results += [trainer.step() for _ in range(after)]
         return {"directory": str(directory), **numbers(results), "tensors": global_tensors(trainer, STATE)}
+    finally:
+        trainer.close()
+
+
+def train_and_save_each(context: Any, config: dict[str, Any], steps: Sequence[int]) -> list[str]:
+    """Train and save after each of some steps; returns where."""
+    trainer = make_trainer(context, config)
+    directories = []
+    try:
+        for step in range(1, max(steps) + 1):
+            trainer.step()
+            if step in steps:
+                directories.append(str(trainer.save()))
+        return directories
     finally:
         trainer.close()
 

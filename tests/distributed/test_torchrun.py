@@ -73,7 +73,7 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], count: int) -> Non
 
 def checkpoint_step(run: Path) -> int:
     latest = (run / "checkpoints" / "latest").read_text().strip()
-    return json.loads((run / "checkpoints" / latest / "state.json").read_text())["step"]
+    return json.loads((run / "checkpoints" / latest / "manifest.json").read_text())["state"]["step"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers through /proc")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megalite.batch import Microbatch
+from megalite.checkpoint.manifest import encode
 from megalite.config.load import from_dict
 from tests.distributed.pool import RankPool
 from tests.tools.jobs import train_and_save
@@ -154,7 +155,7 @@ def test_wrong_options_end_with_one_message(arguments: list[str], message: str, 
 
 
 def test_what_can_not_be_loaded_ends_with_one_message(checkpoint: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
-    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "manifest.json").write_text(encode({}, {}))
     wrong: dict[str, list[str | Path]] = {
         "is not a checkpoint: there is no such directory": [tmp_path / "nowhere"],
         "holds no configuration": [tmp_path],

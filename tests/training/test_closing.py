@@ -123,7 +123,7 @@ def test_a_run_ahead_that_has_to_stop_saves_on_all_ranks(schedule, ranks, prefix
     config["run"] |= {"dir": str(tmp_path), "name": "run"}
     config["train"] |= {"steps": 100_000, "stop_after": "1s", "grad_clip": 0.0}
     done = ranks.run(4, fit_to_the_end, config, timeout=60.0)
-    assert len(set(done)) == 1 and (tmp_path / "run" / "checkpoints" / f"step_{done[0]:08d}" / "state.json").is_file()
+    assert len(set(done)) == 1 and (tmp_path / "run" / "checkpoints" / f"step_{done[0]:08d}" / "manifest.json").is_file()
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, done[0] + 1))
 

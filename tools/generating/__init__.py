@@ -43,7 +43,7 @@ class LanguageModel:
 
     def __init__(self, directory: Path, device: torch.device | str = "cpu"):
         """Load a checkpoint that any topology wrote. Raises CheckpointError or ConfigError where it can not be used."""
-        state = checkpoint.read_state(directory)
+        state = checkpoint.manifest_of(directory).state
         if "config" not in state:
             raise checkpoint.CheckpointError(f"{directory} holds no configuration. Give one that pretrain.py wrote.")
         self.step: int = state.get("step", 0)
@@ -97,14 +97,6 @@ def in_one_process(config: Config) -> Config:
     if train.precision in ("bf16", "fp16"):
         train.precision = "fp32"
     return replace(config, parallel=ParallelConfig(dp=1, zero=0), train=train)
-
-
-def find(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest one of a run's directory or of its checkpoints/ directory."""
-    for directory in (path, path / "checkpoints"):
-        if (directory / "latest").is_file() and (newest := checkpoint.latest(directory)) is not None:
-            return newest
-    return path
 
 
 def tokenizer_prefix(config: Config) -> str | None:

@@ -45,7 +45,7 @@ RULES: tuple[Rule, ...] = (
         "and {model.preset} both give the shape", "Remove one of the two."
     ),
     Rule("init_from exists", "model.init_from", lambda c: c.model.init_from is not None and not is_checkpoint(c.model.init_from)).says(
-        "is not a checkpoint: it has no state.json", CHECKPOINT_EXAMPLE
+        "is not a checkpoint: it has no manifest.json", CHECKPOINT_EXAMPLE
     ),
     Rule(
         "hidden size over heads",

@@ -11,7 +11,8 @@ _SIZES = """parallel.tp parallel.pp parallel.dp parallel.cp parallel.dp_shard pa
     model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads
     model.num_key_value_heads model.head_dim model.max_position_embeddings model.sliding_window data.sequence_length
     train.steps train.global_batch_size train.micro_batch_size optimizer.base_batch_size fp16.loss_scale_window fp16.hysteresis
-    checkpoint.interval checkpoint.keep faults.spike_window faults.skip_limit validation.interval validation.batches logging.interval"""
+    checkpoint.interval checkpoint.keep checkpoint.keep_every faults.spike_window faults.skip_limit validation.interval
+    validation.batches logging.interval"""
 _POSITIVE = """model.rope_theta model.rms_norm_eps model.attention_scale model.attention_softcap model.logit_softcap
     model.embedding_scale model.initializer_range parallel.bucket_mb optimizer.eps fp16.min_loss_scale faults.spike_sigma"""
 _NOT_NEGATIVE = """run.seed parallel.schedule_costs parallel.layer_costs train.grad_clip train.z_loss train.loss_chunk

@@ -90,7 +90,13 @@ RULES: tuple[Rule, ...] = (
         "needs optimizer.base_batch_size, the batch size at which optimizer.lr was chosen", "Give it, or set optimizer.lr_scaling to none."
     ),
     Rule("checkpoint exists", "checkpoint.load", lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load)).says(
-        "is neither auto nor none nor a checkpoint directory: it has no state.json", CHECKPOINT_EXAMPLE
+        "is neither auto nor none nor a checkpoint directory: it has no manifest.json", CHECKPOINT_EXAMPLE
+    ),
+    Rule("keep_every beside keep", "checkpoint.keep_every", lambda c: c.checkpoint.keep_every and c.checkpoint.keep is None).says(
+        "has no effect: without checkpoint.keep every checkpoint stays", "Set checkpoint.keep too, or leave it out."
+    ),
+    Rule("copies of state in memory", "checkpoint.async_save", lambda c: c.checkpoint.async_save and c.parallel.offload == "disk").says(
+        "would copy into memory what {parallel.offload} keeps out of it", "Set checkpoint.async_save to false, or parallel.offload to cpu."
     ),
     Rule("resume or warm start", "model.init_from", lambda c: c.model.init_from and _resumes(c)).says(
         "starts at step 0, but {checkpoint.load} resumes a run", "Remove one of the two."

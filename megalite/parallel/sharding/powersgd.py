@@ -159,6 +159,8 @@ class PowerSGD:
             matrix.error.zero_()
         names = [(matrix, name) for matrix in self.matrices for name in (matrix.name, *([f"{matrix.name}.copy"] if self.one_copy else []))]
         known = [(matrix, name) for matrix, name in names if f"powersgd_error/{name}" in stored]
+        for matrix in self.matrices:
+            matrix.error.zero_()  # a checkpoint that turned out to be damaged may have filled some
         fill([each for each in map(self._factor, self.matrices) if stored.get(each.name) == each.global_shape])
         if not known:
             return

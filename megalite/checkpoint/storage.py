@@ -1,0 +1,125 @@
+"""How torch.distributed.checkpoint (DCP) writes and reads files here: raw bytes, one file a rank, checksums, and no pickle anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from megalite.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, StoredTensor, crc32c
+
+
+class Writer(StorageWriter):
+    """Writes this rank's file from the tensors' own memory. `tensors` is the table of all ranks, known to the first of them in the end."""
+
+    def __init__(self, directory: Path, rank: int):
+        self.path = directory / f"rank_{rank:05d}.bin"
+        self.tensors: dict[str, StoredTensor] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        if plan.items:
+            with open(self.path, "wb") as file:
+                for item in plan.items:
+                    assert item.tensor_data is not None and item.index.offset is not None
+                    data, start = _bytes_of(planner.resolve_data(item)), file.tell()
+                    filling = bytes(-len(data) % ALIGNMENT)
+                    file.write(data)
+                    file.write(filling)
+                    place = self.path.name, start, len(data), f"{crc32c(data, filling):08x}"
+                    chunk = Chunk(tuple(item.index.offset), tuple(item.tensor_data.chunk.sizes), *place)
+                    results.append(WriteResult(item.index, len(data), chunk))
+                file.flush()
+                os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for result in chain.from_iterable(results):
+            name = result.index.fqn
+            entry = metadata.state_dict_metadata[name]
+            assert isinstance(entry, TensorStorageMetadata)
+            stored = self.tensors.setdefault(name, StoredTensor(name_of(entry.properties.dtype), tuple(entry.size), []))
+            stored.chunks.append(result.storage_data)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reads whole chunks, which is what checksums are of, and takes from each what is needed of it."""
+
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+        self._chunks = {
+            MetadataIndex(name, torch.Size(chunk.offsets)): chunk for name, tensor in manifest.tensors.items() for chunk in tensor.chunks
+        }
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({name: _description(tensor) for name, tensor in self.manifest.tensors.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: defaultdict[Chunk, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            wanted[self._chunks[item.storage_index]].append(item)
+        for chunk, data in self.manifest.read(wanted):
+            dtype = getattr(torch, self.manifest.tensors[wanted[chunk][0].storage_index.fqn].dtype)
+            stored = torch.from_numpy(data).view(dtype).view(chunk.sizes)
+            for item in wanted[chunk]:
+                part = tuple(slice(low, low + size) for low, size in zip(item.storage_offsets, item.lengths, strict=True))
+                target = planner.resolve_tensor(item).detach()
+                planner.commit_tensor(item, target.copy_(stored[part]))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """A contiguous tensor's memory, or a copy of it where that is a GPU's."""
+    return tensor.detach().cpu().view(-1).view(torch.uint8).numpy()
+
+
+def _description(tensor: StoredTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, tensor.dtype)), torch.Size(tensor.shape), chunks)

@@ -1,0 +1,119 @@
+"""Runs on the pool's ranks that save while something goes on: training, a disk that is full, a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from megalite.config.load import from_dict
+from megalite.training.fit import fit
+from megalite.training.trainer import Trainer
+from tests.distributed.jobs import mesh_of
+from tests.distributed.jobs_training import make_trainer
+
+SLOW_S = 0.2
+
+
+def fit_to_the_end(context: Any, config: dict[str, Any]) -> int:
+    """What pretrain.py does; returns the step at which it ended."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        fit(trainer)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    trainer.close()
+    return trainer.step_done
+
+
+def fit_with_full_disk(context: Any, config: dict[str, Any], full: int, at: int, last: int) -> tuple[int, str, bool]:
+    """On one rank no file may be longer than a little while the steps from `at` to `last` are trained.
+
+    Returns the step at which it ended, the error if it did not end well, and whether a failed save had left anything on the disk.
+    """
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    advance, folder, left = trainer.advance, trainer.run_dir / "checkpoints", []
+
+    def limited(stop: bool = False, wait: bool = False) -> Any:
+        if context.rank == full:
+            limit = 20_000 if at <= trainer.step_done + 1 <= last else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        if trainer.step_done + 1 > at and not trainer.saver.under_way:
+            left.extend(path.name for path in folder.glob(".step*"))
+        return advance(stop, wait)
+
+    trainer.advance = limited  # type: ignore[method-assign]
+    problem = ""
+    try:
+        fit(trainer)
+    except Exception as error:
+        problem = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        gc.unfreeze()
+        gc.enable()
+        trainer.close()
+    return trainer.step_done, problem, bool(left)
+
+
+@contextlib.contextmanager
+def slow_disk() -> Iterator[None]:
+    """Every file takes a while to reach the disk."""
+    original = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(SLOW_S)
+        original(descriptor)
+
+    with patch("os.fsync", slow):
+        yield
+
+
+def save_while_training(context: Any, config: dict[str, Any], steps: int, others: int) -> dict[str, Any]:
+    """Begin a save, train on while the disk is slow, and begin another one at once."""
+    trainer = make_trainer(context, config)
+    try:
+        for _ in range(steps):
+            trainer.step()
+        with slow_disk():
+            first = trainer.begin_save()
+            under_way = trainer.saver.under_way
+            for _ in range(others):
+                trainer.step()
+            second = trainer.begin_save()
+            trainer.saver.wait()
+    finally:
+        trainer.close()
+    ended = [save.directory.name for save in trainer.saver.take_ended()]
+    return {"under_way": under_way, "ended": ended, "first": vars(first), "second": vars(second)}
+
+
+def fit_until_killed(context: Any, config: dict[str, Any], seconds: float | None, victims: list[int]) -> int:
+    """A run of which some ranks are killed after a while, unless it has ended by then."""
+    done = threading.Event()
+
+    def kill() -> None:
+        if not done.wait(seconds):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if seconds is not None and context.rank in victims:
+        threading.Thread(target=kill, daemon=True).start()
+    try:
+        return fit_to_the_end(context, config)
+    finally:
+        done.set()
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

@@ -1,0 +1,77 @@
+"""A run that is killed again and again, at random moments: nothing that was published is lost, and it ends with the same weights."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from megalite import checkpoint
+from tests.distributed import jobs_saving
+from tests.distributed.configs import SINGLE, config_of
+from tests.distributed.layouts import Case
+from tests.distributed.pool import RankError, RankPool
+
+MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.1}
+LAYOUTS: dict[str, Case] = {
+    "dp2-zero1": {**MODEL, "dp": 2, "zero": 1, "microbatches": 2},
+    "pp2": {**MODEL, "pp": 2, "microbatches": 2},
+}
+STEPS, INTERVAL = 24, 2
+
+
+def configuration(layout: str, prefix: str, directory: Path, *, background: bool) -> dict[str, Any]:
+    saves = {"load": "auto", "interval": INTERVAL, "keep": 2, "async_save": background}
+    config = config_of(LAYOUTS[layout], prefix, run={"dir": str(directory), "name": "killed"}, checkpoint=saves)
+    config["train"]["steps"] = STEPS
+    return config
+
+
+class Kills:
+    """Kills runs of one layout; the uninterrupted run is computed once."""
+
+    def __init__(self, layout: str, prefix: str, directory: Path, ranks: RankPool, *, background: bool):
+        self.layout, self.prefix, self.directory, self.ranks, self.background = layout, prefix, directory, ranks, background
+        config = configuration(layout, prefix, directory / "straight", background=background)
+        began = time.monotonic()
+        ranks.run(2, jobs_saving.fit_to_the_end, config)
+        self.seconds = time.monotonic() - began
+        self.expected = jobs_saving.files_of(directory / "straight" / "killed" / "checkpoints" / checkpoint.step_name(STEPS))
+
+    def prove(self, kills: int, seed: int) -> None:
+        """Kill one rank or both, `kills` times in all, and then let the run end."""
+        draw = random.Random(seed)
+        directory = self.directory / f"seed{seed}"
+        run = directory / "killed"
+        config = configuration(self.layout, self.prefix, directory, background=self.background)
+        while kills:
+            victims = draw.choice([[0], [1], [0, 1]])
+            try:
+                self.ranks.run(2, jobs_saving.fit_until_killed, config, draw.uniform(0.0, self.seconds), victims)
+                break  # it has ended before it could be killed
+            except RankError as error:
+                assert "died with exit code -9" in str(error), error
+            kills -= 1
+            trained, published = steps_of(run), newest(run)
+            # A save that was under way is lost, and with it the steps since the one before; in the background, those that follow it too.
+            assert published >= max(trained, default=0) - INTERVAL * (3 if self.background else 2), (trained, published)
+        self.ranks.run(2, jobs_saving.fit_to_the_end, config)
+        assert steps_of(run) == list(range(1, STEPS + 1))
+        assert jobs_saving.files_of(run / "checkpoints" / checkpoint.step_name(STEPS)) == self.expected
+
+
+def steps_of(run: Path) -> list[int]:
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("}")]
+
+
+def newest(run: Path) -> int:
+    """The step from which the run will go on: every checkpoint that has its name must be whole."""
+    steps = [0]
+    for path in (run / "checkpoints").glob("step_*"):
+        checkpoint.manifest_of(path).verify()
+        steps.append(checkpoint.step_number(path.name) or 0)
+    return max(steps)

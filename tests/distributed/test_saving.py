@@ -1,0 +1,114 @@
+"""Saving beside training: in the background, on a disk that is full, and killed in the middle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite import checkpoint
+from megalite.checkpoint.saver import Saver
+from megalite.config.schema import CheckpointConfig
+from megalite.mesh import Layout, Mesh
+from megalite.parallel.spec import Rectangle
+from tests.distributed import jobs_saving, jobs_training, killing
+from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.layouts import Case
+
+MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": False, "dropout": 0.1}
+LAYOUTS: dict[str, Case] = {
+    "one process": {"microbatches": 2},
+    "tp2-dp2-zero3": {"tp": 2, "dp": 2, "zero": 3, "microbatches": 2},
+    "pp2-dp2-zb-v": {"pp": 2, "dp": 2, "zero": 1, "microbatches": 4, "schedule": "zb-v"},
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), 96)
+
+
+def configuration(layout: Case, prefix: str, directory: Path, **changes: dict[str, Any]) -> dict[str, Any]:
+    config = config_of({**MODEL, **layout}, prefix, run={"dir": str(directory), "name": "run"})
+    return {section: {**values, **changes.get(section, {})} for section, values in config.items()}
+
+
+def world(layout: Case) -> int:
+    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_save_in_the_background_is_the_one_in_the_foreground(layout, ranks, prefix, tmp_path):
+    """File for file the same bytes, although training goes on meanwhile; one is under way at a time."""
+    case = LAYOUTS[layout]
+    alone = configuration(case, prefix, tmp_path / "alone")
+    directories = ranks.run(world(case), jobs_training.train_and_save_each, alone, (3, 5))[0]
+    beside = configuration(case, prefix, tmp_path / "beside", checkpoint={"load": "none", "async_save": True})
+    for found in ranks.run(world(case), jobs_saving.save_while_training, beside, 3, 2):
+        assert found["under_way"] and found["ended"] == ["step_00000003", "step_00000005"]
+        first, second = found["first"], found["second"]
+        assert first["error"] is None is second["error"]
+        assert first["held"] < jobs_saving.SLOW_S < first["durable"], "held for a copy, while the disk took its time"
+        assert second["started"] + second["held"] >= first["started"] + first["durable"], "the second one has waited for the first"
+    for directory in map(Path, directories):
+        saved = jobs_saving.files_of(tmp_path / "beside" / "run" / "checkpoints" / directory.name)
+        expected = jobs_saving.files_of(directory)
+        assert saved.keys() == expected.keys()
+        for name, content in expected.items():
+            if name == "manifest.json":
+                tensors, others = (json.loads(text)["tensors"] for text in (content, saved[name]))
+                assert tensors == others
+            else:
+                assert saved[name] == content, name
+
+
+def test_what_changes_after_the_copy_is_not_saved(tmp_path):
+    """The same memory is used by the next save, which must not begin before this one has been written."""
+    saver = Saver(Mesh(Layout()), CheckpointConfig(async_save=True))
+    values = torch.zeros(1000)
+    with jobs_saving.slow_disk():
+        for step in (1, 2, 3):
+            values.fill_(step)
+            saver.begin(tmp_path / checkpoint.step_name(step), [Rectangle("w", (1000,), (0,), values)], {})
+            values.fill_(-1)
+    saver.wait()
+    for step in (1, 2, 3):
+        loaded = torch.zeros(1000)
+        checkpoint.load(tmp_path / checkpoint.step_name(step), [Rectangle("w", (1000,), (0,), loaded)])
+        assert loaded.eq(step).all()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("full", [0, 1])
+def test_training_goes_on_when_the_disk_is_full(full, background, ranks, prefix, tmp_path):
+    """The kernel refuses what one rank writes after step 4. What that save had written is gone at once; step 6 is saved, and nothing else differs."""
+    saves = {"interval": 2, "load": "none", "async_save": background}
+    case = {"dp": 2, "zero": 1, "microbatches": 2}
+    results = {}
+    for name, at in (("well", 99), ("full", 4)):
+        config = configuration(case, prefix, tmp_path / name, checkpoint=saves, train={"steps": 6})
+        assert ranks.run(2, jobs_saving.fit_with_full_disk, config, full, at, at) == [(6, "", False)] * 2
+        results[name] = tmp_path / name / "run" / "checkpoints"
+    steps = {name: sorted(path.name for path in found.iterdir()) for name, found in results.items()}
+    assert steps["well"] == ["latest", "step_00000002", "step_00000004", "step_00000006"]
+    assert steps["full"] == ["latest", "step_00000002", "step_00000006"]
+    assert (results["full"] / "latest").read_text() == "step_00000006\n"
+    found, expected = (jobs_saving.files_of(results[name] / "step_00000006") for name in ("full", "well"))
+    assert all(found[name] == expected[name] for name in expected if name != "manifest.json")
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_a_run_whose_last_save_fails_does_not_end_well(background, ranks, prefix, tmp_path):
+    saves = {"interval": 2, "load": "none", "async_save": background}
+    config = configuration({"dp": 2, "zero": 1, "microbatches": 2}, prefix, tmp_path, checkpoint=saves, train={"steps": 4})
+    for step, problem, left in ranks.run(2, jobs_saving.fit_with_full_disk, config, 1, 3, 4):
+        assert step == 4 and "could not save" in problem and "File too large" in problem and not left
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step_00000002"]
+
+
+@pytest.mark.parametrize(("layout", "background"), [("dp2-zero1", False), ("pp2", True)])
+def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(layout, background, ranks, prefix, tmp_path):
+    killing.Kills(layout, prefix, tmp_path, ranks, background=background).prove(5, seed=7)

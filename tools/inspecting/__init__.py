@@ -1,0 +1,180 @@
+"""What is in a checkpoint, whether it is whole, how two differ, and its tensors in one file. One tensor is in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite import checkpoint
+from megalite.checkpoint import CheckpointError, DamagedError, Manifest, directories
+from megalite.checkpoint.manifest import StoredTensor
+
+WEIGHT = "weight/"
+SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, or the newest one of a run's directory or of its checkpoints/ directory."""
+    for directory in (path, path / "checkpoints"):
+        if (directory / "latest").is_file() and (newest := checkpoint.latest(directory)) is not None:
+            return newest
+    return path
+
+
+# ---- all of a run
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint of a run. `problem`: what a look at its manifest and at the sizes of its files has found."""
+
+    name: str
+    step: int
+    latest: bool
+    bytes: int | None
+    tensors: int | None
+    problem: str | None
+
+
+def entries(path: Path) -> list[Entry]:
+    """The checkpoints of a run's directory, or of its checkpoints/ directory, in order. Raises CheckpointError where there are none."""
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = sorted((number, each) for each in folder.glob("step_*") if (number := checkpoint.step_number(each.name)) is not None)
+    if not steps:
+        raise CheckpointError(f"{path} holds no checkpoints. Give the directory of a run, or its checkpoints/ directory.")
+    newest = checkpoint.latest(folder)
+    return [_entry(each, number, each == newest) for number, each in steps]
+
+
+def _entry(directory: Path, step: int, latest: bool) -> Entry:
+    try:
+        manifest = checkpoint.manifest_of(directory)
+    except CheckpointError as error:
+        return Entry(directory.name, step, latest, None, None, str(error))
+    problem = None
+    try:
+        manifest.check_files()
+    except DamagedError as error:
+        problem = str(error)
+    return Entry(directory.name, step, latest, sum(manifest.files.values()), len(manifest.tensors), problem)
+
+
+# ---- one of them
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """State, files and tensors, without values."""
+    tensors = {
+        name: {"dtype": each.dtype, "shape": list(each.shape), "chunks": len(each.chunks), "bytes": sum(part.bytes for part in each.chunks)}
+        for name, each in manifest.tensors.items()
+    }
+    parameters = sum(prod(each.shape) for name, each in manifest.tensors.items() if name.startswith(WEIGHT))
+    return {
+        "checkpoint": str(manifest.directory),
+        "parameters": parameters,
+        "bytes": sum(manifest.files.values()),
+        "files": manifest.files,
+        "state": manifest.state,
+        "tensors": tensors,
+    }
+
+
+def damages(manifest: Manifest) -> list[str]:
+    """Read every byte; the first damage of each file."""
+    found = []
+    for file in manifest.files:
+        try:
+            for _ in manifest.read(chunk for chunk in manifest.chunks() if chunk.file == file):
+                pass
+        except DamagedError as error:
+            found.append(str(error))
+    return found
+
+
+def whole(manifest: Manifest, tensor: StoredTensor) -> NDArray[np.uint8]:
+    """A tensor's bytes as [*shape, bytes of an element]: of any dtype, also those that numpy does not know."""
+    size = sum(chunk.bytes for chunk in tensor.chunks) // max(prod(tensor.shape), 1)
+    values = np.empty((*tensor.shape, size), np.uint8)
+    for chunk, data in manifest.read(tensor.chunks):
+        place = tuple(slice(low, low + count) for low, count in zip(chunk.offsets, chunk.sizes, strict=True))
+        values[place] = data.reshape(*chunk.sizes, size)
+    return values
+
+
+# ---- two of them
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same, bit for bit, in both: how, and by how much (relative to the largest absolute value of the first)."""
+
+    tensor: str
+    what: str
+    max_abs: float | None = None
+    relative: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers that JSON does not know become null."""
+        return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in asdict(self).items()}
+
+
+def differences(one: Manifest, other: Manifest) -> Iterator[Difference]:
+    """Every tensor that differs, in the order of names."""
+    for name in sorted(one.tensors.keys() | other.tensors.keys()):
+        a, b = one.tensors.get(name), other.tensors.get(name)
+        if a is None or b is None:
+            yield Difference(name, f"only in {(other if a is None else one).directory}")
+        elif (a.dtype, a.shape) != (b.dtype, b.shape):
+            yield Difference(name, f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
+        else:
+            x, y = whole(one, a), whole(other, b)
+            if not np.array_equal(x, y):
+                yield Difference(name, "values", *_distance(x, y, a.dtype))
+
+
+def _distance(x: NDArray[np.uint8], y: NDArray[np.uint8], dtype: str) -> tuple[float, float]:
+    import torch
+
+    a, b = (torch.from_numpy(each.reshape(-1)).view(getattr(torch, dtype)).double() for each in (x, y))
+    largest = (a - b).abs().max().item()
+    scale = a.abs().max().item()
+    return largest, largest / scale if scale else float("inf")
+
+
+# ---- out of it
+
+
+def consolidate(manifest: Manifest, output: Path, optimizer: bool) -> int:
+    """Write whole tensors into one safetensors file, which has its name only when it is complete; returns its size.
+
+    Weights alone have the names that the model gives them; with `optimizer` all tensors have those of the checkpoint (weight/NAME …).
+    """
+    names = [name for name in manifest.tensors if optimizer or name.startswith(WEIGHT)]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(manifest.state.get("step", ""))}}
+    start = 0
+    for name in names:
+        tensor = manifest.tensors[name]
+        stop = start + sum(chunk.bytes for chunk in tensor.chunks)
+        kind = SAFETENSORS[tensor.dtype]
+        key = name if optimizer else name.removeprefix(WEIGHT)
+        header[key] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    fresh = output.with_name(f".{output.name}.new")
+    try:
+        with open(fresh, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                file.write(whole(manifest, manifest.tensors[name]))
+        fresh.replace(output)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return output.stat().st_size
