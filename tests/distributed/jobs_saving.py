@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import resource
 import signal
@@ -39,17 +40,19 @@ def fit_to_the_end(context: Any, config: dict[str, Any]) -> int:
 def fit_with_full_disk(context: Any, config: dict[str, Any], full: int, at: int, last: int) -> tuple[int, str, bool]:
     """On one rank no file may be longer than a little while the steps from `at` to `last` are trained.
 
-    Returns the step at which it ended, the error if it did not end well, and whether a failed save had left anything on the disk.
+    Returns the step at which it ended, the error if it did not end well, and whether rank 0 saw that a failed save had left something.
     """
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
     advance, folder, left = trainer.advance, trainer.run_dir / "checkpoints", []
 
     def limited(stop: bool = False, wait: bool = False) -> Any:
+        if trainer.step_done in (at - 1, last):
+            trainer.saver.wait()  # the limit is for what is saved after these steps
         if context.rank == full:
             limit = 20_000 if at <= trainer.step_done + 1 <= last else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        if trainer.step_done + 1 > at and not trainer.saver.under_way:
+        if context.rank == 0 and trainer.step_done + 1 > at and not trainer.saver.under_way:
             left.extend(path.name for path in folder.glob(".step*"))
         return advance(stop, wait)
 
@@ -115,5 +118,9 @@ def fit_until_killed(context: Any, config: dict[str, Any], seconds: float | None
         done.set()
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+def content_of(directory: Path) -> dict[str, Any]:
+    """All that a checkpoint holds, to be compared with another: bytes, tables and state, but for the options that a test varies."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    manifest = json.loads(found.pop("manifest.json"))
+    state = {name: value for name, value in manifest["state"].items() if name != "config"}
+    return {**found, "files": manifest["files"], "tensors": manifest["tensors"], "state": state}

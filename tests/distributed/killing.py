@@ -19,7 +19,7 @@ LAYOUTS: dict[str, Case] = {
     "dp2-zero1": {**MODEL, "dp": 2, "zero": 1, "microbatches": 2},
     "pp2": {**MODEL, "pp": 2, "microbatches": 2},
 }
-STEPS, INTERVAL = 24, 2
+STEPS, INTERVAL = 10, 2
 
 
 def configuration(layout: str, prefix: str, directory: Path, *, background: bool) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Kills:
         began = time.monotonic()
         ranks.run(2, jobs_saving.fit_to_the_end, config)
         self.seconds = time.monotonic() - began
-        self.expected = jobs_saving.files_of(directory / "straight" / "killed" / "checkpoints" / checkpoint.step_name(STEPS))
+        self.expected = jobs_saving.content_of(directory / "straight" / "killed" / "checkpoints" / checkpoint.step_name(STEPS))
 
     def prove(self, kills: int, seed: int) -> None:
         """Kill one rank or both, `kills` times in all, and then let the run end."""
@@ -59,7 +59,7 @@ class Kills:
             assert published >= max(trained, default=0) - INTERVAL * (3 if self.background else 2), (trained, published)
         self.ranks.run(2, jobs_saving.fit_to_the_end, config)
         assert steps_of(run) == list(range(1, STEPS + 1))
-        assert jobs_saving.files_of(run / "checkpoints" / checkpoint.step_name(STEPS)) == self.expected
+        assert jobs_saving.content_of(run / "checkpoints" / checkpoint.step_name(STEPS)) == self.expected
 
 
 def steps_of(run: Path) -> list[int]:
