@@ -1,7 +1,7 @@
-"""The long form of the proof, in slices that can be resumed: every plan, 500 random configurations, 200 rounds under random delays, and
-every layout of the equivalence table, of which any beginning is a sample.
+"""The long form of the proof, in slices that can be resumed: every plan, 500 random configurations, 200 rounds under random delays, every
+checkpoint of six layouts loaded on every other, a hundred kills, and every layout of the equivalence table, of which any beginning is a sample.
 
-    python -m tests.matrix --minutes 9 [--part plans|random|stress|layouts]     continues where the last slice stopped
+    python -m tests.matrix --minutes 9 [--part plans|random|stress|resharding|kills|layouts]     continues where the last slice stopped
     python -m tests.matrix --reproduce random/17                          one case, with its whole error
 
 A line for each case that has run is appended to runs/matrix/PART.jsonl, so a killed slice loses one case. What failed runs again first.
@@ -39,6 +39,8 @@ RANDOM_CASES = 500
 STRESS_ROUNDS = 200
 STRESS_STEPS = 10
 LONGEST_DELAY_S = 0.003
+RESHARDING_STEPS = 10
+KILLED_RUNS, KILLS_A_RUN = 10, 10
 PLANS = {"ranks": range(1, 9), "microbatches": range(1, 33), "virtual stages": range(1, 5)}
 
 
@@ -147,6 +149,53 @@ class Stress:
         prove_undisturbed(layout, STRESS_STEPS, range(int(seed), int(seed) + 1), LONGEST_DELAY_S, self._prefix, self._ranks)
 
 
+class Resharding:
+    """Every layout's checkpoint on every other: the same tensors, samples and losses."""
+
+    longest_s = 60.0
+
+    def __init__(self, directory: Path, ranks: RankPool):
+        from tests.distributed import resharding
+        from tests.distributed.configs import write_tokens
+
+        prefix = write_tokens(directory, resharding.MODEL["vocab_size"])
+        self._pairs = {f"{saved}/{loaded}": (saved, loaded) for saved, loaded in resharding.PAIRS}
+        self._proof = resharding.Resharding(prefix, directory, ranks, RESHARDING_STEPS)
+
+    def cases(self) -> list[str]:
+        return list(self._pairs)
+
+    def prove(self, case: str) -> None:
+        self._proof.prove(*self._pairs[case])
+
+
+class Kills:
+    """Runs that are killed at random moments, ten times each."""
+
+    longest_s = 120.0
+
+    def __init__(self, directory: Path, ranks: RankPool):
+        from tests.distributed.configs import write_tokens
+        from tests.distributed.killing import LAYOUTS, MODEL
+
+        self._directory, self._ranks = directory, ranks
+        self._prefix = write_tokens(directory, MODEL["vocab_size"])
+        kinds = [(layout, how) for layout in LAYOUTS for how in ("at once", "in the background")]
+        self._cases = {
+            f"{seed}/{layout}/{how}": (seed, layout, how) for seed, (layout, how) in enumerate(islice(cycle(kinds), KILLED_RUNS))
+        }
+
+    def cases(self) -> list[str]:
+        return list(self._cases)
+
+    def prove(self, case: str) -> None:
+        from tests.distributed.killing import Kills as Proof
+
+        seed, layout, how = self._cases[case]
+        with tempfile.TemporaryDirectory(dir=self._directory) as directory:
+            Proof(layout, self._prefix, Path(directory), self._ranks, background=how != "at once").prove(KILLS_A_RUN, seed)
+
+
 class Plans:
     """Every schedule of every size, training and evaluation: valid, and free of deadlocks by the rules of rendezvous alone."""
 
@@ -170,7 +219,14 @@ class Plans:
                 prove_plan(name, int(ranks), microbatches, int(chunks) or None, None, forward_only)
 
 
-PARTS: dict[str, Callable[[Path, RankPool], Part]] = {"plans": Plans, "random": Random, "stress": Stress, "layouts": Layouts}
+PARTS: dict[str, Callable[[Path, RankPool], Part]] = {
+    "plans": Plans,
+    "random": Random,
+    "stress": Stress,
+    "resharding": Resharding,
+    "kills": Kills,
+    "layouts": Layouts,
+}
 
 
 def _world(case: Case) -> int:

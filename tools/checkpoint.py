@@ -72,9 +72,7 @@ def opened(path: Path) -> Manifest:
 
 def list_run(options: argparse.Namespace) -> Answer:
     found = inspecting.entries(options.run)
-    lines = [
-        f"{entry.name}  {_size(entry.bytes):>10}  {entry.problem or 'whole'}{'  (latest)' if entry.latest else ''}" for entry in found
-    ]
+    lines = [f"{entry.name}  {_size(entry.bytes):>10}  {entry.problem or 'whole'}{'  (latest)' if entry.latest else ''}" for entry in found]
     return {"checkpoints": [vars(entry) for entry in found]}, lines, 0
 
 
@@ -107,7 +105,12 @@ def diff(options: argparse.Namespace) -> Answer:
         f"{each.tensor}: {each.what}" + ("" if each.max_abs is None else f" differ by {each.max_abs:.3g}, relative {each.relative:.3g}")
         for each in found
     ]
-    content = {"one": str(one.directory), "other": str(other.directory), "equal": not found, "differences": [each.as_json() for each in found]}
+    content = {
+        "one": str(one.directory),
+        "other": str(other.directory),
+        "equal": not found,
+        "differences": [each.as_json() for each in found],
+    }
     return content, lines or [f"equal: {len(one.tensors)} tensors, bit for bit"], int(bool(found))
 
 

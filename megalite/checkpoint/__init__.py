@@ -1,7 +1,7 @@
 """The topology-free checkpoint: global tensors by name and coordinates, whatever mesh wrote them or reads them.
 
-A checkpoint is a directory: files with the bytes of tensors, and a manifest that says which bytes are which rectangle of which global tensor
-(`manifest`). It appears under its name only when all of it is on disk, so a run killed at any moment leaves the one before.
+A checkpoint is a directory: files with the bytes of tensors, and a manifest that says which bytes are which rectangle of which global
+tensor (`manifest`). It appears under its name only when all of it is on disk, so a run killed at any moment leaves the one before.
 
     checkpoints/step_00000100/     whole, unless a disk or a hand has damaged it: then it says so
     checkpoints/latest             text: step_00000100
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from megalite.mesh import Mesh
     from megalite.parallel.spec import Rectangle
 
-__all__ = ["CheckpointError", "DamagedError", "Manifest", "history", "latest", "load", "manifest_of", "prune", "save", "step_name", "step_number"]
+__all__ = [
+    *("CheckpointError", "DamagedError", "Manifest"),
+    *("history", "latest", "load", "manifest_of", "prune", "save", "step_name", "step_number"),
+]
 
 
 def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> None:

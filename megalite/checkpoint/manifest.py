@@ -1,10 +1,11 @@
 """The manifest of a checkpoint: its state, and for every tensor which bytes of which file hold which part of it. Imports no torch.
 
     {"format": 1, "state": {…}, "files": {"rank_00000.bin": 128}, "tensors": {NAME: {"dtype": "float32", "shape": [8, 4], "chunks": [
-     {"offsets": [0, 0], "sizes": [8, 4], "file": "rank_00000.bin", "offset": 0, "bytes": 128, "crc32c": "8a9136aa"}]}}, "crc32c": "1b9ca2d7"}
+     {"offsets": [0, 0], "sizes": [8, 4], "file": "rank_00000.bin", "offset": 0, "bytes": 128, "crc32c": "8a9136aa"}]}},
+     "crc32c": "1b9ca2d7"}
 
-A chunk is a rectangle, row-major. Each is filled up with zeros to a multiple of 128 bytes, which its checksum includes, and the next follows:
-no byte of a file goes unchecked. The last checksum is that of all text before it.
+A chunk is a rectangle, row-major. Each is filled up with zeros to a multiple of 128 bytes, which its checksum includes, and the next
+follows: no byte of a file goes unchecked. The last checksum is that of all text before it.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class Manifest:
         except OSError as error:
             raise damaged(path, "a file", error.strerror or "none") from None
         size = len(_END % 0)
-        end = (_END % crc32c(raw[:-size])).encode()
-        if raw[-size:] != end:
-            raise damaged(path, f"an end of {end.decode().strip(', }')} for its {len(raw):,} bytes", raw[-size:].decode(errors="replace").strip())
+        end, found = (_END % crc32c(raw[:-size])).encode(), raw[-size:]
+        if found != end:
+            raise damaged(path, f"{end!r} at the end of its {len(raw):,} bytes", repr(found))
         content = json.loads(raw)
         if content["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {content['format']}, and this version of megalite reads format {FORMAT}")

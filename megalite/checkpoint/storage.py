@@ -33,9 +33,11 @@ class Writer(StorageWriter):
             with open(self.path, "wb") as file:
                 for item in plan.items:
                     assert item.tensor_data is not None and item.index.offset is not None
-                    data, start = _bytes_of(planner.resolve_data(item)), file.tell()
+                    part, start = planner.resolve_data(item), file.tell()
+                    assert isinstance(part, Tensor)
+                    data = _bytes_of(part)
                     filling = bytes(-len(data) % ALIGNMENT)
-                    file.write(data)
+                    file.write(data.data)
                     file.write(filling)
                     place = self.path.name, start, len(data), f"{crc32c(data, filling):08x}"
                     chunk = Chunk(tuple(item.index.offset), tuple(item.tensor_data.chunk.sizes), *place)

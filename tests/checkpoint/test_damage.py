@@ -169,7 +169,9 @@ def test_full_verification_finds_what_a_load_does_not_read(prefix: str, saved: P
         if verify == "read":
             Trainer(config, Mesh(Layout())).close()
         else:
-            with pytest.raises(DamagedError, match=rf"{chunk.file} is damaged: expected checksum {chunk.crc32c} of bytes {chunk.offset:,} to"):
+            with pytest.raises(
+                DamagedError, match=rf"{chunk.file} is damaged: expected checksum {chunk.crc32c} of bytes {chunk.offset:,} to"
+            ):
                 Trainer(config, Mesh(Layout()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +42,31 @@ class Kills:
         self.expected = jobs_saving.content_of(directory / "straight" / "killed" / "checkpoints" / checkpoint.step_name(STEPS))
 
     def prove(self, kills: int, seed: int) -> None:
-        """Kill one rank or both, `kills` times in all, and then let the run end."""
-        draw = random.Random(seed)
+        """Kill one rank or both, `kills` times in all; a run that is never killed again ends, and then another one begins."""
+        draw, runs = random.Random(seed), count()
         directory = self.directory / f"seed{seed}"
-        run = directory / "killed"
-        config = configuration(self.layout, self.prefix, directory, background=self.background)
         while kills:
-            victims = draw.choice([[0], [1], [0, 1]])
+            killed = self._run(directory / str(next(runs)), kills, draw)
+            assert killed > 0 or next(runs) < 100, "no kill comes in time"
+            kills -= killed
+
+    def _run(self, directory: Path, most: int, draw: random.Random) -> int:
+        """One run to its end, through at most so many kills; returns how many there were."""
+        config = configuration(self.layout, self.prefix, directory, background=self.background)
+        run = directory / "killed"
+        for kills in range(most + 1):
+            seconds, victims = draw.uniform(0.0, self.seconds), draw.choice([[0], [1], [0, 1]])
             try:
-                self.ranks.run(2, jobs_saving.fit_until_killed, config, draw.uniform(0.0, self.seconds), victims)
-                break  # it has ended before it could be killed
+                self.ranks.run(2, jobs_saving.fit_until_killed, config, seconds if kills < most else None, victims)
+                break
             except RankError as error:
                 assert "died with exit code -9" in str(error), error
-            kills -= 1
             trained, published = steps_of(run), newest(run)
             # A save that was under way is lost, and with it the steps since the one before; in the background, those that follow it too.
             assert published >= max(trained, default=0) - INTERVAL * (3 if self.background else 2), (trained, published)
-        self.ranks.run(2, jobs_saving.fit_to_the_end, config)
         assert steps_of(run) == list(range(1, STEPS + 1))
         assert jobs_saving.content_of(run / "checkpoints" / checkpoint.step_name(STEPS)) == self.expected
+        return kills
 
 
 def steps_of(run: Path) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import jobs_schedules, jobs_training
+from tests.distributed import jobs_schedules, jobs_training, resharding
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.layouts import Case
 
@@ -86,6 +86,18 @@ def test_another_topology_continues_with_the_same_numbers(other, saved, precisio
     assert got["grad_norms"] == pytest.approx(expected["grad_norms"][HALF:], rel=tolerance, abs=0)
     for name, value in got["tensors"].items():
         assert (value - expected["tensors"][name]).abs().max() <= 2 * tolerance, name
+
+
+@pytest.fixture(scope="module")
+def reshardings(ranks, prefix, tmp_path_factory):
+    return resharding.Resharding(prefix, tmp_path_factory.mktemp("resharding"), ranks, steps=2)
+
+
+@pytest.mark.parametrize("number", range(len(resharding.LAYOUTS)))
+def test_restored_tensors_are_the_same_bits_and_no_sample_is_lost(number, reshardings):
+    """Each layout loads what the one before it has saved; `make test-matrix` runs all thirty pairs, with ten steps each."""
+    names = list(resharding.LAYOUTS)
+    reshardings.prove(names[number - 1], names[number])
 
 
 def test_a_run_that_changes_its_schedule_at_every_checkpoint_is_bitwise_the_run_that_does_not(ranks, prefix, tmp_path):

@@ -85,7 +85,7 @@ def undisturbed(ranks, prefix, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(("full", "background"), [(0, False), (1, True)], ids=["at once", "in the background"])
 def test_training_goes_on_when_the_disk_is_full(full, background, ranks, prefix, undisturbed, tmp_path):
-    """The kernel refuses what one rank writes after step 4. What had been written is gone at once, step 6 is saved, and nothing else differs."""
+    """The kernel refuses what one rank writes after step 4. What it had written goes at once, step 6 is saved, nothing else differs."""
     saves = {"interval": 2, "async_save": background}
     config = configuration(TWO_RANKS, prefix, tmp_path, checkpoint=saves, train={"steps": 6})
     assert ranks.run(2, jobs_saving.fit_with_full_disk, config, full, 4, 4) == [(6, "", False)] * 2
