@@ -1,5 +1,6 @@
-"""The long form of the proof, in slices that can be resumed: every plan, 500 random configurations, 200 rounds under random delays, every
-checkpoint of six layouts loaded on every other, a hundred kills, and every layout of the equivalence table, of which any beginning is a sample.
+"""The long form of the proof, in slices that can be resumed: every plan, 500 random configurations, 200 rounds under random delays,
+checkpoints of six layouts loaded on every other, a hundred kills, and every layout of the equivalence table, of which any beginning is a
+sample.
 
     python -m tests.matrix --minutes 9 [--part plans|random|stress|resharding|kills|layouts]     continues where the last slice stopped
     python -m tests.matrix --reproduce random/17                          one case, with its whole error
@@ -180,10 +181,8 @@ class Kills:
 
         self._directory, self._ranks = directory, ranks
         self._prefix = write_tokens(directory, MODEL["vocab_size"])
-        kinds = [(layout, how) for layout in LAYOUTS for how in ("at once", "in the background")]
-        self._cases = {
-            f"{seed}/{layout}/{how}": (seed, layout, how) for seed, (layout, how) in enumerate(islice(cycle(kinds), KILLED_RUNS))
-        }
+        kinds = islice(cycle([(layout, how) for layout in LAYOUTS for how in ("at once", "in the background")]), KILLED_RUNS)
+        self._cases = {f"{seed}/{layout}/{how}": (seed, layout, how) for seed, (layout, how) in enumerate(kinds)}
 
     def cases(self) -> list[str]:
         return list(self._cases)

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from megalite.mesh import Mesh
     from megalite.parallel.spec import Rectangle
 
-__all__ = [
-    *("CheckpointError", "DamagedError", "Manifest"),
-    *("history", "latest", "load", "manifest_of", "prune", "save", "step_name", "step_number"),
-]
+__all__ = ["CheckpointError", "DamagedError", "Manifest", "history", "latest", "load", "manifest_of", "prune", "save"]
+__all__ += ["step_name", "step_number"]
 
 
 def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> None:
