@@ -4,6 +4,7 @@
     python tools/benchmark.py kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel beside torch's and Liger's
     python tools/benchmark.py overhead                                     small models on one process and on up to 8 ranks
     python tools/benchmark.py comm                                         data parallelism on 4 ranks against torch's
+    python tools/benchmark.py checkpoint                                   saving on 4 ranks against torch.save
 
 Leave the machine alone meanwhile: everything that is compared is measured in one run, but each figure is only as quiet as the machine.
 """
@@ -20,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import comm, gpu_step, kernels, overhead, report, step
+from benchmarks import checkpoint, comm, gpu_step, kernels, overhead, report, step
 from tools import Parser
 
-COLUMNS = {"step": step.COLUMNS, "overhead": overhead.COLUMNS, "comm": comm.COLUMNS}
+COLUMNS = {"step": step.COLUMNS, "overhead": overhead.COLUMNS, "comm": comm.COLUMNS, "checkpoint": checkpoint.COLUMNS}
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
 KERNEL_TARGETS = {"kernel": "kernel", "shape": "shape", **TARGETS}
 
@@ -72,7 +73,7 @@ def parser() -> Parser:
     common.add_argument("--machine", metavar="NAME", help="name of the machine in the file's name (default: its GPU or processor)")
     common.add_argument("--json", action="store_true", help="print the JSON, and nothing else, on stdout")
     common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes, whose figures mean nothing: for the tests
-    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|kernels|overhead|comm")
+    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|kernels|overhead|comm|checkpoint")
     of_step = commands.add_parser("step", parents=[common], help="a training step against transformers, side by side")
     of_step.add_argument(
         "--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="(default both; on a GPU always bf16)"
@@ -83,6 +84,7 @@ def parser() -> Parser:
     of_kernels.add_argument("--tune", action="store_true", help="time other settings of the static tables instead")
     commands.add_parser("overhead", parents=[common], help="small models on several layouts, against their matrix products alone")
     commands.add_parser("comm", parents=[common], help="data-parallel steps on four ranks against torch's DDP and FSDP2")
+    commands.add_parser("checkpoint", parents=[common], help="saving on four ranks against torch.save, at once and in the background")
     return made
 
 
@@ -106,7 +108,7 @@ def measure(options: argparse.Namespace) -> Path:
     common: dict[str, Any] = {"rounds": options.rounds, "threads": options.threads, "smoke": options.smoke, "progress": progress}
     if options.benchmark == "step":
         return save(step.compare(**common, precisions=list(dict.fromkeys(options.precision)), compiled=options.compile))
-    return save((overhead if options.benchmark == "overhead" else comm).compare(**common))
+    return save({"overhead": overhead, "comm": comm, "checkpoint": checkpoint}[options.benchmark].compare(**common))
 
 
 def show(path: Path, as_json: bool) -> None:

@@ -105,12 +105,8 @@ def diff(options: argparse.Namespace) -> Answer:
         f"{each.tensor}: {each.what}" + ("" if each.max_abs is None else f" differ by {each.max_abs:.3g}, relative {each.relative:.3g}")
         for each in found
     ]
-    content = {
-        "one": str(one.directory),
-        "other": str(other.directory),
-        "equal": not found,
-        "differences": [each.as_json() for each in found],
-    }
+    listed = [each.as_json() for each in found]
+    content = {"one": str(one.directory), "other": str(other.directory), "equal": not found, "differences": listed}
     return content, lines or [f"equal: {len(one.tensors)} tensors, bit for bit"], int(bool(found))
 
 

@@ -85,9 +85,9 @@ def report_saves(saver: Saver, console: Console, last: bool) -> None:
         durable = f", on disk after {save.durable:.2f} s" if saver.options.async_save else ""
         if save.durable:
             console.message(f"saved {save.directory}, held {save.held:.2f} s{durable}")
-        elif not isinstance(save.error, CheckpointError) or (last and save is ended[-1]):
-            raise save.error
         if save.error is not None:
+            if not isinstance(save.error, CheckpointError) or (last and save is ended[-1] and not save.durable):
+                raise save.error
             console.message(f"{save.error}\ntraining goes on" + ("" if save.durable else "; the next save tries again"))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import comm, overhead, report, step
+from benchmarks import checkpoint, comm, overhead, report, step
 from benchmarks.ours import linear_shapes, step_products
 from megalite.config.load import from_dict
 from megalite.mesh import Mesh
@@ -96,6 +96,20 @@ def test_comm_compares_with_the_peers_that_shard_the_same(run: Callable[..., dic
     assert all(row["tokens_per_second"] == pytest.approx(content["ranks"] * 16 / row["ms_per_step"] * 1e3) for row in rows)
     fast, slow = ({"ms_per_step": value, "peak_rss_above_import_mib": 10 * value, "run": name} for value, name in ((2.0, "a"), (5.0, "b")))
     assert [target["met"] for target in comm.targets([fast, slow, slow, fast])] == [True, True, False, False]
+
+
+def test_checkpoint_compares_with_torch_save(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    content = run("checkpoint")
+    check_surroundings(content, tmp_path)
+    size = 3 * 4 * content["config"]["parameters"]
+    assert content["config"]["bytes"] == size == 3 * 4 * 2 * 64 * 64
+    assert [row["way"] for row in content["results"]] == ["torch.save", "at once", "in the background"]
+    for row in content["results"]:
+        assert 0 < row["held_s"] <= row["durable_s"] * 1.01 or row["way"] == "at once"
+        assert row["gb_per_second"] == pytest.approx(size / 1e9 / row["durable_s"])
+    fast, slow = ({"gb_per_second": speed, "held_s": held} for speed, held in ((1.0, 1.0), (0.75, 10.0)))
+    assert [target["met"] for target in checkpoint.targets([fast, slow, fast])] == [False, True]
+    assert [target["measured"] for target in checkpoint.targets([slow, fast, slow])] == [pytest.approx(4 / 3), 10.0]
 
 
 def test_targets_are_judged_by_their_ratios() -> None:

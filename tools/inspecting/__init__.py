@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite import checkpoint
-from megalite.checkpoint import CheckpointError, DamagedError, Manifest, directories
+from megalite.checkpoint import CheckpointError, DamagedError, Manifest
 from megalite.checkpoint.manifest import StoredTensor
 
 WEIGHT = "weight/"
@@ -173,7 +173,7 @@ def consolidate(manifest: Manifest, output: Path, optimizer: bool) -> int:
         with open(fresh, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                file.write(whole(manifest, manifest.tensors[name]))
+                file.write(whole(manifest, manifest.tensors[name]).data)
         fresh.replace(output)
     finally:
         fresh.unlink(missing_ok=True)

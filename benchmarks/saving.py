@@ -1,0 +1,104 @@
+"""One measured process of `benchmarks.checkpoint`: `python -m benchmarks.saving SPEC.json`, under torchrun.
+
+Each rank holds its share of the state as rectangles of global matrices. In turns it saves them as a run does, at once and in the
+background, and writes the same tensors with torch.save, to the same directory; files reach the disk (fsync) in both. Nothing is timed
+before all ranks are there, and a save is over when the last rank is done.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import Memory, finish, read_spec
+from megalite import checkpoint
+from megalite.checkpoint.saver import Saver
+from megalite.config.schema import CheckpointConfig
+from megalite.mesh import Layout, Mesh
+from megalite.parallel.spec import Rectangle
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def main() -> None:
+    spec = read_spec()
+    torch.set_num_threads(spec["threads"])
+    dist.init_process_group("gloo")
+    mesh = Mesh(Layout(dp=dist.get_world_size()), background_saves=True)
+    directory = Path(spec["directory"])
+    own = rectangles(mesh, spec["matrices"], tuple(spec["shape"]))
+    warm_up(mesh, directory)
+    ways: dict[str, Callable[[], dict[str, float]]] = {
+        "torch.save": lambda: with_torch(mesh, directory, own),
+        "at once": lambda: with_saver(Saver(mesh, CheckpointConfig()), mesh, directory, own),
+    }
+    background = Saver(mesh, CheckpointConfig(async_save=True))  # one for all rounds: its staging memory is used again
+    ways["in the background"] = lambda: with_saver(background, mesh, directory, own)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for _ in range(spec["rounds"]):
+        for name, way in ways.items():
+            memory = Memory()
+            dist.barrier()
+            figures = way()
+            figures["extra_bytes"] = float(memory.peak_above() or 0)
+            found[name].append({key: over_ranks(value) for key, value in figures.items()})
+            shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+            dist.barrier()
+    size = sum(part.tensor.nbytes for part in own) * mesh.world.size
+    finish(spec, {"bytes": size, "ways": found} if mesh.rank == 0 else None)
+
+
+def rectangles(mesh: Mesh, matrices: int, shape: tuple[int, ...]) -> list[Rectangle]:
+    """This rank's rows of every matrix, three times: fp32 weights and two moments. Random, so that no file system can squeeze them."""
+    rows = shape[0] // mesh.world.size
+    generator = torch.Generator().manual_seed(mesh.rank)
+    return [
+        Rectangle(f"{kind}/{number}", shape, (mesh.rank * rows, 0), torch.randn(rows, shape[1], generator=generator))
+        for kind in KINDS
+        for number in range(matrices)
+    ]
+
+
+def warm_up(mesh: Mesh, directory: Path) -> None:
+    """Imports, and a first save of nothing much."""
+    part = Rectangle("w", (mesh.world.size, 8), (mesh.rank, 0), torch.zeros(1, 8))
+    checkpoint.save(directory / "warm_up", [part], {}, mesh)
+    dist.barrier()
+    if mesh.rank == 0:
+        shutil.rmtree(directory / "warm_up")
+
+
+def with_torch(mesh: Mesh, directory: Path, own: list[Rectangle]) -> dict[str, float]:
+    started = perf_counter()
+    (directory / "checkpoints").mkdir(exist_ok=True)
+    with open(directory / "checkpoints" / f"{mesh.rank}.pt", "wb") as file:
+        torch.save({part.name: part.tensor for part in own}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = perf_counter() - started
+    return {"held_s": seconds, "durable_s": seconds}
+
+
+def with_saver(saver: Saver, mesh: Mesh, directory: Path, own: list[Rectangle]) -> dict[str, float]:
+    save = saver.begin(directory / "checkpoints" / checkpoint.step_name(1), own, {})
+    saver.wait()
+    if save.error is not None:
+        raise save.error
+    return {"held_s": save.held, "durable_s": save.durable}
+
+
+def over_ranks(value: float) -> float:
+    """That of the slowest rank."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+if __name__ == "__main__":
+    main()
