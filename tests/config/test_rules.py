@@ -31,7 +31,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)),
     **dict.fromkeys(("data.sequence_length", "model.num_key_value_heads", "model.sliding_window", "model.intermediate_size"), (0, 1)),
-    **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "validation.batches", "logging.interval"), (0, 1)),
+    **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)),
     "validation.interval": (0, None),
     "parallel.virtual_stages": (0, 1),
@@ -260,6 +260,7 @@ ROWS = [
     Row("two betas", {"optimizer.betas": [0.9]}, {"optimizer.betas": [0.9, 0.9]}),
     Row("lr_scaling has its base", {"optimizer.lr_scaling": "sqrt"}, {"optimizer.base_batch_size": 8}, ("optimizer.base_batch_size",)),
     Row("checkpoint exists", {"checkpoint.load": "nowhere"}, {"checkpoint.load": "."}, ("auto nor none",)),
+    Row("checkpoint.keep_every in range", {"checkpoint.keep": 1, "checkpoint.keep_every": 0}, {"checkpoint.keep_every": 1}),
     Row("keep_every beside keep", {"checkpoint.keep_every": 10}, {"checkpoint.keep": 2}, ("every checkpoint stays",)),
     Row("copies of state in memory", {"checkpoint.async_save": True, "parallel.offload": "disk"}, {"parallel.offload": "cpu"}, ("= disk",)),
     Row("resume or warm start", {"checkpoint.load": ".", "model.init_from": "."}, {"checkpoint.load": "auto"}, ("step 0",)),

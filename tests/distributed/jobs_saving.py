@@ -21,7 +21,7 @@ from megalite.training.trainer import Trainer
 from tests.distributed.jobs import mesh_of
 from tests.distributed.jobs_training import make_trainer
 
-SLOW_S = 0.2
+SLOW_S = 0.08
 
 
 def fit_to_the_end(context: Any, config: dict[str, Any]) -> int:
