@@ -19,6 +19,7 @@ SHORT = {  # appended: later options win
     "tools/prepare_data.py": "",
     "pretrain.py": f"--train.steps 2 --optimizer.warmup_steps 1 --train.global_batch_size 4 {SMALL_BATCH}",
     "tools/generate.py": "--tokens 3",
+    "tools/checkpoint.py": "",
     "tools/bubble_calc.py": "",
     "tools/import_config.py": "",
     "tools/verify.py": f"--data.train data/corpus --train.global_batch_size 8 {SMALL_BATCH}",
