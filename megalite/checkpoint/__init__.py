@@ -44,15 +44,18 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
     """
     from megalite.checkpoint import tensors  # torch.distributed.checkpoint costs 0.65 s: imported on first use
 
-    temporary = on_rank_0(mesh, lambda: directories.begin(directory))
     try:
-        with named("the exchange of what to save", mesh):
-            written = tensors.write(temporary, rectangles, mesh.saving)
-        on_rank_0(mesh, lambda: directories.publish(temporary, directory, encode(state, written)))
-    except BaseException:
-        if mesh.world.rank == 0:
-            directories.discard(temporary, directory)
-        raise
+        temporary = on_rank_0(mesh, lambda: directories.begin(directory))
+        try:
+            with named("the exchange of what to save", mesh):
+                written = tensors.write(temporary, rectangles, mesh.saving)
+            on_rank_0(mesh, lambda: directories.publish(temporary, directory, encode(state, written)))
+        except BaseException:
+            if mesh.world.rank == 0:
+                directories.discard(temporary, directory)
+            raise
+    except CheckpointError as error:
+        raise CheckpointError(f"could not save {directory}: {error}") from error
 
 
 def load(directory: Path, rectangles: Sequence[Rectangle]) -> None:

@@ -140,7 +140,7 @@ def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis) -> 
     blocks = [block for part in rectangles for block in _blocks(part)]
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer = Writer(directory, world.rank)
-    with _clear_errors(f"could not save {directory}"):
+    with _clear_errors():
         dcp_save(_global_tensors(blocks), storage_writer=writer, planner=planner, process_group=world.group, no_dist=world.group is None)
     return writer.tensors
 
@@ -148,12 +148,12 @@ def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis) -> 
 def read(manifest: Manifest, rectangles: Sequence[Rectangle]) -> None:
     """Fill the rectangles. Every process reads for itself, so one that fails leaves nobody waiting."""
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _clear_errors(f"could not load {manifest.directory}"):
+    with _clear_errors(f"could not load {manifest.directory}: "):
         dcp_load(_global_tensors(rectangles), storage_reader=Reader(manifest), planner=planner, no_dist=True)
 
 
 @contextmanager
-def _clear_errors(what: str) -> Iterator[None]:
+def _clear_errors(what: str = "") -> Iterator[None]:
     """DCP's exception, which quotes every rank's traceback, becomes one line a rank; its remark on missing process groups is dropped."""
     try:
         with warnings.catch_warnings():
@@ -165,4 +165,4 @@ def _clear_errors(what: str) -> Iterator[None]:
             raise damage from None
         lines = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}" for error in errors.values()]
         named = lines if len(lines) == 1 else [f"rank {rank}: {line}" for rank, line in zip(errors, lines, strict=True)]
-        raise CheckpointError(f"{what}: " + "\n".join(named)) from next(iter(errors.values()))
+        raise CheckpointError(what + "\n".join(named)) from next(iter(errors.values()))

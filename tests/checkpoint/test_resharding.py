@@ -65,3 +65,19 @@ def test_replicas_and_overlaps_load(tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "c", loaded)
     for part, box in zip(loaded, asked, strict=True):
         assert part.tensor.equal(jobs.cut(whole, box)), box
+
+
+def test_large_rectangles_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tensors saved by one process, in pieces of at most 100 bytes wherever a row is not longer."""
+    monkeypatch.setattr("megalite.checkpoint.tensors.LARGEST_CHUNK", 100)
+    whole = {name: value for name, value in jobs.whole_tensors(4).items() if value.numel()}
+    parts = [Rectangle(name, tuple(value.shape), (0,) * value.dim(), value) for name, value in whole.items()]
+    checkpoint.save(tmp_path / "c", parts, {}, Mesh(Layout()))
+    for name, stored in checkpoint.manifest_of(tmp_path / "c").tensors.items():
+        longest = max(whole[name][0].nbytes if whole[name].dim() > 1 and len(whole[name]) > 1 else 0, 100)
+        assert all(chunk.bytes <= longest for chunk in stored.chunks), name
+        assert sum(chunk.bytes for chunk in stored.chunks) == whole[name].nbytes
+        assert all(chunk.offset % 128 == 0 for chunk in stored.chunks)
+    loaded = [Rectangle(part.name, part.global_shape, part.offsets, part.tensor * 0) for part in parts]
+    checkpoint.load(tmp_path / "c", loaded)
+    assert all(part.tensor.equal(whole[part.name]) for part in loaded)
