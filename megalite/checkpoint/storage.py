@@ -20,7 +20,23 @@ from torch.futures import Future
 from megalite.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, StoredTensor, crc32c
 
 
-class Writer(StorageWriter):
+class _Plain:
+    """What DCP asks of storage for which every plan is right as it is."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class Writer(_Plain, StorageWriter):
     """Writes this rank's file from the tensors' own memory. `tensors` is the table of all ranks, known to the first of them in the end."""
 
     def __init__(self, directory: Path, rank: int):
@@ -56,22 +72,10 @@ class Writer(StorageWriter):
             stored = self.tensors.setdefault(name, StoredTensor(name_of(entry.properties.dtype), tuple(entry.size), []))
             stored.chunks.append(result.storage_data)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-class Reader(StorageReader):
+class Reader(_Plain, StorageReader):
     """Reads whole chunks, which is what checksums are of, and takes from each what is needed of it."""
 
     def __init__(self, manifest: Manifest):
@@ -98,19 +102,7 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def name_of(dtype: torch.dtype) -> str:
