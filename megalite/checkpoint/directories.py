@@ -132,10 +132,9 @@ def prune(checkpoints: Path, keep: int, keep_every: int | None) -> None:
     """Remove what is older than the newest `keep` that look whole, but for multiples of `keep_every`."""
     whole = 0
     for path in history(checkpoints)[0]:
-        number = step_number(path.name) or 0
         if whole < keep:
             whole += _looks_whole(path)
-        elif path.exists() and not (keep_every and number % keep_every == 0):
+        elif not keep_every or (step_number(path.name) or 0) % keep_every:
             deleted = _hidden(path, "deleted")
             path.rename(deleted)
             remove(deleted)

@@ -208,7 +208,7 @@ def save(trainer):
     print(f"resident while training: {mebibytes('VmHWM') - before}", flush=True)
     return unlimited(trainer)
 
-unlimited, Trainer.save = Trainer.save, save
+unlimited, Trainer.begin_save = Trainer.begin_save, save
 before = mebibytes("VmRSS")
 limit = mebibytes("VmData") + int(sys.argv.pop(1))
 resource.setrlimit(resource.RLIMIT_DATA, (limit << 20, limit << 20))
