@@ -49,6 +49,11 @@ class Saver:
     def under_way(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def reserve(self, rectangles: Sequence[Rectangle]) -> None:
+        """Take and touch the memory for copies now: at the first save that would hold training up for several times as long as a copy."""
+        if self.options.async_save:
+            self._staged(rectangles)
+
     def begin(self, directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]) -> Save:
         """Save what is in the rectangles now, which may change once this returns. Collective. Errors are those of `take_ended`."""
         save = Save(directory, perf_counter())

@@ -29,7 +29,7 @@ from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.sharding.offload import OffloadError
-from megalite.parallel.spec import parameter_count
+from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.training import build
 from megalite.training.closing import Closing, Update
 from megalite.training.faults import Injection
@@ -91,6 +91,7 @@ class Trainer:
         self.loader = self._loader(self.train_data)
         self._start_weights()
         self._check_plan()
+        self.saver.reserve(self._to_save())
 
     def _loader(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
         train, data_axis = self.config.train, self.mesh.data
@@ -199,10 +200,12 @@ class Trainer:
         self.store.finish_gathering()
         with all_or_none(self.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
             self.store.state.sync()
-        compression = [] if self.store.powersgd is None else self.store.powersgd.to_save()
-        save = self.saver.begin(directory, [*self.optimizer.to_save(), *compression], state)
+        save = self.saver.begin(directory, self._to_save(), state)
         self.store.state.release()
         return save
+
+    def _to_save(self) -> list[Rectangle]:
+        return [*self.optimizer.to_save(), *([] if self.store.powersgd is None else self.store.powersgd.to_save())]
 
     def roll_back(self, bad: StepResult, directory: Path | None) -> None:
         """Return to a checkpoint, if there is one, and go on with the samples that come next. Collective.
