@@ -37,10 +37,11 @@ class Save:
 
 
 class Saver:
-    """Saves, and then removes what `checkpoint.keep` does not keep."""
+    """Saves, and then removes what `checkpoint.keep` does not keep. `newest` is the last that was published here, or resumed from."""
 
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
         self.mesh, self.options = mesh, options
+        self.newest: Path | None = None
         self._memory: Tensor | None = None  # staging, used again by every save
         self._thread: Thread | None = None
         self._ended: list[Save] = []
@@ -82,7 +83,7 @@ class Saver:
         options, checkpoints = self.options, save.directory.parent
         try:
             checkpoint.save(save.directory, rectangles, state, self.mesh)
-            save.durable = perf_counter() - save.started
+            save.durable, self.newest = perf_counter() - save.started, save.directory
             if options.keep is not None:
                 checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every)
         except Exception as error:  # told by whoever asks what has ended

@@ -86,7 +86,6 @@ class Trainer:
         self.closing = Closing(self.store, self.optimizer, mesh, clip, self.loss_scale, self.guard, chained=chained)
         self.step_done = 0
         self.samples = 0  # global sample index of the next batch
-        self.resumed_from: Path | None = None
         self.notes: list[str] = []  # what a user should know of how the run was resumed
         self.loader = self._loader(self.train_data)
         self._start_weights()
@@ -174,7 +173,7 @@ class Trainer:
         self.step_done, self.samples, self.closing.skipped = state["step"], state["samples"], state["skipped"]
         self.loss_scale.load(state["loss_scale"])
         self.guard.load(state["guard"])
-        self.resumed_from = directory
+        self.saver.newest = directory
 
     def save(self) -> Path:
         """Write a checkpoint of the last step, published when this returns. Collective. Raises CheckpointError."""
@@ -207,12 +206,14 @@ class Trainer:
     def _to_save(self) -> list[Rectangle]:
         return [*self.optimizer.to_save(), *([] if self.store.powersgd is None else self.store.powersgd.to_save())]
 
-    def roll_back(self, bad: StepResult, directory: Path | None) -> None:
-        """Return to a checkpoint, if there is one, and go on with the samples that come next. Collective.
+    def roll_back(self, bad: StepResult) -> None:
+        """Return to the newest checkpoint, if there is one, and go on with the samples that come next. Collective.
 
         Raises:
             FaultLimit: on every rank, where the run must end instead, because of the `bad` step and those before it.
         """
+        self.saver.wait()
+        directory = self.saver.newest
         self.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
         assert directory is not None
         self.closing.settle()
