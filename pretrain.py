@@ -22,10 +22,10 @@ def main() -> None:
     from megalite.training import build
     from megalite.training.fit import fit
     from megalite.training.guard import FaultLimit
-    from megalite.training.memory import report
     from megalite.training.metrics import check_packages
     from megalite.training.timeline import RECORDS
     from megalite.training.trainer import Trainer
+    from tools.accounting import report
 
     device = choose_device()
     try:

@@ -20,10 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.arguments import Parser
-
 from megalite.checkpoint import CheckpointError, Manifest, manifest_of
-from tools import inspecting
+from tools import Parser, inspecting
 
 Answer = tuple[dict[str, Any], list[str], int]  # for --json, for people, exit status
 

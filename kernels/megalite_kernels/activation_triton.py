@@ -89,16 +89,6 @@ def _variant(backward: bool, dtype: torch.dtype, act: str, width: int) -> Varian
     )
 
 
-def variants(architecture: str) -> list[Variant]:
-    """Every variant for the widths of real models: these are limited by memory alone, and the same on every architecture."""
-    return [
-        _variant(backward, dtype, act, width=14336)
-        for backward in (False, True)
-        for act in ("silu", "gelu_new")
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]
-
-
 def _launch(backward: bool, act: str, h: Tensor, *tensors: Tensor) -> None:
     if h.numel() == 0:
         return

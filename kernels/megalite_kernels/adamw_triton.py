@@ -64,12 +64,6 @@ def _variant(grads: torch.dtype, weights: torch.dtype | None, scaled: bool, whol
     )
 
 
-def variants(architecture: str) -> list[Variant]:
-    """Those of training in fp32, bf16 and fp16: all are limited by memory alone, and the same on every architecture."""
-    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
-    return [_variant(*dtypes, scaled) for dtypes in ((fp32, None), (fp32, bf16), (bf16, bf16), (fp32, fp16)) for scaled in (False, True)]
-
-
 def _nothing(*args: Any, **options: Any) -> None:
     """What the operation returns."""
 

@@ -384,17 +384,6 @@ def _variant(
     return Variant(name, function, types, constants, tile.warps, tile.stages, multiples_of_16=_STRIDES, multiplies=True)
 
 
-def variants(architecture: str) -> list[Variant]:
-    """Every tile of the table: with all options, and, for the heads of Llama 1B and 8B, with documents alone."""
-    everything = {"softcap": 30.0, "window": 1024, "documents": True, "p": 0.1}
-    documents = {"softcap": 0.0, "window": 0, "documents": True, "p": 0.0}
-    return [
-        _variant(kernel, architecture, torch.bfloat16, dim=dim, group=4, scale=dim**-0.5, **options)
-        for kernel in _KERNELS
-        for dim, options in ((80, everything), (256, everything), (64, documents), (128, documents))
-    ]
-
-
 def _launcher(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, window: int | None, document_start: Tensor | None,
     softcap: float | None, samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,

@@ -114,15 +114,6 @@ def _variant(chip: str, backward: bool, dtype: torch.dtype, with_sum: bool, alig
     )
 
 
-def variants(chip: str) -> list[Variant]:
-    """Every variant, for padded vocabularies. They are limited by memory alone."""
-    return [
-        _variant(chip, backward, dtype, with_sum, ALIGN)
-        for backward, with_sum in ((False, False), (False, True), (True, False))
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]
-
-
 def _rows(logits: Tensor) -> tuple[Tensor, int]:
     """The logits with dense rows, themselves where they have them, and the step in which rows and their distances are counted."""
     dense = logits if logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1] else logits.contiguous()

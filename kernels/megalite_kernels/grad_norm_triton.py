@@ -38,11 +38,6 @@ def _variant(dtype: torch.dtype, whole: bool = True) -> Variant:
     )
 
 
-def variants(architecture: str) -> list[Variant]:
-    """One for each dtype: limited by memory alone, and the same on every architecture."""
-    return [_variant(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-
-
 def _like_total(chunks: list[Tensor]) -> Tensor:
     return chunks[0].new_zeros((), dtype=torch.float64)
 

@@ -1,8 +1,8 @@
 """How a Triton kernel is launched, and how its host function becomes an operation of torch. Imports no triton.
 
-No kernel is tuned at run time: that would take time on every rank, and could choose differently on two ranks or in two runs. A module's
-`variants` lists all that it launches, and the compile tests prove of each, with no GPU, that it spills no register and loads 128 bits at
-once. A `Variant` is both what is compiled there and what is launched, so it is that binary that runs.
+No kernel is tuned at run time: that would take time on every rank, and could choose differently on two ranks or in two runs. A module
+launches what stands in its static tables, and the compile tests prove of every entry, with no GPU, that it spills no register and loads
+128 bits at once. A `Variant` is both what is compiled there and what is launched, so it is that binary that runs.
 """
 
 import functools

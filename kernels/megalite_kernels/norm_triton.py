@@ -131,20 +131,6 @@ def _variant(
     )
 
 
-def variants(architecture: str) -> list[Variant]:
-    """Every variant for the widths of real models, the widest that `norm` gives to kernels, and short and odd ones."""
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    widths = {"rms": [2048, 8192, 16384], "add": [2048, 4096, 5120, 8192, 16384], "layer": [768, 8192]}
-    cases = [(kind, bf16, (width, 1, width), 0.0) for kind, of_kind in widths.items() for width in of_kind]
-    cases += [("add", fp16, (4096, 1, 4096), 0.0), ("add", fp32, (8192, 1, 8192), 0.0), ("layer", fp32, (8192, 1, 8192), 0.0)]
-    cases += [("rms", bf16, (64, 8, 1536), 0.0), ("rms", bf16, (128, 32, 6144), 0.0), ("add", bf16, (3072, 1, 3072), 1.0)]
-    return [
-        _variant(backward, architecture, dtype, rows_of_x, kind == "add", kind == "layer", offset, 1e-5)
-        for backward in (False, True)
-        for kind, dtype, rows_of_x, offset in cases
-    ]
-
-
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

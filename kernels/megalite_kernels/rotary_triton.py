@@ -88,16 +88,6 @@ def _variant(sources: tuple[str, ...], dtype: torch.dtype, table_dtype: torch.dt
     )
 
 
-def variants(architecture: str) -> list[Variant]:
-    """For heads of 64, 96 and 128 channels: limited by memory alone, and the same on every architecture."""
-    return [
-        _variant(sources, dtype, dtype, head_dim)
-        for sources in (("x",), ("q", "k", "v"))
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-        for head_dim in (64, 96, 128)
-    ]
-
-
 def _launch(out: Tensor, sources: dict[str, Tensor], cos: Tensor, sin: Tensor, sign: float, counts: tuple[int, int]) -> None:
     """`out` [S, B, heads, D] from its sources, [S, B, their heads, D] each."""
     if out.numel() == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from dataclasses import fields
 
 import torch
 
@@ -99,19 +100,6 @@ def measured(trainer: Trainer, result: StepResult) -> StepMetrics:
     """A step's result with its speed: what rank 0 writes."""
     device = trainer.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    same = {field.name: getattr(result, field.name) for field in fields(StepMetrics) if hasattr(result, field.name)}
     speed = throughput(trainer.config, result.seconds, trainer.mesh.world.size, name)
-    return StepMetrics(
-        step=result.step,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        lr=result.lr,
-        tokens=result.tokens,
-        step_time_s=result.seconds,
-        tokens_per_second=speed.tokens_per_second,
-        tflops_per_gpu=speed.tflops_per_gpu,
-        mfu=speed.mfu,
-        bubble_fraction=result.bubble_fraction,
-        peak_memory_bytes=peak_memory_bytes(device),
-        loss_scale=result.loss_scale,
-        skipped=result.skipped,
-    )
+    return StepMetrics(**same, **speed, step_time_s=result.seconds, peak_memory_bytes=peak_memory_bytes(device))

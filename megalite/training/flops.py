@@ -5,44 +5,14 @@ Model FLOPs, as in the PaLM paper (Chowdhery et al. 2022, appendix B): what the 
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megalite.config.schema import Config, ModelConfig
 
-# Dense 16-bit tensor-core peaks with fp32 accumulation, in TFLOP/s, from the vendors' data sheets (half of what they print "with
-# sparsity"). The first row whose words all occur in the device's name applies.
-PEAK_TFLOPS = (
-    ("GB300", 2500),
-    ("GB200", 2500),
-    ("B300", 2250),
-    ("B200", 2250),
-    ("B100", 1750),
-    ("GH200", 989),
-    ("H200 NVL", 835),
-    ("H200", 989),
-    ("H100 PCIE", 756),
-    ("H100 NVL", 835),
-    ("H100", 989),
-    ("H800 PCIE", 756),
-    ("H800", 989),
-    ("H20", 148),
-    ("A100", 312),
-    ("A800", 312),
-    ("A30", 165),
-    ("A40", 150),
-    ("A10", 125),
-    ("L40S", 362),
-    ("L40", 181),
-    ("L4", 121),
-    ("RTX 5090", 209),
-    ("RTX 4090", 165),
-    ("RTX 3090", 71),
-    ("MI355X", 2516),
-    ("MI325X", 1307),
-    ("MI300X", 1307),
-    ("MI250X", 383),
-)
+PEAKS = Path(__file__).with_name("peaks.yaml")
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -61,25 +31,26 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return 3.0 * 2.0 * (weights + scores_and_values)
 
 
+@functools.cache
+def _peaks() -> dict[str, float]:
+    import yaml
+
+    found: dict[str, float] = yaml.safe_load(PEAKS.read_text())
+    return found
+
+
 def peak_flops(device_name: str, precision: str) -> float | None:
     """The device's dense peak in FLOP/s, or None where it is not known: CPUs, and precisions other than bf16 and fp16."""
     if precision not in ("bf16", "fp16"):
         return None
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    return next((tera * 1e12 for name, tera in PEAK_TFLOPS if words.issuperset(name.split())), None)
+    return next((tera * 1e12 for name, tera in _peaks().items() if words.issuperset(name.split())), None)
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """What a step of `seconds` achieved. Every token of the batch is computed, so every token counts, masked ones included."""
-
-    tokens_per_second: float  # over all ranks
-    tflops_per_gpu: float  # model FLOPs
-    mfu: float | None  # share of the device's peak; None where that is not known
-
-
-def throughput(config: Config, seconds: float, ranks: int, device_name: str) -> Throughput:
+def throughput(config: Config, seconds: float, ranks: int, device_name: str) -> dict[str, Any]:
+    """What a step of `seconds` achieved, by the names of metrics. Every token of the batch is computed, so every token counts, masked ones
+    included."""
     tokens_per_second = config.train.global_batch_size * config.data.sequence_length / seconds
     per_rank = tokens_per_second * model_flops_per_token(config.model, config.data.sequence_length) / ranks
     peak = peak_flops(device_name, config.train.precision)
-    return Throughput(tokens_per_second, per_rank / 1e12, None if peak is None else per_rank / peak)
+    return {"tokens_per_second": tokens_per_second, "tflops_per_gpu": per_rank / 1e12, "mfu": None if peak is None else per_rank / peak}

@@ -20,12 +20,12 @@ from megalite.config.schema import ConfigError
 from megalite.mesh import Layout, Mesh
 from megalite.optimizer.adamw import STATE
 from megalite.parallel.sharding import offload
-from megalite.training import memory
 from megalite.training.trainer import Trainer
 from tests.distributed import jobs, jobs_training
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs import mesh_of
 from tests.distributed.layouts import Case
+from tools import accounting
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
@@ -172,10 +172,10 @@ def test_a_checkpoint_resumes_with_state_in_another_place(saved, resumed, precis
 # ---- memory
 
 
-def states(context: Any, config: dict[str, Any]) -> tuple[memory.ModelStates, memory.ModelStates, dict[str, int], list[str]]:
+def states(context: Any, config: dict[str, Any]) -> tuple[accounting.ModelStates, accounting.ModelStates, dict[str, int], list[str]]:
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
-    found = memory.measured(trainer), memory.formula(trainer), memory.places(trainer), memory.report(trainer)
+    found = accounting.measured(trainer), accounting.formula(trainer), accounting.places(trainer), accounting.report(trainer)
     trainer.close()
     return found
 
@@ -198,7 +198,7 @@ LIMITED = """
 import re, resource, sys
 from pathlib import Path
 import pretrain
-import megalite.checkpoint.tensors, megalite.training.fit, megalite.training.memory
+import megalite.checkpoint.tensors, megalite.training.fit, tools.accounting
 from megalite.training.trainer import Trainer
 
 def mebibytes(key):

@@ -8,7 +8,6 @@ That is a process of its own because Triton either interprets or compiles, as th
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -22,9 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.kernels.variants import variants
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "kernels" / "megalite_kernels").glob("*_triton.py"))
-MODULES = [path.stem for path in SOURCES if "\ndef variants(" in path.read_text()]  # another holds what the kernels of several share
+MODULES = [path.stem for path in SOURCES if "\ndef _variant(" in path.read_text()]  # another holds what the kernels of several share
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
 TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma", "gfx942": "v_mfma"}
 """Instructions. Hopper has Ampere's too, which is the better one for tiles of fewer than 64 rows."""
@@ -77,7 +78,7 @@ def _compile(job: tuple[str, str, int]) -> tuple[str, str, str, dict[str, Any]]:
     from triton.compiler import ASTSource
 
     module, architecture, index = job
-    variant = importlib.import_module(f"megalite_kernels.{module}").variants(architecture)[index]
+    variant = variants(module, architecture)[index]
     names = variant.kernel.arg_names
     types = {name: "constexpr" if name in variant.constants else variant.types[name] for name in names}
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name in variant.multiples_of_16]
@@ -176,7 +177,7 @@ def _compile_here() -> dict[str, Any]:
         (module, architecture, index)
         for module in MODULES
         for architecture in ARCHITECTURES
-        for index in range(len(importlib.import_module(f"megalite_kernels.{module}").variants(architecture)))
+        for index in range(len(variants(module, architecture)))
     ]
     found: dict[str, Any] = {module: {architecture: {} for architecture in ARCHITECTURES} for module in MODULES}
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("fork")) as workers:

@@ -25,7 +25,8 @@ def test_the_wheel_holds_the_two_packages(tmp_path: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         archive.extractall(tmp_path / "installed")
-    sources = [path for package in ("megalite", "kernels/megalite_kernels") for path in (ROOT / package).rglob("*.py")]
+    packages = ROOT / "megalite", ROOT / "kernels" / "megalite_kernels"
+    sources = [path for package in packages for pattern in ("*.py", "*.yaml") for path in package.rglob(pattern)]
     assert len(names) == len(sources)
     assert {name.partition("/")[0] for name in names} == {"megalite", "megalite_kernels"}
     code = "import megalite.parallel.tensor.linear as a, megalite_kernels.norm as b; print(a.__file__, b.__file__)"

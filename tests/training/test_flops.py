@@ -87,7 +87,7 @@ def test_throughput_is_per_second_and_per_rank() -> None:
     config.model.vocab_size, config.train.precision = 1000, "bf16"
     config.train.global_batch_size, config.data.sequence_length = 8, 128
     found = throughput(config, 0.5, 4, "NVIDIA A100-SXM4-80GB")
-    assert found.tokens_per_second == 2048
-    assert found.tflops_per_gpu == pytest.approx(model_flops_per_token(config.model, 128) * 2048 / 4 / 1e12)
-    assert found.mfu == pytest.approx(found.tflops_per_gpu / 312)
-    assert throughput(config, 0.5, 4, "cpu").mfu is None
+    assert found["tokens_per_second"] == 2048
+    assert found["tflops_per_gpu"] == pytest.approx(model_flops_per_token(config.model, 128) * 2048 / 4 / 1e12)
+    assert found["mfu"] == pytest.approx(found["tflops_per_gpu"] / 312)
+    assert throughput(config, 0.5, 4, "cpu")["mfu"] is None
