@@ -116,7 +116,8 @@ def test_a_resumed_run_knows_the_losses_before(ranks, prefix, tmp_path):
 @pytest.mark.parametrize("layout", ["dp 2, PowerSGD", "tp 2, pp 2, zb-v"])
 def test_a_run_that_stays_bad_goes_back_and_leaves_the_samples_out(layout, ranks, prefix, tmp_path):
     faults = {"inject": "nan:rank=0,step=5 nan:rank=1,step=6", "skip_limit": 2, "rollback": True}
-    world, config = configuration(layout, prefix, tmp_path, faults=faults, checkpoint={"interval": 3, "load": "none"})
+    checkpoint = {"interval": 3, "load": "none", "async_save": "zb-v" in layout}
+    world, config = configuration(layout, prefix, tmp_path, faults=faults, checkpoint=checkpoint)
     found = ranks.run(world, fitted, config)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)) and not any(line["skipped"] for line in lines)
