@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
-from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs import mesh_of
+from tests.distributed.jobs_saving import fit_to_the_end
 from tests.distributed.layouts import Case
 from tools.verifying import global_tensors
 
@@ -126,18 +126,6 @@ def test_a_run_ahead_that_has_to_stop_saves_on_all_ranks(schedule, ranks, prefix
     assert len(set(done)) == 1 and (tmp_path / "run" / "checkpoints" / f"step_{done[0]:08d}" / "manifest.json").is_file()
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, done[0] + 1))
-
-
-def fit_to_the_end(context: Any, config: dict[str, Any]) -> int:
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
-    try:
-        fit(trainer)
-    finally:
-        gc.unfreeze()
-        gc.enable()
-    trainer.close()
-    return trainer.step_done
 
 
 def test_nothing_is_lost_between_runs_ahead_and_a_checkpoint(ranks, prefix):
