@@ -15,15 +15,16 @@ from tests.kernels.test_attention import autograd, inputs
 @pytest.fixture
 def can_use(monkeypatch):
     """What torch says that it can run, and on what: set by a test, as no GPU may be there to ask."""
-    can = {"cudnn": True, "flash": True, "architecture": "sm_90"}
+    can = {"cudnn": True, "flash": True, "architecture": "sm_90", "version": 91900}
     monkeypatch.setattr(attention_library.cuda, "can_use_cudnn_attention", lambda parameters: can["cudnn"])
     monkeypatch.setattr(attention_library.cuda, "can_use_flash_attention", lambda parameters: can["flash"])
     monkeypatch.setattr(attention_library, "architecture", lambda device: can["architecture"])
+    monkeypatch.setattr(attention_library.cudnn, "version", lambda: can["version"])
     return can
 
 
-def fake(heads=4, kv_heads=2):
-    return tuple(torch.empty(32, 2, count, 64, dtype=torch.bfloat16, device="cuda") for count in (heads, kv_heads, kv_heads))
+def fake(sequence=32, batch=2, heads=4, kv_heads=2, dim=64):
+    return tuple(torch.empty(sequence, batch, count, dim, dtype=torch.bfloat16, device="cuda") for count in (heads, kv_heads, kv_heads))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,25 @@ def test_cudnn_on_hopper_else_flash_where_torch_can(can, expected, can_use):
     can_use |= can
     with FakeTensorMode():
         assert attention_library.library(*fake()) == expected
+
+
+@pytest.mark.parametrize(
+    "sizes, version, expected",
+    [
+        ({"dim": 128}, 91900, "cudnn"),
+        ({"dim": 160}, 91900, "flash"),  # cuDNN may have a forward pass for it, and no backward pass
+        ({"sequence": 200}, 91002, "flash"),  # older versions touch what lies behind such a sequence
+        ({"sequence": 256}, 91002, "cudnn"),
+        ({"dim": 12}, 91900, None),
+        ({"sequence": 0}, 91900, None),
+        ({"batch": 0}, 91900, None),
+    ],
+    ids=str,
+)
+def test_what_torch_would_refuse_or_get_wrong_when_called_directly(sizes, version, expected, can_use):
+    can_use |= {"version": version}
+    with FakeTensorMode():
+        assert attention_library.library(*fake(**sizes)) == expected
 
 
 def test_not_on_the_cpu_nor_in_a_deterministic_run(can_use, monkeypatch):
