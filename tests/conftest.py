@@ -52,6 +52,20 @@ def _same_settings_as_ranks() -> None:
     configure_cpu()
 
 
+@pytest.fixture(autouse=True)
+def _exact_products_on_a_gpu(request: pytest.FixtureRequest, _same_settings_as_ranks: None) -> Iterator[None]:
+    """The setting that lets a CPU take its fast fp32 products lets a GPU round their inputs to TF32: not where a GPU is tested."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Real gloo ranks: `ranks.run(world, function, *args)` returns each rank's result."""

@@ -332,7 +332,7 @@ def test_a_walk_over_a_large_file_has_one_window_in_memory(tmp_path):
     assert (exp_avg == 2).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_offloading_from_a_gpu_trains_alike(precision, place, prefix):

@@ -122,7 +122,7 @@ def test_inputs_may_have_any_strides(device):
         return total, y, rstd, normed, mean, scale, *gradients
 
     for got, expected in zip(results(x, branch, dy, weight, bias), results(*dense), strict=True):
-        assert torch.equal(got, expected)
+        torch.testing.assert_close(got, expected)  # a compiler may share out a row in another way where the weight is not aligned
 
 
 def test_small_and_large_values_stay_finite(device):
