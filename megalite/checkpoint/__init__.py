@@ -96,11 +96,11 @@ def latest(checkpoints: Path) -> Path | None:
     return found[0] if found else None
 
 
-def prune(checkpoints: Path, keep: int, mesh: Mesh, keep_every: int | None = None) -> None:
-    """Remove checkpoints older than the newest `keep`, but for steps that are multiples of `keep_every`.
+def prune(checkpoints: Path, keep: int, mesh: Mesh, keep_every: int | None = None, spare: Path | None = None) -> None:
+    """Remove checkpoints older than the newest `keep`, but for steps that are multiples of `keep_every`, and for `spare`.
 
     Counted are those of which no file is missing or cut off, up to `latest`: the last one that can be used is never removed.
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep = {keep}: at least one checkpoint must stay. Leave the option out to keep all.")
-    on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every))
+    on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every, spare))

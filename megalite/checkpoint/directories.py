@@ -128,13 +128,13 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
     return [steps[number] for number in sorted(steps, reverse=True) if newest is None or number <= newest], strange
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int | None) -> None:
-    """Remove what is older than the newest `keep` that look whole, but for multiples of `keep_every`."""
+def prune(checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None) -> None:
+    """Remove what is older than the newest `keep` that look whole, but for multiples of `keep_every`, and for `spare`."""
     whole = 0
     for path in history(checkpoints)[0]:
         if whole < keep:
             whole += _looks_whole(path)
-        elif not keep_every or (step_number(path.name) or 0) % keep_every:
+        elif path != spare and (not keep_every or (step_number(path.name) or 0) % keep_every):
             deleted = _hidden(path, "deleted")
             path.rename(deleted)
             remove(deleted)

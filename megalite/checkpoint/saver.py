@@ -34,10 +34,11 @@ class Save:
     held: float = 0.0  # how long training stood still
     durable: float = 0.0  # until it was published
     error: Exception | None = None  # why it was not
+    sound: bool = True  # whether a run may return to it
 
 
 class Saver:
-    """Saves, and then removes what `checkpoint.keep` does not keep. `newest` is the last that was published here, or resumed from."""
+    """Saves, and then removes what `checkpoint.keep` does not keep. `newest` is the last sound one published here, or that resumed from."""
 
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
         self.mesh, self.options = mesh, options
@@ -55,9 +56,9 @@ class Saver:
         if self.options.async_save:
             self._staged(rectangles)
 
-    def begin(self, directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]) -> Save:
+    def begin(self, directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], sound: bool = True) -> Save:
         """Save what is in the rectangles now, which may change once this returns. Collective. Errors are those of `take_ended`."""
-        save = Save(directory, perf_counter())
+        save = Save(directory, perf_counter(), sound=sound)
         if self.options.async_save:
             self.wait()
             self._thread = Thread(target=self._write, args=(save, self._staged(rectangles), state), daemon=True, name="save")
@@ -83,9 +84,11 @@ class Saver:
         options, checkpoints = self.options, save.directory.parent
         try:
             checkpoint.save(save.directory, rectangles, state, self.mesh)
-            save.durable, self.newest = perf_counter() - save.started, save.directory
+            save.durable = perf_counter() - save.started
+            if save.sound:
+                self.newest = save.directory
             if options.keep is not None:
-                checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every)
+                checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every, spare=self.newest)
         except Exception as error:  # told by whoever asks what has ended
             save.error = error
         self._ended.append(save)

@@ -199,7 +199,7 @@ class Trainer:
         self.store.finish_gathering()
         with all_or_none(self.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
             self.store.state.sync()
-        save = self.saver.begin(directory, self._to_save(), state)
+        save = self.saver.begin(directory, self._to_save(), state, sound=self.guard.streak == 0)
         self.store.state.release()
         return save
 
@@ -207,7 +207,7 @@ class Trainer:
         return [*self.optimizer.to_save(), *([] if self.store.powersgd is None else self.store.powersgd.to_save())]
 
     def roll_back(self, bad: StepResult) -> None:
-        """Return to the newest checkpoint, if there is one, and go on with the samples that come next. Collective.
+        """Return to the newest checkpoint from before the bad steps, where there is one, and go on with the next samples. Collective.
 
         Raises:
             FaultLimit: on every rank, where the run must end instead, because of the `bad` step and those before it.

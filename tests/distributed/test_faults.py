@@ -115,15 +115,16 @@ def test_a_resumed_run_knows_the_losses_before(ranks, prefix, tmp_path):
 
 @pytest.mark.parametrize("layout", ["dp 2, PowerSGD", "tp 2, pp 2, zb-v"])
 def test_a_run_that_stays_bad_goes_back_and_leaves_the_samples_out(layout, ranks, prefix, tmp_path):
-    faults = {"inject": "nan:rank=0,step=5 nan:rank=1,step=6", "skip_limit": 2, "rollback": True}
-    checkpoint = {"interval": 3, "load": "none", "async_save": "zb-v" in layout}
+    """The checkpoint of step 6 is one of the bad steps: none to return to, and not the only one to be kept."""
+    faults = {"inject": "nan:rank=0,step=5 nan:rank=1,step=6 nan:rank=0,step=7", "skip_limit": 3, "rollback": True}
+    checkpoint = {"interval": 3, "keep": 1, "load": "none", "async_save": "zb-v" in layout}
     world, config = configuration(layout, prefix, tmp_path, faults=faults, checkpoint=checkpoint)
     found = ranks.run(world, fitted, config)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)) and not any(line["skipped"] for line in lines)
     batch = config["train"]["global_batch_size"]
-    assert all((rank["step"], rank["samples"], rank["skipped"]) == (STEPS, (STEPS + 3) * batch, 0) for rank in found)
-    expected = ranks.run(world, by_hand, config | {"faults": {}}, [0, 1, 2, *range(6, STEPS + 3)])[0]
+    assert all((rank["step"], rank["samples"], rank["skipped"]) == (STEPS, (STEPS + 4) * batch, 0) for rank in found)
+    expected = ranks.run(world, by_hand, config | {"faults": {}}, [0, 1, 2, *range(7, STEPS + 4)])[0]
     assert equal(found[0]["tensors"], expected)
 
 
