@@ -8,6 +8,7 @@ import sys
 import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,8 @@ def check_packages(options: LoggingConfig) -> None:
 class MetricsWriter(ExitStack):
     """One JSON object a line, in full precision, each line on its way to the disk when `write` returns.
 
+    A disk that is full does not end a run: lines that could not be written are kept, and written before the next one.
+
     Args:
         run_dir: the run's directory; made where it does not exist.
         resume_step: lines of later steps, left by a run that got further than its checkpoint, are cut.
@@ -60,18 +63,24 @@ class MetricsWriter(ExitStack):
         super().__init__()
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / FILE
-        self.rewind(resume_step)
         options = config.logging if config else LoggingConfig()
         check_packages(options)
-        self._tensorboard = self.enter_context(_open_tensorboard(run_dir, resume_step)) if options.tensorboard else None
+        self._tensorboard: Any = None
+        self._open_tensorboard = partial(_open_tensorboard, run_dir) if options.tensorboard else None
+        self.rewind(resume_step)
         self._wandb = _open_wandb(options.wandb, run_dir, resume_step, config) if options.wandb and config else None
         if self._wandb is not None:
             self.callback(self._wandb.finish)
 
     def rewind(self, step: int) -> None:
-        """Go on after a step: lines of later ones are cut from metrics.jsonl."""
+        """Go on after a step: lines of later ones are cut from metrics.jsonl, and TensorBoard shows them no more."""
         cut_after(self._path, step)
-        self._file = self.enter_context(open(self._path, "a"))  # noqa: SIM115 (the stack closes it)
+        self._file = self.enter_context(open(self._path, "ab", buffering=0))  # noqa: SIM115 (the stack closes it)
+        self._unwritten, self._refused = b"", False
+        if self._open_tensorboard is not None:
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+            self._tensorboard = self.enter_context(self._open_tensorboard(step))
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(asdict(metrics))
@@ -82,14 +91,23 @@ class MetricsWriter(ExitStack):
     def _write(self, record: dict[str, Any]) -> None:
         """Non-finite numbers become null, because JSON knows none."""
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        self._append(json.dumps(finite, allow_nan=False) + "\n")
         scalars = {name: float(value) for name, value in record.items() if value is not None and name != "step"}
         if self._tensorboard is not None:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(scalars, step=record["step"])
+
+    def _append(self, line: str) -> None:
+        self._unwritten += line.encode()
+        try:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]  # it may take a part only, before it refuses
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                self._refused = True
+                print(f"{self._path} can not be written: {error.strerror}; its lines are kept until it can", file=sys.stderr, flush=True)
 
 
 def cut_after(file: Path, step: int) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -103,6 +104,22 @@ def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tmp_path: Path) -> 
     assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2, 3]
 
 
+def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The kernel takes what fits, a part of a line included, and refuses the rest."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(example(1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, hard))
+        try:
+            for step in (2, 3, 4):
+                writer.step(example(step))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert capfd.readouterr().err.count("metrics.jsonl can not be written: File too large") == 1
+        writer.step(example(5))
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
+
+
 def test_cutting_replaces_the_file_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, range(1, 7))
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -122,10 +139,14 @@ def test_tensorboard_has_the_same_numbers_and_no_abandoned_future(tmp_path: Path
         with MetricsWriter(tmp_path, resume, config) as writer:
             for step in steps:
                 writer.step(example(step, loss=float(10 * resume + step)))
+    with MetricsWriter(tmp_path, 2, config) as writer:
+        writer.step(example(3, loss=33.0))
+        writer.rewind(2)
+        writer.step(example(3, loss=23.0))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 12.0)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 12.0), (3, 23.0)]
     assert "mfu" not in events.Tags()["scalars"], "nothing is invented where nothing is known"
 
 
