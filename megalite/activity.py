@@ -14,15 +14,17 @@ class Activity:
         action: a pipeline action, or what a rank does between them in words.
         communication: the last one that was awaited: what it is, the other rank (None where it is a whole group), and since when.
         waiting: whether it is awaited still.
+        runs: how often a schedule has been run to its end: in a validation nothing else may tell one batch from the next.
     """
 
-    __slots__ = ("action", "communication", "step", "waiting")
+    __slots__ = ("action", "communication", "runs", "step", "waiting")
 
     def __init__(self) -> None:
         self.step = 0
         self.action: Any = "start"
         self.communication: tuple[str, int | None, float] | None = None
         self.waiting = False
+        self.runs = 0
 
     def wait_for(self, what: str, peer: int | None) -> None:
         """Note that a communication is awaited from now on; `waiting` is to be set to False once it is there."""

@@ -11,6 +11,7 @@ from time import localtime, monotonic, strftime, time
 
 import torch
 
+from megalite.activity import Activity
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Mesh
@@ -38,7 +39,7 @@ class Watchdog:
     def _watch(self, patience: float) -> None:
         seen, since, said = None, monotonic(), False
         while not self._over.wait(min(patience / 4, LONGEST_LOOK)):
-            now = (self.activity.step, self.activity.action, self.activity.communication, self.activity.waiting)
+            now = tuple(getattr(self.activity, name) for name in Activity.__slots__)
             if now != seen:
                 seen, since, said = now, monotonic(), False
             elif not said and monotonic() - since >= patience:

@@ -134,6 +134,7 @@ class Runtime:
             self._execute(run, actions[prefix:])
         for work, _ in run.sends.values():
             work.wait()
+        self.mesh.activity.runs += 1
         read = [Ran(*each) for each in self.clock.read((*thrown_away, *run.marks))]
         self.ran, before = read[len(thrown_away) :], read[: len(thrown_away)]
         return run.loss, Pace.of(self.ran, 0 in self.stages, before)
