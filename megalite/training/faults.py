@@ -27,6 +27,11 @@ BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
 }
 
 
+def restarts() -> int:
+    """How often this process has been started again."""
+    return sum(int(os.environ.get(name, 0)) for name in RESTARTS)
+
+
 class Injection:
     """The faults of a run that happen on this rank, each once per step: a step that is done again has none.
 
@@ -35,7 +40,7 @@ class Injection:
 
     def __init__(self, inject: str | list[str] | None, mesh: Mesh):
         self.mesh = mesh
-        restart = sum(int(os.environ.get(name, 0)) for name in RESTARTS)
+        restart = restarts()
         self._left = [(fault, set(fault.steps)) for fault in parse_faults(inject) if fault.restart == restart and self._concerns(fault)]
 
     def _concerns(self, fault: Fault) -> bool:

@@ -6,6 +6,8 @@ It knows nothing about transformers: the stages compute, the schedule orders, th
 from __future__ import annotations
 
 import gc
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from megalite import checkpoint
 from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.checkpoint import CheckpointError, DamagedError
-from megalite.checkpoint.agreement import all_or_none
+from megalite.checkpoint.agreement import all_or_none, on_rank_0
 from megalite.checkpoint.saver import Save, Saver
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
@@ -32,7 +34,7 @@ from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.training import build
 from megalite.training.closing import Closing, Update
-from megalite.training.faults import Injection
+from megalite.training.faults import Injection, restarts
 from megalite.training.guard import Guard
 from megalite.training.resuming import changed_compression, check_resume
 
@@ -116,6 +118,8 @@ class Trainer:
     def _start_weights(self) -> None:
         """Resume, warm-start or draw the weights."""
         option = self.config.checkpoint.load
+        if restarts() and self._has_saved():
+            option = "auto"
         if option not in ("auto", "none"):
             self.resume(Path(option))
         elif option == "auto" and self._resume_newest():
@@ -124,6 +128,20 @@ class Trainer:
             self.load_weights(Path(self.config.model.init_from))
         else:
             self.store.initialise(self.config.run.seed)
+
+    def _has_saved(self) -> bool:
+        """Whether the run's newest checkpoint is of these very options, but for the layout: a job that is restarted goes on with its own,
+        and not once more with what `checkpoint.load` names for its first start. Collective."""
+        found, _ = checkpoint.history(self.run_dir / "checkpoints", self.mesh)
+
+        def look() -> bool:
+            for directory in found:
+                with suppress(DamagedError):
+                    saved = checkpoint.manifest_of(directory).state["config"]
+                    return {**saved, "parallel": None} == {**json.loads(json.dumps(to_dict(self.config))), "parallel": None}
+            return False
+
+        return on_rank_0(self.mesh, look)
 
     def _resume_newest(self) -> bool:
         """Continue from the newest checkpoint of the run that is whole; False where it has none at all. Damaged ones go to the notes."""

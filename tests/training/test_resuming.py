@@ -57,6 +57,25 @@ def test_auto_takes_the_newest_none_starts_afresh_and_a_path_is_a_path(prefix, r
     assert fresh.step_done == 0
 
 
+def test_a_restarted_job_goes_on_with_its_own_checkpoint_and_not_once_more_with_that_of_its_first_start(prefix, run, monkeypatch):
+    older = f"{run['dir']}/first/checkpoints/step_00000002"
+    for load, start in (("none", 0), (older, 2)):
+        own, options = {**run, "name": f"from {start}"}, {"load": load}
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+        first = trainer(prefix, own, checkpoint=options)
+        assert first.step().step == start + 1
+        first.save()
+        first.close()
+        again = trainer(prefix, own, checkpoint=options)
+        again.close()
+        assert again.step_done == start, "started by hand"
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        for changes, step in (({}, start + 1), ({"optimizer": {"lr": 1e-4}}, start)):
+            restarted = trainer(prefix, own, checkpoint=options, **changes)
+            restarted.close()
+            assert restarted.step_done == step, "a checkpoint with other options is of another job"
+
+
 REFUSED = {
     "another width": ({"model": {"intermediate_size": 64}}, "model.intermediate_size was 48, is 64"),
     "two changes": ({"model": {"rope_theta": 1e6, "tie_word_embeddings": True}}, r"tie_word_embeddings was False, is True; .*rope_theta"),
