@@ -57,16 +57,16 @@ def fit(trainer: Trainer) -> None:
                 if writer is not None:
                     writer.rewind(trainer.step_done)
                 continue
-            if validating:
-                loss = trainer.evaluate()
-                console.validation(step, loss)
-                if writer is not None:
-                    writer.validation(step, loss)
+            if validating and not stop:
+                validate(trainer, console, writer)
             if saving or stop:
                 activity.action = "saving"
                 save = trainer.begin_save()
                 if config.checkpoint.async_save:
                     console.message(f"saving {save.directory}, held {save.held:.2f} s")
+            if validating and stop:  # who sends a signal may not wait for it
+                validate(trainer, console, writer)
+            activity.action = "awaiting saves"
             report_saves(trainer.saver, console, last=end or stop)
             if stop:
                 console.message(f"stopping after step {step}: {request.reason or 'another rank asked for it'}")
@@ -75,6 +75,13 @@ def fit(trainer: Trainer) -> None:
             console.message(line)
         if trainer.step_done == config.train.steps:
             console.message(f"done: {trainer.run_dir}")
+
+
+def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> None:
+    loss = trainer.evaluate()
+    console.validation(trainer.step_done, loss)
+    if writer is not None:
+        writer.validation(trainer.step_done, loss)
 
 
 def report_saves(saver: Saver, console: Console, last: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.training import build
+from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 
@@ -29,7 +31,7 @@ def other_prefix(tmp_path_factory) -> str:
 def trainer(prefix: str, run: dict[str, Any], **changes: dict[str, Any]) -> Trainer:
     config = config_of(CASE, prefix, run=run)
     config["checkpoint"] = {}
-    made = from_dict({section: {**values, **changes.get(section, {})} for section, values in config.items()})
+    made = from_dict({section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}})
     return Trainer(made, build.make_mesh(made))
 
 
@@ -74,6 +76,26 @@ def test_a_restarted_job_goes_on_with_its_own_checkpoint_and_not_once_more_with_
             restarted = trainer(prefix, own, checkpoint=options, **changes)
             restarted.close()
             assert restarted.step_done == step, "a checkpoint with other options is of another job"
+
+
+def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix, run):
+    changes = {"validation": {"interval": 2, "batches": 1}, "faults": {"inject": "sigterm:rank=0,step=2"}, "train": {"watchdog": None}}
+    made = trainer(prefix, {**run, "name": "signalled"}, data={"validation": 0.2}, **changes)
+    evaluate, there = made.evaluate, []
+
+    def validate() -> float:
+        there.extend(path.name for path in (made.run_dir / "checkpoints").iterdir())
+        return evaluate()
+
+    made.evaluate = validate  # type: ignore[method-assign]
+    try:
+        fit(made)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+        made.close()
+    assert made.step_done == 2 and set(there) == {"latest", "step_00000002"}
+    assert '{"step": 2, "val_loss": ' in (made.run_dir / "metrics.jsonl").read_text()
 
 
 REFUSED = {
