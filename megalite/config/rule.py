@@ -1,6 +1,7 @@
 """What a rule of the configuration is, and how its message is written; the rules themselves are in rules/."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,12 @@ CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpo
 def is_checkpoint(path: str) -> bool:
     """Whether a directory holds a published checkpoint; its manifest is what makes it one."""
     return (Path(path) / "manifest.json").is_file()
+
+
+def can_be_written(directory: Path) -> bool:
+    """Whether a directory may be written to, or made."""
+    nearest = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def show(value: Any) -> str:

@@ -259,6 +259,7 @@ ROWS = [
     Row("min_lr below lr", {"optimizer.min_lr": 1e-3}, {"optimizer.min_lr": 3e-4}, ("optimizer.lr = 0.0003",)),
     Row("two betas", {"optimizer.betas": [0.9]}, {"optimizer.betas": [0.9, 0.9]}),
     Row("lr_scaling has its base", {"optimizer.lr_scaling": "sqrt"}, {"optimizer.base_batch_size": 8}, ("optimizer.base_batch_size",)),
+    Row("the run can be written", {"run.dir": __file__}, {"run.dir": "."}, ("can not be written",)),
     Row("checkpoint exists", {"checkpoint.load": "nowhere"}, {"checkpoint.load": "."}, ("auto nor none",)),
     Row("checkpoint.keep_every in range", {"checkpoint.keep": 1, "checkpoint.keep_every": 0}, {"checkpoint.keep_every": 1}),
     Row("keep_every beside keep", {"checkpoint.keep_every": 10}, {"checkpoint.keep": 2}, ("every checkpoint stays",)),

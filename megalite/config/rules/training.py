@@ -3,8 +3,9 @@
 import importlib.util
 import os
 import re
+from pathlib import Path
 
-from megalite.config.rule import CHECKPOINT_EXAMPLE, Facts, Rule, around, is_checkpoint
+from megalite.config.rule import CHECKPOINT_EXAMPLE, Facts, Rule, around, can_be_written, is_checkpoint
 
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
@@ -88,6 +89,9 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.optimizer.lr_scaling != "none" and c.optimizer.base_batch_size is None,
     ).says(
         "needs optimizer.base_batch_size, the batch size at which optimizer.lr was chosen", "Give it, or set optimizer.lr_scaling to none."
+    ),
+    Rule("the run can be written", "run.dir", lambda c: not can_be_written(Path(c.run.dir, c.run.name))).says(
+        "can not be written to, or {run.name} in it", "Give a directory that you may write to, or can make."
     ),
     Rule("checkpoint exists", "checkpoint.load", lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load)).says(
         "is neither auto nor none nor a checkpoint directory: it has no manifest.json", CHECKPOINT_EXAMPLE
