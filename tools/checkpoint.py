@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         content, lines, status = commands[options.command](options)
     except (CheckpointError, OSError) as error:
         tool.error(str(error))
-    print(json.dumps(content) if options.json else "\n".join(lines))
+    try:
+        print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
+    except BrokenPipeError:  # who reads it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 
@@ -112,6 +116,8 @@ def diff(options: argparse.Namespace) -> Answer:
 def consolidate(options: argparse.Namespace) -> Answer:
     if options.file.exists():
         raise CheckpointError(f"{options.file} exists. Give a new name, or remove it.")
+    if not options.file.parent.is_dir():
+        raise CheckpointError(f"{options.file} can not be written: there is no directory {options.file.parent}. Make it, or give another.")
     manifest = opened(options.checkpoint)
     size = inspecting.consolidate(manifest, options.file, options.optimizer)
     content = {"checkpoint": str(manifest.directory), "file": str(options.file), "bytes": size, "optimizer": options.optimizer}
