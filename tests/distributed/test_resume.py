@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ LAYOUTS: dict[str, Case] = {
     "single": {"microbatches": 2},
     "tp2-pp2-dp2-zero1": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 2},
 }
+MORE: dict[str, tuple[str, Case]] = {
+    "dp2-zero0": ("fp16", {"dp": 2, "zero": 0}),
+    "dp2-zero1-offload": ("bf16", {"dp": 2, "zero": 1, "offload": "cpu"}),
+    "dp2-zero2": ("bf16", {"dp": 2, "zero": 2, "microbatches": 2}),
+    "dp2-zero3": ("fp16", {"dp": 2, "zero": 3}),
+    "tp2": ("fp16", {"tp": 2, "sequence_parallel": True}),
+    "tp2-dp2-zero3": ("bf16", {"tp": 2, "dp": 2, "zero": 3, "microbatches": 2}),
+    "pp2-interleaved": ("bf16", {"pp": 2, "microbatches": 4, "schedule": "interleaved-2"}),
+    "pp2-zb-v": ("fp32", {"pp": 2, "microbatches": 4, "schedule": "zb-v"}),
+    "pp4-gpipe": ("fp16", {"pp": 4, "microbatches": 8, "schedule": "gpipe"}),
+    "pp2-dp2-zb-h2-zero2": ("fp16", {"pp": 2, "dp": 2, "zero": 2, "microbatches": 4, "schedule": "zb-h2"}),
+}
+BITWISE = LAYOUTS | {name: case for name, (_, case) in MORE.items()}
 OTHERS: dict[str, Case] = {
     "tp4": {"tp": 4},
     "pp4": {"pp": 4, "microbatches": 8, "schedule": "gpipe"},
@@ -36,6 +50,7 @@ def prefix(tmp_path_factory) -> str:
 def configuration(layout: Case, prefix: str, precision: str, directory: Path, **changes: dict[str, Any]) -> dict[str, Any]:
     config = config_of({**SINGLE, **MODEL, **layout}, prefix, precision, run={"dir": str(directory), "name": "resumed"})
     config["train"]["steps"] = 2 * HALF
+    config["fp16"] = {"initial_scale_power": 8, "loss_scale_window": 3}  # doubled in each half, and never too large
     return {section: {**values, **changes.get(section, {})} for section, values in config.items()}
 
 
@@ -50,8 +65,8 @@ def straight(ranks, prefix, tmp_path_factory):
 
     def run(layout: str, precision: str) -> dict[str, Any]:
         if (layout, precision) not in known:
-            config = configuration(LAYOUTS[layout], prefix, precision, tmp_path_factory.mktemp("run"))
-            known[layout, precision] = ranks.run(world(LAYOUTS[layout]), jobs_training.train_and_save, config, HALF, HALF)[0]
+            config = configuration(BITWISE[layout], prefix, precision, tmp_path_factory.mktemp("run"))
+            known[layout, precision] = ranks.run(world(BITWISE[layout]), jobs_training.train_and_save, config, HALF, HALF)[0]
         return known[layout, precision]
 
     return run
@@ -62,12 +77,13 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name, value in one.items() if not torch.equal(value, other[name])]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, precision", [*product(LAYOUTS, ["fp32", "bf16", "fp64"]), *((name, precision) for name, (precision, _) in MORE.items())]
+)
 def test_resuming_is_bitwise_the_run_that_never_stopped(layout, precision, ranks, prefix, straight, tmp_path):
     expected = straight(layout, precision)
-    config = configuration(LAYOUTS[layout], prefix, precision, tmp_path, checkpoint={"load": expected["directory"]})
-    for got in ranks.run(world(LAYOUTS[layout]), jobs_training.resume, config, HALF):
+    config = configuration(BITWISE[layout], prefix, precision, tmp_path, checkpoint={"load": expected["directory"]})
+    for got in ranks.run(world(BITWISE[layout]), jobs_training.resume, config, HALF):
         assert got["place"] == {"step": HALF, "samples": 32 * HALF, "skipped": 0}
         assert got["losses"] == expected["losses"][HALF:]
         assert got["grad_norms"] == expected["grad_norms"][HALF:]
