@@ -26,6 +26,20 @@ def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
+def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
+    """YaRN (Peng et al. 2023): channels that turn at most `beta_slow` times in the original context are stretched by `factor`, those that
+    turn `beta_fast` times and more are kept, and the stretch grows evenly over the channels between.
+    """
+    dim, context = 2 * len(frequency), scaling["original_max_position_embeddings"]
+
+    def channel(turns: float) -> float:
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(channel(scaling["beta_fast"])), 0), min(math.ceil(channel(scaling["beta_slow"])), dim - 1)
+    stretch = ((torch.arange(len(frequency), device=frequency.device) - low) / (high - low or 0.001)).clamp(0, 1).to(frequency.dtype)
+    return stretch * frequency / scaling["factor"] + (1 - stretch) * frequency
+
+
 def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
     frequency = 1.0 / theta**exponent  # [D/2]
@@ -37,17 +51,23 @@ def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, dt
         return frequency / scaling["factor"]
     if kind == "llama3":
         return _llama3(frequency, scaling)
-    raise ValueError(f"model.rope_scaling: rope_type {kind!r} is not supported; known are default, linear, llama3.")
+    if kind == "yarn":
+        return _yarn(frequency, theta, scaling)
+    raise ValueError(f"model.rope_scaling: rope_type {kind!r} is not supported; known are default, linear, llama3, yarn.")
 
 
 def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least fp32."""
+    """cos and sin, [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least fp32.
+
+    Under YaRN both are multiplied by its attention_factor, and scores thereby by its square.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     frequency = _frequencies(head_dim, theta, scaling, wide, device)
     angle = positions.to(device=device, dtype=wide).unsqueeze(-1) * torch.cat((frequency, frequency))
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    factor = (scaling or {}).get("attention_factor", 1.0)
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
 def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:

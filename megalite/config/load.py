@@ -223,17 +223,24 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
         return {f"model.{key}": value for key, value in preset(name).items()}
     if directory is None:
         return {}
+    try:
+        return {f"model.{key}": value for key, value in from_hf_config(hf_config(directory)).items()}
+    except ConfigError as error:
+        raise ConfigError(f"model.from_hf = {directory}: {error}") from None
+
+
+def hf_config(directory: str | Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face model's directory. Raises ConfigError where there is none that can be read."""
     path = Path(directory) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return {f"model.{key}": value for key, value in from_hf_config(content).items()}
     except OSError as error:
-        why = f"{path} can not be read: {error.strerror}. Give a model's directory."
-    except (ValueError, AttributeError) as error:
-        why = f"{path} is not a JSON object: {error}."
-    except ConfigError as error:
-        why = str(error)
-    raise ConfigError(f"model.from_hf = {directory}: {why}")
+        raise ConfigError(f"{path} can not be read: {error.strerror}. Give a model's directory.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a JSON object: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object: it holds {show(content)[:40]}.")
+    return content
 
 
 # --- values and help: jsonargparse -------------------------------------------------------------------------------------------

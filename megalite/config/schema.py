@@ -12,6 +12,7 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
 """rope_type → the further keys of model.rope_scaling, each of them required."""
 
@@ -39,7 +40,8 @@ class ModelConfig:
     from_hf: str | None = None
     """Directory of a Hugging Face model whose config.json gives the shape (no weights are read)."""
     init_from: str | None = None
-    """Checkpoint directory whose weights start the run at step 0 (weights only: no optimizer state, no data position)."""
+    """Weights that start the run at step 0: a checkpoint directory (no optimizer state, no data position), or hf:DIR for a Hugging Face
+    directory, whose shape from_hf gives."""
     vocab_size: int | None = None
     """Vocabulary size; defaults to that of the training data."""
     hidden_size: int = 256
@@ -63,8 +65,9 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
-    """Rotary scaling in Hugging Face form: {rope_type: linear, factor: F} or {rope_type: llama3, factor: F, low_freq_factor: L,
-    high_freq_factor: H, original_max_position_embeddings: N}."""
+    """Rotary scaling in Hugging Face form: {rope_type: linear, factor: F}, {rope_type: llama3, factor: F, low_freq_factor: L,
+    high_freq_factor: H, original_max_position_embeddings: N} or {rope_type: yarn, factor: F, original_max_position_embeddings: N,
+    beta_fast: 32, beta_slow: 1, attention_factor: A}."""
     no_rope_layers: list[int] | None = None
     """Layers (0-based) without rotary embeddings."""
     norm: Literal["rms", "layer"] = "rms"

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tools.exporting import to_hf_config
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
 GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+YARN["attention_factor"] = 0.1 * math.log(4) + 1
 
 # config class, its arguments, what our model must then be
 FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -40,6 +43,37 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("Qwen3Config", GROUPED | {"head_dim": 16}, {"qk_norm": "head", "head_dim": 16, "attention_bias": False, "sliding_window": None}),
     (
+        "LlamaConfig",
+        GROUPED | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        {"rope_scaling": YARN},
+    ),
+    ("Olmo2Config", GROUPED, {"qk_norm": "full", "norm_placement": "post", "rms_norm_eps": 1e-5}),
+    ("Phi3Config", GROUPED | {"sliding_window": 8}, {"sliding_window": 8, "residual_dropout": 0.0}),
+    (
+        "GemmaConfig",
+        GROUPED | {"head_dim": 16},
+        {"norm_offset": 1.0, "embedding_scale": 48**0.5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    ),
+    ("GemmaConfig", GROUPED | {"head_dim": 16, "hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}),
+    (
+        "Gemma2Config",
+        GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "final_logit_softcapping": 20.0},
+        {
+            "norm_placement": "both",
+            "attention_scale": 24**-0.5,
+            "sliding_window": 8,
+            "sliding_window_layers": [0, 2],
+            "logit_softcap": 20.0,
+            "attention_softcap": 50.0,
+        },
+    ),
+    ("SmolLM3Config", GROUPED, {"no_rope_layers": [], "rope_theta": 2e6, "tie_word_embeddings": True}),
+    (
+        "SmolLM3Config",
+        GROUPED | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8},
+        {"no_rope_layers": [1], "sliding_window": 8, "sliding_window_layers": [1]},
+    ),
+    (
         "GPT2Config",
         {"vocab_size": 100, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "attn_pdrop": 0.0},
         {
@@ -65,6 +99,25 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+COMPUTED = ("sliding_window", "layer_types", "no_rope_layer_interval")  # compared as our fields, which the file must give back
+PUBLISHED = {
+    "SmolLM2": {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+    "Qwen2.5": {"model_type": "qwen2", "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28},
+    "Phi-3-mini": {"model_type": "phi3", "attention_bias": False, "original_max_position_embeddings": 4096, "rope_scaling": None},
+    "gemma-2b": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "attention_bias": False},
+    "gemma-2-2b": {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+    "SmolLM3": {"model_type": "smollm3", "pretraining_tp": 2, "no_rope_layer_interval": 4, "max_window_layers": 28},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_published_files_also_contain_is_accepted(name):
+    """Fields without influence, or at the one value that means off, as they stand in the files of these models."""
+    fields = GROUPED | PUBLISHED[name]
+    plain = {key: fields[key] for key in (*GROUPED, "model_type")}
+    assert from_hf_config(fields) == from_hf_config(plain)
+
+
 def named(row: Any) -> str:
     return row if isinstance(row, str) else ""
 
@@ -84,8 +137,18 @@ def test_reads_what_transformers_writes_and_writes_what_it_reads(name, arguments
     again = type(theirs).from_dict(json.loads(json.dumps(written)))
     ours, reference = again.to_dict(), theirs.to_dict()
     for config in (ours, reference):
-        config["rope_parameters"] = {k: v for k, v in (config.get("rope_parameters") or {}).items() if k != "type"}
-        for computed_alike in ("architectures", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_theta", "n_inner"):
+        parameters = (config.get("rope_parameters") or {}).items()
+        neutral = ("type", "partial_rotary_factor", "beta_fast", "beta_slow", "attention_factor")  # written out, or left out
+        config["rope_parameters"] = {key: value for key, value in parameters if key not in neutral}
+        for computed_alike in (
+            "architectures",
+            "use_sliding_window",
+            "max_window_layers",
+            "rope_scaling",
+            "rope_theta",
+            "n_inner",
+            *COMPUTED,
+        ):
             config.pop(computed_alike, None)
     assert ours == reference
     assert from_hf_config(written) == shape
@@ -108,8 +171,8 @@ def test_older_files_leave_fields_out():
         ({"model_type": "mamba"}, "model_type = 'mamba' is not handled. Legal values: llama"),
         ({"hidden_act": "xielu"}, "hidden_act = 'xielu' is not handled. Legal values: silu"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "'yarn' is not handled. Legal values of rope_type: default, linear, llama3",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "'dynamic' is not handled. Legal values of rope_type: default, linear, llama3, yarn",
         ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 3}}, "rope_scaling.beta = 3 is not handled"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not handled"),
@@ -118,6 +181,11 @@ def test_older_files_leave_fields_out():
         ({"logit_scale": 0.5}, "logit_scale = 0.5 is not handled"),
         ({"sliding_window": 128}, "sliding_window = 128 is not handled by the llama family"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "'longrope' is not handled. Legal values of rope_type: default."),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not handled by the phi3 family"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": "16"}, "a value of it has the wrong type or length"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "a value of it has the wrong type or length"),
+        ({"num_local_experts": 8}, "num_local_experts = 8 is not handled by the llama family"),
         ({"num_attention_heads": ...}, "num_attention_heads is missing"),
     ],
 )

@@ -3,7 +3,9 @@ import torch
 from megalite_kernels.rotary import rotary_tables, rotate, split_rotary, split_rotary_backward
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-SCALINGS = {"default": None, "linear": {"rope_type": "linear", "factor": 4.0}, "llama3": LLAMA3}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1, "attention_factor": 1.1}
+STEEP = {**YARN, "beta_fast": 1, "beta_slow": 1}  # one channel in the transition
+SCALINGS = {"default": None, "linear": {"rope_type": "linear", "factor": 4.0}, "llama3": LLAMA3, "yarn": YARN, "steep yarn": STEEP}
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -26,8 +28,8 @@ def test_tables_and_rotation_are_those_of_transformers(name):
 
 
 def test_unknown_scaling_is_refused():
-    with pytest.raises(ValueError, match="rope_scaling.*yarn"):
-        rotary_tables(torch.arange(4), 8, 1e4, {"rope_type": "yarn", "factor": 2.0}, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="rope_scaling.*dynamic"):
+        rotary_tables(torch.arange(4), 8, 1e4, {"rope_type": "dynamic", "factor": 2.0}, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("hq, hk", [(4, 2), (3, 1), (2, 2)])

@@ -3,8 +3,10 @@
 from dataclasses import asdict
 from typing import Any
 
-from megalite.config.families import FAMILIES, Family
+from megalite.config.families import FAMILIES, Family, from_hf_config
 from megalite.config.schema import ConfigError, ModelConfig
+
+_DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 
 
 def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any]:
@@ -14,53 +16,71 @@ def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any
     they do not change what the trained model computes.
     """
     if family is None:
-        reasons = {name: _misfit(model, row) for name, row in FAMILIES.items()}
+        reasons = {name: misfit(model, row) for name, row in FAMILIES.items()}
         family = next((name for name, reason in reasons.items() if reason is None), None)
         if family is None:
             raise ConfigError("No Hugging Face family can express this model:\n" + "\n".join(f"  {n}: {r}" for n, r in reasons.items()))
     row = FAMILIES[family]
-    reason = _misfit(model, row)
+    reason = misfit(model, row)
     if reason:
         raise ConfigError(f"{reason}; the {family} family can not express it.")
-    values = asdict(model) | {"num_key_value_heads": model.kv_heads, "head_dim": model.head_size, "vocab_size": model.vocabulary}
+    return _write(model, row)
+
+
+def misfit(model: ModelConfig, row: Family) -> str | None:
+    """Why a family can not express a model: the first field that does not come back from its config.json. None where it can."""
+    mapped = {ours for names in row.fields.values() for ours in names}
+    try:
+        again = ModelConfig(**from_hf_config(_write(model, row)))
+    except ConfigError as error:
+        return str(error).removeprefix("config.json: ").rstrip(".")
+    actual, expected = meaning(model), meaning(again)
+    for name, value in actual.items():
+        if value != expected[name] and (name not in _DROPOUTS or name in mapped):
+            return f"model.{name} = {value!r} where {row.model_type} has {expected[name]!r}"
+    return None
+
+
+def meaning(model: ModelConfig) -> dict[str, Any]:
+    """Every field with what it means where it is left out: models of equal meaning compute the same."""
+    layers = range(model.num_hidden_layers)
+    local = [layer for layer in layers if model.window(layer) is not None]
+    values = asdict(model) | {
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "attention_scale": model.attention_scale or model.head_size**-0.5,
+        "embedding_scale": model.embedding_scale or 1.0,
+        "no_rope_layers": [layer for layer in layers if not model.uses_rope(layer)],
+        "sliding_window": model.sliding_window if local else None,
+        "sliding_window_layers": local,
+    }
+    return {name: value for name, value in values.items() if name not in ("preset", "from_hf", "init_from")}
+
+
+def _write(model: ModelConfig, row: Family) -> dict[str, Any]:
+    values = meaning(model) | {"vocab_size": model.vocabulary}
     config: dict[str, Any] = {"model_type": row.model_type, "architectures": [row.architecture]}
     config |= {theirs: values[ours[0]] for theirs, ours in row.fields.items()}
     if model.head_dim is None and "head_dim" not in row.defaults:
         config.pop("head_dim", None)  # transformers derives the same; its Qwen2 does not have the field
-    if model.position == "rope":
+    if model.position == "rope" and row.rope:
         scaling = model.rope_scaling or {"rope_type": "default"}
         config |= {"rope_theta": model.rope_theta, "rope_scaling": model.rope_scaling}  # transformers 4 and most other readers
         config |= {"rope_parameters": {**scaling, "rope_theta": model.rope_theta}}  # transformers 5
-    return config | _write_window(model, row)
+    if "attention_scale" in row.computed:
+        config |= {"query_pre_attn_scalar": round(values["attention_scale"] ** -2)}
+    if "no_rope_layers" in row.computed:
+        config |= {"no_rope_layers": [int(model.uses_rope(layer)) for layer in range(model.num_hidden_layers)]}
+    return config | _write_window(values, row)
 
 
-def _write_window(model: ModelConfig, row: Family) -> dict[str, Any]:
+def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
+    """The window of a model's `meaning`."""
+    window, local = values["sliding_window"], values["sliding_window_layers"]
     if row.window == "every_layer":
-        return {"sliding_window": model.sliding_window}
-    if row.window is None or model.sliding_window is None:
+        return {"sliding_window": window}
+    if row.window is None or (window is None and row.window != "every_other"):
         return {}
-    local = [model.window(layer) is not None for layer in range(model.num_hidden_layers)]
-    types = ["sliding_attention" if here else "full_attention" for here in local]
-    return {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0, "layer_types": types}
-
-
-def _misfit(model: ModelConfig, row: Family) -> str | None:
-    """Why a family can not express a model; None where it can."""
-    mapped = {ours for names in row.fields.values() for ours in names}
-    free = mapped | {"preset", "from_hf", "init_from", "vocab_size", "embedding_dropout", "attention_dropout", "residual_dropout"}
-    free |= {"rope_theta", "rope_scaling"} if row.rope else set()
-    free |= {"sliding_window"} if row.window else set()
-    free |= {"sliding_window_layers"} if row.window == "upper_layers" else set()
-    expected = asdict(ModelConfig()) | row.constants
-    actual = asdict(model)
-    if model.kv_heads == model.num_attention_heads:
-        actual["num_key_value_heads"] = None
-    if model.head_size * model.num_attention_heads == model.hidden_size:
-        actual["head_dim"] = None
-    for name, value in actual.items():
-        if name not in free and value != expected[name]:
-            return f"model.{name} = {value!r} where {row.model_type} has {expected[name]!r}"
-    for ours in row.fields.values():
-        if len({actual[name] for name in ours}) > 1:
-            return f"model.{ours[0]} = {actual[ours[0]]!r} and model.{ours[1]} = {actual[ours[1]]!r} differ"
-    return None
+    types = ["sliding_attention" if layer in local else "full_attention" for layer in range(values["num_hidden_layers"])]
+    switch = {} if row.window == "every_other" else {"use_sliding_window": True, "max_window_layers": 0}
+    return {**switch, "sliding_window": window or 4096, "layer_types": types}
