@@ -38,8 +38,13 @@ def main() -> None:
     configure_process(device, config.run.deterministic)
     start_process_group(device, config.run.timeout)
     mesh = build.make_mesh(config)
+    read_weights = None
+    if (config.model.init_from or "").startswith("hf:"):
+        from tools.converting import starting_weights
+
+        read_weights = starting_weights(config.model)
     try:
-        trainer = Trainer(config, mesh, device)
+        trainer = Trainer(config, mesh, device, read_weights)
     except (ConfigError, CheckpointError) as error:  # a checkpoint that this run must not continue: every rank finds the same
         exit_with(str(error))
     except (CommunicationError, OffloadError) as error:

@@ -58,8 +58,10 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
         raise CheckpointError(f"could not save {directory}: {error}") from error
 
 
-def load(directory: Path, rectangles: Sequence[Rectangle]) -> None:
+def load(directory: Path, rectangles: Sequence[Rectangle], convert: bool = False) -> None:
     """Fill every rectangle from a checkpoint, reading and checking only the stored chunks that it overlaps. Not collective.
+
+    convert: also from tensors of another dtype, as for weights that start a run; one that is resumed must not change its precision.
 
     Raises:
         DamagedError: naming the file that is not what was saved; some rectangles may have been filled by then.
@@ -67,7 +69,7 @@ def load(directory: Path, rectangles: Sequence[Rectangle]) -> None:
     """
     from megalite.checkpoint import tensors
 
-    tensors.read(manifest_of(directory), rectangles)
+    tensors.read(manifest_of(directory), rectangles, convert)
 
 
 def manifest_of(directory: Path) -> Manifest:

@@ -49,16 +49,10 @@ class Writer(_Plain, StorageWriter):
             with open(self.path, "wb") as file:
                 for item in plan.items:
                     assert item.tensor_data is not None and item.index.offset is not None
-                    part, start = planner.resolve_data(item), file.tell()
+                    part = planner.resolve_data(item)
                     assert isinstance(part, Tensor)
-                    data = _bytes_of(part)
-                    filling = bytes(-len(data) % ALIGNMENT)
-                    file.write(data.data)
-                    file.write(filling)
-                    _start_writing(file, start)
-                    place = self.path.name, start, len(data), f"{crc32c(data, filling):08x}"
-                    chunk = Chunk(tuple(item.index.offset), tuple(item.tensor_data.chunk.sizes), *place)
-                    results.append(WriteResult(item.index, len(data), chunk))
+                    chunk = append(file, tuple(item.index.offset), part)
+                    results.append(WriteResult(item.index, chunk.bytes, chunk))
                 file.flush()
                 os.fsync(file.fileno())
         done: Future[list[WriteResult]] = Future()
@@ -104,6 +98,16 @@ class Reader(_Plain, StorageReader):
         return done
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+
+def append(file: BinaryIO, offsets: tuple[int, ...], part: Tensor) -> Chunk:
+    """Write a part of a global tensor, contiguous, which begins there at `offsets`, at the end of a file."""
+    start, data = file.tell(), _bytes_of(part)
+    filling = bytes(-len(data) % ALIGNMENT)
+    file.write(data.data)
+    file.write(filling)
+    _start_writing(file, start)
+    return Chunk(offsets, tuple(part.shape), Path(file.name).name, start, len(data), f"{crc32c(data, filling):08x}")
 
 
 def _start_writing(file: BinaryIO, start: int) -> None:

@@ -118,7 +118,11 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Names everything that does not fit, with what was expected and what was found."""
+    """Names everything that does not fit, with what was expected and what was found. With `convert`, any dtype fits."""
+
+    def __init__(self, convert: bool):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.convert = convert
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -126,7 +130,9 @@ class _LoadPlanner(DefaultLoadPlanner):
         problems = []
         for name, tensor in self.state_dict.items():
             expected, entry = _describe(tensor.shape, tensor.dtype), found.get(name)
-            stored = _describe(entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else "nothing of that name"
+            stored = "nothing of that name"
+            if isinstance(entry, TensorStorageMetadata):
+                stored = _describe(entry.size, tensor.dtype if self.convert else entry.properties.dtype)
             if stored != expected:
                 problems.append(f"{name}: expected {expected}, found {stored}")
         if problems:
@@ -145,9 +151,9 @@ def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis) -> 
     return writer.tensors
 
 
-def read(manifest: Manifest, rectangles: Sequence[Rectangle]) -> None:
-    """Fill the rectangles. Every process reads for itself, so one that fails leaves nobody waiting."""
-    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def read(manifest: Manifest, rectangles: Sequence[Rectangle], convert: bool) -> None:
+    """Fill the rectangles, see `checkpoint.load`. Every process reads for itself, so one that fails leaves nobody waiting."""
+    planner = _LoadPlanner(convert)
     with _clear_errors(f"could not load {manifest.directory}: "):
         dcp_load(_global_tensors(rectangles), storage_reader=Reader(manifest), planner=planner, no_dist=True)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from megalite.training.faults import Injection, restarts
 from megalite.training.guard import Guard
 from megalite.training.resuming import changed_compression, check_resume
 
+ReadWeights = Callable[[Sequence[Rectangle]], None]
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
 
 
@@ -68,9 +70,11 @@ class Trainer:
     Args:
         config: complete and checked (`megalite.config.load`).
         mesh: from `build.make_mesh(config)`.
+        read_weights: fills the rectangles of a start from model.init_from, where that is no checkpoint of ours. Raises CheckpointError.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", read_weights: ReadWeights | None = None):
+        self._read_weights = read_weights
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
         self.run_dir = Path(config.run.dir) / config.run.name
         self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
@@ -171,9 +175,12 @@ class Trainer:
         return manifest
 
     def load_weights(self, directory: Path) -> None:
-        self._checked(directory)
+        """Take the weights alone, of any dtype, from a checkpoint or from what `read_weights` reads."""
+        if self._read_weights is None:
+            self._checked(directory)
+        read = self._read_weights or partial(checkpoint.load, directory, convert=True)
         with all_or_none(self.mesh, CheckpointError):
-            checkpoint.load(directory, self.store.to_load())
+            read(self.store.to_load())
         self.store.publish()
 
     def resume(self, directory: Path) -> None:

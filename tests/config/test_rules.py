@@ -65,6 +65,7 @@ ROWS = [
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
     Row("preset or from_hf", {"model.preset": "tiny", "model.from_hf": "hf"}, {"model.from_hf": None}, ("model.preset = tiny",)),
     Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("not a checkpoint: it has no manifest.json",)),
+    Row("init_from hf exists", {"model.init_from": "hf:nowhere"}, {"model.init_from": None}, ("there is no config.json", "after hf:")),
     Row("hidden size over heads", {"model.num_attention_heads": 6, "model.hidden_size": 64}, {"model.head_dim": 10}, ("4 or 8",)),
     Row(
         "heads over key-value heads",
@@ -74,7 +75,7 @@ ROWS = [
     ),
     Row("even head width for rope", {"model.hidden_size": 12}, {"model.position": "learned"}, ("model.head_dim = 3 ", "Nearest: 2 or 4.")),
     Row("rope_scaling needs rope", {"model.rope_scaling": LLAMA3, "model.position": "none"}, {"model.position": "rope"}),
-    Row("rope_scaling type", {"model.rope_scaling": {"rope_type": "yarn"}}, {"model.rope_scaling": LLAMA3}, ("default, linear, llama3",)),
+    Row("rope_scaling type", {"model.rope_scaling": {"rope_type": "ntk"}}, {"model.rope_scaling": LLAMA3}, ("default, linear, llama3",)),
     Row(
         "rope_scaling values",
         {"model.rope_scaling": {"rope_type": "linear"}},

@@ -49,7 +49,7 @@ class LanguageModel:
         self.step: int = state.get("step", 0)
         self.config, self.device = in_one_process(from_dict(state["config"])), torch.device(device)
         parts = build.build_parts(self.config, build.make_mesh(self.config), self.device, training=False)
-        checkpoint.load(directory, parts.store.to_load())
+        checkpoint.load(directory, parts.store.to_load(), convert=True)
         parts.store.publish()
         self._stage: Stage = parts.stages[0]
 

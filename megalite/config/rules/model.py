@@ -1,6 +1,7 @@
 """The model: axes that fit each other."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Facts, Rule, around, divisors, is_checkpoint
@@ -15,6 +16,10 @@ def _layers_exist(name: str) -> Rule:
     return Rule(f"{name} exist", f"model.{name}", broken).says(
         "does not name different layers of this model", lambda c: f"Legal entries: 0 to {c.model.num_hidden_layers - 1}, each once."
     )
+
+
+def _init_from(c: Facts) -> str:
+    return c.model.init_from or ""
 
 
 def _rope_type(c: Facts) -> Any:
@@ -44,9 +49,14 @@ RULES: tuple[Rule, ...] = (
     Rule("preset or from_hf", "model.from_hf", lambda c: c.model.from_hf and c.model.preset).says(
         "and {model.preset} both give the shape", "Remove one of the two."
     ),
-    Rule("init_from exists", "model.init_from", lambda c: c.model.init_from is not None and not is_checkpoint(c.model.init_from)).says(
+    Rule("init_from exists", "model.init_from", lambda c: (path := _init_from(c)) and path[:3] != "hf:" and not is_checkpoint(path)).says(
         "is not a checkpoint: it has no manifest.json", CHECKPOINT_EXAMPLE
     ),
+    Rule(
+        "init_from hf exists",
+        "model.init_from",
+        lambda c: (path := _init_from(c)).startswith("hf:") and not (Path(path[3:]) / "config.json").is_file(),
+    ).says("names no Hugging Face model: there is no config.json", "Give the directory of one after hf:."),
     Rule(
         "hidden size over heads",
         "model.num_attention_heads",
