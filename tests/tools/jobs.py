@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.batch import Microbatch
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
 from tests.distributed.jobs import mesh_of
+from tools.converting import starting_weights
 
 
 def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:
@@ -16,5 +22,52 @@ def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:
     try:
         losses = [trainer.step().loss for _ in range(made.train.steps)]
         return str(trainer.save()), losses[-1]
+    finally:
+        trainer.close()
+
+
+def logits_from_hf(context: Any, configs: list[dict[str, Any]], ids: Tensor) -> list[Tensor | None]:
+    """For each configuration, which starts from a Hugging Face directory: logits [rows, tokens, vocabulary] on the last stage."""
+    found = []
+    for config in configs:
+        made = from_dict(config)
+        trainer = Trainer(made, mesh_of(context, made), read_weights=starting_weights(made.model))
+        try:
+            trainer.store.finish_gathering()
+            found.append(_logits(trainer, ids))
+        finally:
+            trainer.close()
+    return found
+
+
+@torch.no_grad()
+def _logits(trainer: Trainer, ids: Tensor) -> Tensor | None:
+    """One stage on each pipeline rank: activations are sent by hand, and the vocabulary's parts gathered over tp."""
+    mesh, (stage,) = trainer.mesh, trainer.parts.stages.values()
+    tokens = ids.t().contiguous()
+    context = stage.context(Microbatch(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
+    x = tokens
+    if stage.embedding is None:
+        x = torch.empty(*tokens.shape, stage.model_config.hidden_size)
+        dist.recv(x, mesh.pp.ranks[mesh.pp.rank - 1])
+    if stage.head is None:
+        dist.send(stage.trunk(x, context).contiguous(), mesh.pp.ranks[mesh.pp.rank + 1])
+        return None
+    own = stage.logits(x, context)
+    parts = [torch.empty_like(own) for _ in mesh.tp.ranks]
+    if mesh.tp.size > 1:
+        dist.all_gather(parts, own.contiguous(), group=mesh.tp.group)
+    else:
+        parts = [own]
+    return torch.cat(parts, -1)[..., : stage.model_config.vocabulary].transpose(0, 1)
+
+
+def step_from_hf(context: Any, config: dict[str, Any]) -> str:
+    """Start from a Hugging Face directory, train one step and save; returns the checkpoint's directory."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made), read_weights=starting_weights(made.model))
+    try:
+        trainer.step()
+        return str(trainer.save())
     finally:
         trainer.close()

@@ -1,0 +1,95 @@
+"""Random-weight Hugging Face models of every family that is converted, in tiny shapes, as directories that transformers has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+VOCAB = 101  # odd, so that it is padded under every tp size
+SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+# No pad_token_id: transformers would not train its row of the embedding.
+SIZES |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+BF16 = torch.bfloat16
+
+
+class Case(NamedTuple):
+    """A model: its class in transformers without the suffix, its configuration, the dtype of its weights and the size of its files."""
+
+    family: str
+    fields: dict[str, Any]
+    dtype: torch.dtype = torch.float32
+    shard: str = "5GB"
+
+
+CASES = {
+    "llama, one key-value head": Case("Llama", SIZES | UNTIED | {"num_key_value_heads": 1}, shard="20KB"),
+    "llama, tied, llama3 rope": Case("Llama", SIZES | TIED | {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}),
+    "llama, linear rope": Case("Llama", SIZES | UNTIED | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama, yarn rope": Case("Llama", SIZES | UNTIED | {"rope_parameters": YARN | {"rope_theta": 1e4}}, BF16),
+    "llama, biases, head_dim": Case("Llama", SIZES | UNTIED | {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "mistral, window": Case("Mistral", SIZES | UNTIED | {"sliding_window": 5}, BF16, "20KB"),
+    "mistral, head_dim": Case("Mistral", SIZES | TIED | {"head_dim": 12, "sliding_window": None}),
+    "qwen2, tied": Case("Qwen2", SIZES | TIED, BF16),
+    "qwen2, windows": Case("Qwen2", SIZES | UNTIED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3, tied": Case("Qwen3", SIZES | TIED | {"head_dim": 12}),
+    "qwen3, yarn rope": Case("Qwen3", SIZES | UNTIED | {"head_dim": 8, "rope_parameters": YARN | {"beta_fast": 4, "rope_theta": 1e3}}),
+    "olmo2": Case("Olmo2", SIZES | UNTIED, shard="20KB"),
+    "olmo2, tied, all heads": Case("Olmo2", SIZES | TIED | {"num_key_value_heads": 4}, BF16),
+    "phi3": Case("Phi3", SIZES | UNTIED),
+    "phi3, tied, window": Case("Phi3", SIZES | TIED | {"sliding_window": 5}, BF16, "20KB"),
+    "gemma": Case("Gemma", SIZES | {"head_dim": 12}, BF16),
+    "gemma, one key-value head": Case("Gemma", SIZES | {"head_dim": 8, "num_key_value_heads": 1}, shard="20KB"),
+    "gemma2": Case("Gemma2", SIZES | {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5}),
+    "gemma2, caps that act": Case(
+        "Gemma2", SIZES | {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}, BF16
+    ),
+    "smollm3": Case("SmolLM3", SIZES | TIED | {"no_rope_layer_interval": 2}),
+    "smollm3, windows": Case("SmolLM3", SIZES | UNTIED | {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "gpt2": Case("GPT2", GPT2, shard="20KB"),
+    "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
+}
+
+
+def make(case: Case) -> Any:
+    """The model, every weight of it different from what a family starts with: ones and zeros would hide one that is ignored."""
+    import transformers
+
+    gpt2 = case.family == "GPT2"
+    config = getattr(transformers, f"{case.family}Config")(**case.fields, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{case.family}{'LMHeadModel' if gpt2 else 'ForCausalLM'}")(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value), alpha=0.1)
+    return model.to(case.dtype)
+
+
+def write(case: Case, directory: Path) -> Path:
+    """What transformers writes of it."""
+    model = make(case)
+    model.generation_config.pad_token_id = case.fields.get("pad_token_id")
+    model.save_pretrained(directory, max_shard_size=case.shard)
+    return directory
+
+
+def logits_of(directory: Path, ids: Tensor) -> Tensor:
+    """transformers' logits in fp32, [rows, tokens, vocabulary]; nothing may be missing or left over."""
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    model, report = AutoModelForCausalLM.from_pretrained(directory, **options)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, use_cache=False).logits
+
+
+def random_ids(rows: int = 2, tokens: int = 24) -> Tensor:
+    return torch.randint(VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(1))

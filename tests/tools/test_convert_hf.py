@@ -1,0 +1,270 @@
+"""tools/convert_hf.py: models that transformers writes come in, go out unchanged, and compute the same on both sides."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megalite.checkpoint import manifest_of
+from tests.tools.hf_models import CASES, VOCAB, logits_of, random_ids, write
+from tools import convert_hf, converting
+from tools.converting.checking import load_stage, our_logits
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, read by the safetensors library."""
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    return found
+
+
+def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and one[name].shape == other[name].shape and torch.equal(one[name], other[name])
+        for name in one
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, capsys):
+    case = CASES[name]
+    theirs, ours, again = write(case, tmp_path / "theirs"), tmp_path / "ours", tmp_path / "again"
+    assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
+    assert convert_hf.main(["export", str(ours), str(again), "--shard_size", case.shard, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["family"] == case.family.lower()
+    assert same_bytes(stored(theirs), stored(again))
+    assert (again / "model.safetensors.index.json").exists() == (case.shard != "5GB")
+    ids = random_ids()
+    expected = logits_of(again, ids)
+    torch.testing.assert_close(expected, logits_of(theirs, ids), rtol=0, atol=0)
+    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
+
+
+LLAMA = CASES["llama, tied, llama3 rope"]
+SHARDED = CASES["llama, one key-value head"]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The one message with which the tool ends, status 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        convert_hf.main([str(each) for each in arguments])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("convert_hf.py: ") and "Traceback" not in said.err
+    return said.err
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = stored(directory)
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def pickled(directory: Path, content: Any) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save(content, directory / "pytorch_model.bin")
+
+
+class Code:
+    """Unpickled, it would run a command."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch this_was_run",)
+
+
+def drop_shard(directory: Path) -> None:
+    sorted(directory.glob("*.safetensors"))[1].unlink()
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def cut_header(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def to_int8(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no directory": (shutil.rmtree, "config.json can not be read: No such file or directory. Give a model's directory."),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no weights: neither model.safetensors nor pytorch_model.bin"),
+    "config.json is a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
+    "cut off": (truncate, "is damaged: its header describes"),
+    "cut off in the header": (cut_header, "is not a safetensors file, or it is cut off: it has 50 bytes"),
+    "wrong shape": (
+        lambda d: edit(d / "config.json", intermediate_size=40),
+        "mlp.gate_proj.weight is [56, 32], and config.json says [40, 32]",
+    ),
+    "tensor missing": (lambda d: rewrite(d, lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
+    "tensor too many": (lambda d: rewrite(d, lambda t: t.update(extra=torch.ones(2))), "extra has no place in a llama model"),
+    "head is not the embedding": (
+        lambda d: rewrite(d, lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 32)})),
+        "lm_head.weight is not the embedding, though config.json says tie_word_embeddings",
+    ),
+    "quantised": (lambda d: edit(d / "config.json", quantization_config={"bits": 4}), "quantization_config = {'bits': 4} is not handled"),
+    "stored as int8": (lambda d: rewrite(d, to_int8), "model.norm.weight is of type I8. Quantised weights are not handled"),
+    "experts": (lambda d: edit(d / "config.json", model_type="mixtral"), "model_type = 'mixtral' is not handled. Legal values: llama"),
+    "unknown field": (lambda d: edit(d / "config.json", residual_multiplier=0.2), "residual_multiplier = 0.2 is not handled"),
+    "heads do not divide": (lambda d: edit(d / "config.json", num_key_value_heads=3), "model.num_key_value_heads = 3 does not divide"),
+    "tokenizer too large": (
+        lambda d: (d / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": VOCAB}]})),
+        f"knows token {VOCAB}, but vocab_size is {VOCAB}: the tokenizer is larger than the model's vocabulary",
+    ),
+    "pickle with code": (lambda d: pickled(d, {"model.norm.weight": Code()}), "can not be read as tensors alone, and code is not run"),
+    "pickle of something else": (lambda d: pickled(d, [1, 2]), "holds something else than tensors by name"),
+    "pickle cut off": (lambda d: (pickled(d, {}), (d / "pytorch_model.bin").write_bytes(b"PK")), "can not be read as tensors alone"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as it should be, with a tokenizer."""
+    directory = write(LLAMA, tmp_path_factory.mktemp("whole") / "llama")
+    entries = {chr(letter): letter - 32 for letter in range(32, 127)}
+    model = {"type": "WordLevel", "vocab": {**entries, "<eos>": 95}, "unk_token": " "}
+    content = {
+        "version": "1.0",
+        "model": model,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}))
+    return directory
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_bad_input_ends_with_one_message_and_leaves_nothing(name, whole, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    shutil.copytree(whole, theirs)
+    damage, says = BROKEN[name]
+    damage(theirs)
+    assert says in refusal(capsys, "import", theirs, ours)
+    assert [path.name for path in tmp_path.iterdir() if path != theirs] == [], "nothing is written, and nothing was run"
+
+
+def test_a_missing_or_unlisted_shard_is_named(tmp_path: Path, capsys):
+    theirs = write(SHARDED, tmp_path / "theirs")
+    index = theirs / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    misplaced = listed["weight_map"] | {"model.norm.weight": listed["weight_map"]["model.embed_tokens.weight"]}
+    index.write_text(json.dumps(listed | {"weight_map": misplaced}))
+    assert "lacks model.norm.weight, which the index says it holds" in refusal(capsys, "import", theirs, tmp_path / "ours")
+    index.write_text(json.dumps(listed | {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
+    assert "../elsewhere.safetensors is not the name of a file" in refusal(capsys, "import", theirs, tmp_path / "ours")
+    index.write_text(json.dumps(listed))
+    drop_shard(theirs)
+    assert "can not be read: No such file or directory. Is the download complete?" in refusal(capsys, "import", theirs, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("failing", ["_store", "_write_weights"])
+def test_what_fails_half_way_leaves_nothing(failing, whole, tmp_path: Path, capsys, monkeypatch):
+    def full(*arguments: Any) -> None:
+        (arguments[0].parent if arguments[0].suffix == ".bin" else arguments[0]).joinpath("half").touch()
+        raise OSError(28, "No space left on device")
+
+    convert_hf.main(["import", str(whole), str(tmp_path / "first")])
+    monkeypatch.setattr(converting, failing, full)
+    command = ("import", whole) if failing == "_store" else ("export", tmp_path / "first")
+    assert "No space left on device" in refusal(capsys, *command, tmp_path / "second")
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_what_is_there_is_not_replaced(whole, tmp_path: Path, capsys):
+    convert_hf.main(["import", str(whole), str(tmp_path / "ours")])
+    assert "exists already" in refusal(capsys, "import", whole, tmp_path / "ours")
+    assert "exists already" in refusal(capsys, "export", tmp_path / "ours", whole)
+    assert "is not a checkpoint" in refusal(capsys, "export", whole, tmp_path / "out")
+
+
+def test_torch_files_come_in_without_code_and_bare_models_without_their_prefix(tmp_path: Path):
+    case = CASES["gpt2"]
+    theirs = write(case._replace(shard="5GB"), tmp_path / "theirs")
+    convert_hf.main(["import", str(theirs), str(tmp_path / "plain")])
+    bare = {name.removeprefix("transformer."): value for name, value in stored(theirs).items()}  # as in the first published files
+    pickled(theirs, bare | {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.tensor(-1e4)})
+    convert_hf.main(["import", str(theirs), str(tmp_path / "bare")])
+    one, other = (
+        {name: tensor.chunks[0].crc32c for name, tensor in manifest_of(tmp_path / each).tensors.items()} for each in ("plain", "bare")
+    )
+    assert one == other
+
+
+def test_files_that_do_not_align_their_data_come_in(whole, tmp_path: Path):
+    theirs = tmp_path / "theirs"
+    shutil.copytree(whole, theirs)
+    path = theirs / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+    convert_hf.main(["import", str(theirs), str(tmp_path / "ours")])
+    convert_hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "out")])
+    assert same_bytes(stored(tmp_path / "out"), stored(whole))
+
+
+def test_what_lies_beside_the_weights_comes_along(whole, tmp_path: Path, capsys):
+    ours, out = tmp_path / "ours", tmp_path / "out"
+    convert_hf.main(["import", str(whole), str(ours)])
+    convert_hf.main(["export", str(ours), str(out)])
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    before, after = (json.loads((each / "config.json").read_text()) for each in (whole, out))
+    assert {key: before[key] for key in ("eos_token_id", "pad_token_id")} == {key: after[key] for key in ("eos_token_id", "pad_token_id")}
+    edit(whole / "tokenizer.json", added_tokens=[])
+    (tmp_path / "large").mkdir()
+    shutil.copy(whole / "config.json", tmp_path / "large")
+    (tmp_path / "large" / "added_tokens.json").write_text(json.dumps({"<x>": VOCAB}))
+    assert "larger than the model's vocabulary" in refusal(capsys, "export", ours, tmp_path / "other", "--like", tmp_path / "large")
+    assert not (tmp_path / "other").exists()
+
+
+def test_another_dtype_is_written_where_it_is_asked_for(whole, tmp_path: Path):
+    convert_hf.main(["import", str(whole), str(tmp_path / "ours")])
+    convert_hf.main(["export", str(tmp_path / "ours"), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    rounded = {name: value.bfloat16() for name, value in stored(whole).items()}
+    assert same_bytes(stored(tmp_path / "out"), rounded)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_check_tells_equal_from_different_position_by_position(whole, tmp_path: Path, capsys):
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    convert_hf.main(["import", str(whole), str(ours)])
+    capsys.readouterr()
+    assert convert_hf.main(["check", str(ours), str(whole), "--text", "hello world", "--tokens", "20", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"] and [len(each["worst"]) for each in found["inputs"]] == [20, len("hello world")]
+    assert 0 < max(each["maximum"] for each in found["inputs"]) <= 1e-4
+    shutil.copytree(whole, other)
+
+    def shift(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] += 1
+
+    rewrite(other, shift)
+    assert convert_hf.main(["check", str(ours), str(other), "--tokens", "20", "--json"]) == 1
+    worst = json.loads(capsys.readouterr().out)["inputs"][0]["worst"]
+    assert worst[0] <= 1e-4 < max(worst[1:]), "a query changes nothing where there is one key to look at"
+    assert convert_hf.main(["check", str(ours), str(other), "--tokens", "20"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "NOT the same within 0.0001"

@@ -1,0 +1,328 @@
+"""Hugging Face directory ↔ checkpoint, and a run that starts from such a directory. One block of a tensor is in memory at a time.
+
+    import     their tensors, as views of mapped files, are written block by block behind each other under a manifest of ours
+    export     each stored chunk is copied to its place in a mapped file of theirs
+    a start    each rank copies the parts that it keeps out of the mapped files
+
+A checkpoint that was imported keeps config.json, tokenizer and generation settings in `huggingface/`, for the way back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite import checkpoint
+from megalite.checkpoint import CheckpointError, Manifest, directories
+from megalite.checkpoint.manifest import StoredTensor, encode
+from megalite.checkpoint.storage import append, name_of
+from megalite.config.families import FAMILIES, KEPT, from_hf_config
+from megalite.config.load import from_dict, hf_config, to_dict
+from megalite.config.rule import Facts, show
+from megalite.config.rules import model as model_rules
+from megalite.config.rules import numbers
+from megalite.config.schema import Config, ConfigError, ModelConfig
+from megalite.model.parameters import model_specs
+from megalite.parallel.spec import Rectangle, parameter_count
+from tools.converting.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
+from tools.converting.names import FAMILY_NAMES, Place, places
+from tools.converting.vocabulary import check_vocabulary, companions
+from tools.exporting import meaning, misfit, to_hf_config
+
+WEIGHT = "weight/"
+HF = "hf:"
+COMPANIONS = "huggingface"  # directory in a checkpoint
+BLOCK = 64 << 20  # bytes of a chunk at most, as for checkpoints that training writes
+SHARD = 5_000_000_000  # bytes of a file of theirs at most, unless one tensor has more
+NAMED = 5  # how many misfits a message names
+FREE_TO_CHANGE = (
+    *("max_position_embeddings", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_layers"),
+    *("initializer_range", "embedding_dropout", "attention_dropout", "residual_dropout"),
+)
+"""Fields in which a run may differ from the model whose weights it starts from: contexts are extended, dropout is a matter of training."""
+
+
+# ---- what a directory of theirs holds
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face directory whose weights are all there: our model, its family, and where our tensors lie in theirs."""
+
+    directory: Path
+    model: ModelConfig
+    family: str
+    weights: Weights
+    places: dict[str, Place]
+
+    @staticmethod
+    def of(directory: Path) -> Source:
+        """Open it without reading weights. Raises ConfigError where we do not have its model, ConversionError where a file is damaged."""
+        config = hf_config(directory)
+        model, family = ModelConfig(**from_hf_config(config)), str(config["model_type"])
+        if model.vocab_size is None:
+            raise ConfigError(f"{directory}: config.json gives no vocab_size.")
+        _check(model)
+        weights = Weights(directory)
+        return Source(directory, model, family, weights, _bound(weights, places(model, family), family, model.tie_word_embeddings))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One of our tensors, as a view of theirs."""
+        place = self.places[name]
+        return place.view(self.weights[place.theirs])
+
+
+def _check(model: ModelConfig) -> None:
+    """Raise ConfigError where the model's fields do not fit each other."""
+    facts = Facts(model=model)
+    for rule in (*numbers.RULES, *model_rules.RULES):
+        if rule.broken(facts):
+            raise ConfigError(rule.message(facts))
+
+
+def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -> dict[str, Place]:
+    """The places under the names that are stored. Raises ConversionError naming what is missing, misshapen, or without a meaning."""
+    names, base = FAMILY_NAMES[family], FAMILY_NAMES[family].base
+    bare = not any(name.startswith(base) for name in weights)  # files of the model without its head leave its name out
+
+    def stored(name: str) -> str:
+        return name.removeprefix(base) if bare else name
+
+    expected = {stored(place.theirs): place.shape for place in found.values()}
+    problems = [f"{name} is missing" for name in expected if name not in weights]
+    for name in weights:
+        shape = weights.shape(name)
+        if name in expected and shape != expected[name]:
+            problems.append(f"{name} is {list(shape)}, and config.json says {list(expected[name])}")
+        elif name not in expected and not name.endswith(names.ignored) and not (tied and name == "lm_head.weight"):
+            problems.append(f"{name} has no place in a {family} model")
+    if problems:
+        more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+        raise ConversionError(f"{weights.directory} does not hold the model of its config.json:\n  " + "\n  ".join(problems[:NAMED]) + more)
+    if (
+        tied
+        and "lm_head.weight" in weights
+        and not torch.equal(weights["lm_head.weight"], weights[stored(found["embedding.weight"].theirs)])
+    ):
+        raise ConversionError(f"{weights.directory}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings")
+    return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
+
+
+# ---- a start
+
+
+def starting_weights(model: ModelConfig) -> Callable[[Sequence[Rectangle]], None] | None:
+    """What fills a rank's rectangles where model.init_from is hf:DIR, reading only their bytes; None where it is not."""
+    name = model.init_from or ""
+    return partial(_fill, model, Path(name.removeprefix(HF))) if name.startswith(HF) else None
+
+
+def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) -> None:
+    """Raises ConversionError where the directory's model is not the run's, or can not be read."""
+    try:
+        source = Source.of(directory)
+    except ConfigError as error:
+        raise ConversionError(f"model.init_from = {HF}{directory}: {error}") from None
+    ours, theirs = meaning(model), meaning(source.model)
+    different = [name for name in ours if ours[name] != theirs[name] and name not in FREE_TO_CHANGE]
+    if different:
+        listed = ", ".join(f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED])
+        raise ConversionError(f"model.init_from = {HF}{directory} is another model: {listed}. Set model.from_hf = {directory}.")
+    for part in rectangles:
+        view = source[part.name.removeprefix(WEIGHT)]
+        part.tensor.copy_(view[_slices(part.offsets, part.tensor.shape)])
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+
+
+# ---- in
+
+
+def import_model(source: Path, directory: Path) -> dict[str, Any]:
+    """Write a Hugging Face directory's weights as a checkpoint, with their dtype; returns what was written, for people.
+
+    Raises ConfigError or CheckpointError before anything is published.
+    """
+    if directory.exists():
+        raise ConversionError(f"{directory} exists already. Give another name, or remove it.")
+    theirs = Source.of(source)
+    check_vocabulary(source, theirs.model.vocabulary)
+    temporary = directories.begin(directory)
+    try:
+        stored = _store(temporary / "rank_00000.bin", ((name, theirs[name]) for name in theirs.places))
+        (temporary / COMPANIONS).mkdir()
+        for file in (source / "config.json", *companions(source)):
+            shutil.copyfile(file, temporary / COMPANIONS / file.name)
+        directories.publish(temporary, directory, encode({"step": 0, "config": to_dict(Config(model=theirs.model))}, stored))
+    except BaseException:
+        directories.discard(temporary, directory)
+        raise
+    return _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
+
+
+def _store(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, StoredTensor]:
+    """Append every tensor in chunks of whole rows."""
+    stored = {}
+    with open(path, "wb") as file:
+        for name, tensor in tensors:
+            rows = max(1, BLOCK * len(tensor) // max(tensor.nbytes, 1))
+            chunks = [
+                append(file, (start, *(0 for _ in tensor.shape[1:])), tensor[start : start + rows].contiguous())
+                for start in range(0, len(tensor), rows)
+            ]
+            stored[WEIGHT + name] = StoredTensor(name_of(tensor.dtype), tuple(tensor.shape), chunks)
+        file.flush()
+        os.fsync(file.fileno())
+    return stored
+
+
+def _summary(model: ModelConfig, family: str, dtypes: Iterable[str]) -> dict[str, Any]:
+    return {"family": family, "parameters": parameter_count(model_specs(model)), "dtypes": sorted(set(dtypes))}
+
+
+# ---- out
+
+
+def export_model(
+    directory: Path,
+    target: Path,
+    *,
+    like: Path | None = None,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    shard: int = SHARD,
+) -> dict[str, Any]:
+    """Write a checkpoint's weights as a Hugging Face directory; returns what was written, for people.
+
+    like: a Hugging Face directory whose family, token ids, tokenizer and generation settings go with the weights; by default that which
+    the checkpoint came from, where it did. dtype: by default that of each stored tensor.
+    Raises ConfigError or CheckpointError before the directory has its name.
+    """
+    if target.exists():
+        raise ConversionError(f"{target} exists already. Give another name, or remove it.")
+    manifest = checkpoint.manifest_of(directory)
+    manifest.check_files()
+    model = model_of(manifest)
+    like = like or _origin(directory, model)
+    base = hf_config(like) if like else {}
+    family = family or _family_like(model, base)
+    config = to_hf_config(model, family)
+    found = places(model, config["model_type"])
+    stored = _stored(manifest, found)
+    if like:
+        check_vocabulary(like, model.vocabulary)
+    dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {key: base[key] for key in base.keys() & KEPT}
+    config |= {"torch_dtype": name_of(max(dtypes.values(), key=lambda each: each.itemsize))}
+    temporary = target.with_name(f".{target.name}.new")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # what an export that died has left
+        temporary.mkdir(parents=True)
+        _write_weights(temporary, manifest, stored, found, dtypes, shard)
+        directories.write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
+        for file in companions(like) if like else ():
+            shutil.copyfile(file, temporary / file.name)
+        temporary.rename(target)
+    except OSError as error:
+        raise ConversionError(f"could not write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return _summary(model, config["model_type"], map(name_of, dtypes.values())) | {"like": like and str(like)}
+
+
+def model_of(manifest: Manifest) -> ModelConfig:
+    """The model that a checkpoint holds. Raises CheckpointError where it does not say."""
+    if "config" not in manifest.state:
+        raise CheckpointError(f"{manifest.directory} holds no configuration. Give one that pretrain.py or convert_hf.py wrote.")
+    return from_dict(manifest.state["config"]).model
+
+
+def _origin(directory: Path, model: ModelConfig) -> Path | None:
+    """The directory with what a model came with: in the checkpoint, in the one that it started from, or in Hugging Face's own."""
+    start = model.init_from or ""
+    started = Path(start.removeprefix(HF)) if start.startswith(HF) else Path(start or directory) / COMPANIONS
+    places_to_look = [directory / COMPANIONS, started, *([Path(model.from_hf)] if model.from_hf else [])]
+    return next((place for place in places_to_look if (place / "config.json").is_file()), None)
+
+
+def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
+    """The family of the model that this one came from, where it is still one of those; None leaves the choice open."""
+    name = base.get("model_type")
+    return name if name in FAMILIES and misfit(model, FAMILIES[name]) is None else None
+
+
+def _stored(manifest: Manifest, found: dict[str, Place]) -> dict[str, StoredTensor]:
+    missing = [name for name in found if WEIGHT + name not in manifest.tensors]
+    if missing:
+        raise CheckpointError(f"{manifest.directory} lacks {missing[0]}, which its model has")
+    return {name: manifest.tensors[WEIGHT + name] for name in found}
+
+
+def _write_weights(
+    directory: Path,
+    manifest: Manifest,
+    stored: dict[str, StoredTensor],
+    found: dict[str, Place],
+    dtypes: dict[str, torch.dtype],
+    limit: int,
+) -> None:
+    """The safetensors files and, where there are several, their index."""
+    shards = list(_shards(found, dtypes, limit))
+    names = [SAFETENSORS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    index = {}
+    for file_name, own in zip(names, shards, strict=True):
+        tensors = {theirs: (dtypes[parts[0]], found[parts[0]].shape) for theirs, parts in own.items()}
+        with closing(NewFile(directory / file_name, tensors)) as file:
+            for theirs, parts in own.items():
+                _write_tensor(file, manifest, {name: stored[name] for name in parts}, found, dtypes[parts[0]])
+                index[theirs] = file_name
+    if len(shards) > 1:
+        total = sum(place.numel * dtypes[name].itemsize for name, place in found.items())
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        directories.write_synced(directory / f"{SAFETENSORS}{INDEX}", json.dumps(content, indent=2) + "\n")
+
+
+def _shards(found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int) -> Iterator[dict[str, list[str]]]:
+    """Their tensors in files of at most `limit` bytes, each with the names of ours that it consists of."""
+    joined: dict[str, list[str]] = {}
+    for name, place in found.items():
+        joined.setdefault(place.theirs, []).append(name)
+    shard: dict[str, list[str]] = {}
+    size = 0
+    for theirs, names in joined.items():
+        more = sum(found[name].numel * dtypes[name].itemsize for name in names)
+        if shard and size + more > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[theirs], size = names, size + more
+    yield shard
+
+
+def _write_tensor(file: NewFile, manifest: Manifest, parts: dict[str, StoredTensor], found: dict[str, Place], dtype: torch.dtype) -> None:
+    """One of their tensors: chunk by chunk where all chunks are whole rows of it, otherwise put together in memory first."""
+    place = found[next(iter(parts))]
+    by_rows = not place.transposed and all(chunk.sizes[1:] == each.shape[1:] for each in parts.values() for chunk in each.chunks)
+    whole = None if by_rows else torch.empty(place.shape, dtype=dtype)
+    for name, tensor in parts.items():
+        for chunk, data in manifest.read(tensor.chunks):
+            values = torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(chunk.sizes)
+            if whole is None:
+                row = found[name].start + chunk.offsets[0]
+                file.write(place.theirs, values.to(dtype), row * prod(place.shape[1:]))
+            else:
+                found[name].view(whole)[_slices(chunk.offsets, chunk.sizes)].copy_(values)
+    if whole is not None:
+        file.write(place.theirs, whole)

@@ -1,0 +1,110 @@
+"""Logits of a checkpoint against those of transformers on the same tokens, position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite import checkpoint
+from megalite.batch import Microbatch
+from megalite.checkpoint import CheckpointError, Manifest
+from megalite.config.load import from_dict
+from megalite.model.stage import Stage
+from megalite.training import build
+from tools.converting import model_of
+from tools.converting.files import ConversionError
+from tools.generating import in_one_process
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs on one input: the largest absolute difference of logits at each position, and the largest absolute logit."""
+
+    name: str
+    worst: list[float]
+    largest: float
+
+    @property
+    def maximum(self) -> float:
+        return max(self.worst)
+
+
+def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, rows: int) -> list[Comparison]:
+    """Compare in fp32 on one process: `rows` rows of `tokens` random tokens, then each text through the tokenizer of `hf`.
+
+    Raises CheckpointError or ConfigError where one of the two can not be loaded.
+    """
+    manifest = checkpoint.manifest_of(directory)
+    model = model_of(manifest)
+    longest = min(tokens, model.max_position_embeddings)
+    random = torch.randint(model.vocabulary, (rows, longest), generator=torch.Generator().manual_seed(SEED))
+    inputs = {f"{rows} x {longest} random tokens": random}
+    inputs |= {show_text(text): _encode(text, hf, model.vocabulary, model.max_position_embeddings) for text in texts}
+    theirs = _their_logits(hf, inputs)
+    for name, logits in theirs.items():
+        if logits.shape[-1] != model.vocabulary:
+            raise ConversionError(f"{hf} has {logits.shape[-1]} logits on {name}, and {directory} {model.vocabulary}: they are two models")
+    stage = load_stage(manifest)
+    return [_comparison(name, our_logits(stage, inputs[name]), theirs[name]) for name in inputs]
+
+
+def _comparison(name: str, ours: Tensor, theirs: Tensor) -> Comparison:
+    apart = (ours - theirs).abs().amax((0, 2)).nan_to_num(nan=torch.finfo(torch.float32).max)  # [tokens]; JSON knows no infinity
+    return Comparison(name, apart.tolist(), theirs.abs().max().item())
+
+
+def show_text(text: str) -> str:
+    return repr(text if len(text) <= 30 else f"{text[:29]}…")
+
+
+def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
+    from tools.tokenizing import load
+
+    ids = load(hf).encode(text)[:longest]
+    if not ids or max(ids) >= vocabulary:
+        raise ConversionError(f"the tokenizer of {hf} makes {'nothing' if not ids else f'token {max(ids)}'} of {show_text(text)}")
+    return torch.tensor([ids])
+
+
+def _their_logits(hf: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' logits, [rows, tokens, vocabulary] for each input."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+        opened: Any = AutoModelForCausalLM.from_pretrained(str(hf), local_files_only=True, **options)
+        model, report = opened
+    except Exception as error:  # transformers raises whatever its parts do
+        raise ConversionError(f"transformers can not open {hf}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from None
+    wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[0]}" for kind, keys in report.items() if keys and kind != "error_msgs"]
+    if wrong:
+        raise ConversionError(f"transformers opens {hf} with {'; '.join(wrong)}")
+    with torch.no_grad():
+        return {name: model.eval()(input_ids=ids, use_cache=False).logits for name, ids in inputs.items()}
+
+
+def load_stage(manifest: Manifest) -> Stage:
+    """The whole model of a checkpoint in this process, in fp32, for forward passes alone."""
+    if "config" not in manifest.state:
+        raise CheckpointError(f"{manifest.directory} holds no configuration")
+    config = in_one_process(from_dict(manifest.state["config"]))
+    config = replace(config, train=replace(config.train, precision="fp32"))
+    parts = build.build_parts(config, build.make_mesh(config), "cpu", training=False)
+    checkpoint.load(manifest.directory, parts.store.to_load(), convert=True)
+    parts.store.publish()
+    return parts.stages[0]
+
+
+@torch.no_grad()
+def our_logits(stage: Stage, ids: Tensor) -> Tensor:
+    """Logits of ids [rows, tokens]: [rows, tokens, vocabulary]."""
+    tokens = ids.t().contiguous()
+    context = stage.context(Microbatch(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
+    return stage.logits(tokens, context)[..., : stage.model_config.vocabulary].transpose(0, 1)

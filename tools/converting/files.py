@@ -1,0 +1,192 @@
+"""Weights of a Hugging Face directory, mapped into memory: a page of a file is read when it is touched, and takes no memory of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import CheckpointError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
+SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
+INDEX = ".index.json"
+LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+
+
+class ConversionError(CheckpointError):
+    """A Hugging Face directory can not be read or written; the message names file and tensor."""
+
+
+class SafetensorsFile:
+    """One file: 8 bytes with the length of a JSON header, the header, and the bytes of all tensors. Raises ConversionError."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        size = _size_of(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, LONGEST_HEADER):
+                raise ConversionError(f"{path} is not a safetensors file, or it is cut off: it has {size:,} bytes")
+            try:
+                header = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                self._entries = {name: _entry(**fields) for name, fields in header.items()}
+            except (ValueError, TypeError, AttributeError, KeyError) as error:
+                raise ConversionError(f"{path} is not a safetensors file: its header is damaged ({error})") from None
+        self._start = 8 + length
+        self._check(size)
+
+    def _check(self, size: int) -> None:
+        expected = self._start + max((stop for _, _, _, stop in self._entries.values()), default=0)
+        if size != expected:
+            raise ConversionError(f"{self.path} is damaged: its header describes {expected:,} bytes, and it has {size:,}")
+        for name, (letters, shape, start, stop) in self._entries.items():
+            if letters not in DTYPES:
+                raise ConversionError(f"{self.path}: {name} is of type {letters}. Quantised weights are not handled; take those in bf16.")
+            if not 0 <= start <= stop or stop - start != prod(shape) * DTYPES[letters].itemsize:
+                raise ConversionError(
+                    f"{self.path} is damaged: {name}, {letters} {list(shape)}, can not lie in bytes {start:,} to {stop:,}"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    @cached_property
+    def _bytes(self) -> Tensor:
+        return torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name][1]
+
+    def __getitem__(self, name: str) -> Tensor:
+        letters, shape, start, stop = self._entries[name]
+        part = self._bytes[self._start + start : self._start + stop]
+        if (self._start + start) % DTYPES[letters].itemsize:
+            part = part.clone()  # old files do not align their data
+        return part.view(DTYPES[letters]).view(shape)
+
+
+def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, tuple[int, ...], int, int]:
+    start, stop = data_offsets
+    return dtype, tuple(int(size) for size in shape), int(start), int(stop)
+
+
+class PickledFile:
+    """A file of torch.save, of which nothing but tensors is read: a pickle could run any code. Raises ConversionError."""
+
+    def __init__(self, path: Path):
+        _size_of(path)
+        try:
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError and more for a file it can not read
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConversionError(f"{path} can not be read as tensors alone, and code is not run: {reason}") from None
+        if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise ConversionError(f"{path} holds something else than tensors by name")
+        self._tensors: dict[str, Tensor] = found
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class Weights(Mapping[str, Tensor]):
+    """All tensors of a directory, from one file or from those that an index lists; safetensors where there are both."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._files: dict[str, SafetensorsFile | PickledFile] = {}
+        for file, names in _files_of(directory).items():
+            opened = SafetensorsFile(directory / file) if file.endswith(".safetensors") else PickledFile(directory / file)
+            missing = [name for name in names if name not in opened.names]
+            if missing:
+                raise ConversionError(f"{directory / file} lacks {missing[0]}, which the index says it holds")
+            self._files |= dict.fromkeys(names or opened.names, opened)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._files[name][name]
+        if not tensor.is_floating_point() or tensor.dtype not in LETTERS:
+            raise ConversionError(f"{self.directory}: {name} is of type {tensor.dtype}. Quantised weights are not handled.")
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files[name].shape(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ConversionError(f"{path} can not be read: {error.strerror}. Is the download complete?") from None
+
+
+def _files_of(directory: Path) -> dict[str, list[str]]:
+    """File → the tensors that the index says it holds; none without an index. Raises ConversionError."""
+    for single in (SAFETENSORS, PICKLED):
+        index = directory / f"{single}{INDEX}"
+        if index.is_file():
+            return _shards(index)
+        if (directory / single).is_file():
+            return {single: []}
+    raise ConversionError(f"{directory} holds no weights: neither {SAFETENSORS} nor {PICKLED}, nor an index of several files")
+
+
+def _shards(index: Path) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    try:
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            if Path(file).name != file:
+                raise ValueError(f"{file} is not the name of a file")
+            found.setdefault(file, []).append(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{index} is damaged: {error}") from None
+    return found
+
+
+class NewFile:
+    """A safetensors file of given tensors, whose parts are written in any order."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end, starts = 0, {}
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda each: -each[1][0].itemsize):  # every tensor is aligned
+            starts[name], end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": LETTERS[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        self._starts = {name: 8 + len(text) + start for name, start in starts.items()}
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by `close`)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, values: Tensor, first: int = 0) -> None:
+        """Write contiguous values, in the dtype of that tensor, from its element `first` on."""
+        self._file.seek(self._starts[name] + first * values.itemsize)
+        self._file.write(values.view(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Return when all of it is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()

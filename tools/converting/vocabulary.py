@@ -1,0 +1,55 @@
+"""What lies beside the weights of a Hugging Face directory: tokenizer and generation settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tools.converting.files import ConversionError
+
+_PATTERNS = "tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt spiece.model chat_template.* generation_config.json"
+
+
+def companions(directory: Path) -> list[Path]:
+    """The files that belong to a model whatever its weights become."""
+    return sorted({path for pattern in _PATTERNS.split() for path in directory.glob(pattern) if path.is_file()})
+
+
+def check_vocabulary(directory: Path, vocabulary: int) -> None:
+    """Raise ConversionError where the tokenizer beside a model knows ids that the model does not."""
+    for name, read in _LARGEST.items():
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            largest = read(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConversionError(f"{path} can not be read as a tokenizer: {error}") from None
+        if largest >= vocabulary:
+            raise ConversionError(
+                f"{path} knows token {largest}, but vocab_size is {vocabulary}: the tokenizer is larger than the model's vocabulary. "
+                "Remove those tokens, or give the tokenizer that belongs to the model."
+            )
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _of_tokenizer(path: Path) -> int:
+    content = _json(path)
+    entries = content["model"].get("vocab", {})
+    ids = entries.values() if isinstance(entries, dict) else [len(entries) - 1]  # a unigram model lists its pieces
+    return max([*ids, *(token["id"] for token in content.get("added_tokens", ()))], default=-1)
+
+
+def _of_settings(path: Path) -> int:
+    return max(map(int, _json(path).get("added_tokens_decoder", {})), default=-1)
+
+
+def _of_ids(path: Path) -> int:
+    return max(_json(path).values(), default=-1)
+
+
+_LARGEST = {"tokenizer.json": _of_tokenizer, "tokenizer_config.json": _of_settings, "added_tokens.json": _of_ids, "vocab.json": _of_ids}
