@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint import CheckpointError
-from megalite.config.families import FAMILIES
+from megalite.config.families import families
 from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError
 from tools import Parser
@@ -67,7 +67,7 @@ def parser() -> Parser:
         metavar="HF_DIR",
         help="whose tokenizer, token ids and generation settings go along (default: where it came from)",
     )
-    add("--family", choices=list(FAMILIES), help="by default that of where it came from, or the first that can express the model")
+    add("--family", choices=list(families().rows), help="by default that of where it came from, or the first that can express the model")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="by default each tensor keeps the one that it is stored in")
     add("--shard_size", type=size, default="5GB", metavar="SIZE", help="bytes of a file at most, for example 500MB (default 5GB)")
     add = command("check", "logits of a checkpoint and of transformers; exit status 1 where they differ", "CHECKPOINT_DIR", "HF_DIR")

@@ -28,13 +28,7 @@ class Head(nn.Module):
     """Final norm, vocabulary projection and loss: of `chunk` tokens at a time, of all at once where it is 0, by default so on a CPU."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        weights: ParameterStore,
-        mesh: Mesh,
-        options: LayerOptions,
-        loss: CrossEntropy,
-        chunk: int | None,
+        self, model: ModelConfig, weights: ParameterStore, mesh: Mesh, options: LayerOptions, loss: CrossEntropy, chunk: int | None
     ):
         super().__init__()
         self.norm = make_norm(model, weights, "norm", options.regions)

@@ -55,15 +55,7 @@ class Closing:
     """
 
     def __init__(
-        self,
-        store: ParameterStore,
-        optimizer: AdamW,
-        mesh: Mesh,
-        grad_clip: float,
-        loss_scale: LossScale,
-        guard: Guard,
-        *,
-        chained: bool,
+        self, store: ParameterStore, optimizer: AdamW, mesh: Mesh, grad_clip: float, loss_scale: LossScale, guard: Guard, *, chained: bool
     ):
         self.store, self.optimizer, self.grad_clip, self.loss_scale, self.guard = store, optimizer, grad_clip, loss_scale, guard
         self.norm = GradientNorm(store, mesh)

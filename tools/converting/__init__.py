@@ -27,7 +27,7 @@ from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories
 from megalite.checkpoint.manifest import StoredTensor, encode
 from megalite.checkpoint.storage import append, name_of
-from megalite.config.families import FAMILIES, KEPT, from_hf_config
+from megalite.config.families import families, from_hf_config
 from megalite.config.load import from_dict, hf_config, to_dict
 from megalite.config.rule import Facts, show
 from megalite.config.rules import model as model_rules
@@ -225,7 +225,7 @@ def export_model(
     if like:
         check_vocabulary(like, model.vocabulary)
     dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
-    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {key: base[key] for key in base.keys() & KEPT}
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {key: base[key] for key in base.keys() & families().kept}
     config |= {"torch_dtype": name_of(max(dtypes.values(), key=lambda each: each.itemsize))}
     temporary = target.with_name(f".{target.name}.new")
     try:
@@ -261,7 +261,8 @@ def _origin(directory: Path, model: ModelConfig) -> Path | None:
 def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
     """The family of the model that this one came from, where it is still one of those; None leaves the choice open."""
     name = base.get("model_type")
-    return name if name in FAMILIES and misfit(model, FAMILIES[name]) is None else None
+    rows = families().rows
+    return name if name in rows and misfit(model, rows[name]) is None else None
 
 
 def _stored(manifest: Manifest, found: dict[str, Place]) -> dict[str, StoredTensor]:

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from megalite.config.families import FAMILIES, Family, from_hf_config
+from megalite.config.families import Family, families, from_hf_config
 from megalite.config.schema import ConfigError, ModelConfig
 
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
@@ -16,11 +16,11 @@ def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any
     they do not change what the trained model computes.
     """
     if family is None:
-        reasons = {name: misfit(model, row) for name, row in FAMILIES.items()}
+        reasons = {name: misfit(model, row) for name, row in families().rows.items()}
         family = next((name for name, reason in reasons.items() if reason is None), None)
         if family is None:
             raise ConfigError("No Hugging Face family can express this model:\n" + "\n".join(f"  {n}: {r}" for n, r in reasons.items()))
-    row = FAMILIES[family]
+    row = families().rows[family]
     reason = misfit(model, row)
     if reason:
         raise ConfigError(f"{reason}; the {family} family can not express it.")

@@ -32,12 +32,7 @@ def placement(name: str, ranks: int, virtual_stages: int | None = None) -> tuple
 
 
 def build(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    virtual_stages: int | None = None,
-    costs: Costs | None = None,
-    forward_only: bool = False,
+    name: str, ranks: int, microbatches: int, virtual_stages: int | None = None, costs: Costs | None = None, forward_only: bool = False
 ) -> Schedule:
     """The schedule of compute actions; `with_communication` adds the sends and receives.
 

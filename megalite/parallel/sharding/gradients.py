@@ -80,12 +80,7 @@ class GradientReducer:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[BucketGradients],
-        shard: MeshAxis,
-        replicate: MeshAxis,
-        log: TransferLog,
-        travel: torch.dtype | None = None,
+        self, buckets: Sequence[BucketGradients], shard: MeshAxis, replicate: MeshAxis, log: TransferLog, travel: torch.dtype | None = None
     ):
         self.buckets, self.shard, self.replicate, self.log, self.travel = buckets, shard, replicate, log, travel
         self._takes_memory = travel is not None or not reduces_in_place(shard) or not reduces_in_place(replicate)

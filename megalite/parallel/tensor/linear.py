@@ -128,14 +128,7 @@ class RowParallelLinear(nn.Module):
     input first; its output is not kept but computed again in backward.
     """
 
-    def __init__(
-        self,
-        weight: Weight,
-        bias: Weight | None,
-        tp: MeshAxis,
-        sequence_parallel: bool,
-        activation: Activation | None = None,
-    ):
+    def __init__(self, weight: Weight, bias: Weight | None, tp: MeshAxis, sequence_parallel: bool, activation: Activation | None = None):
         super().__init__()
         self.weight, self.bias, self.tp = weight, bias, tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
