@@ -13,9 +13,9 @@ BIN := $(VENV)/bin
 demo: $(VENV)/installed-demo
 	$(BIN)/python tools/demo.py
 
-# One thread: sums must not depend on a machine's cores. One process has the tests on real ranks, the other all that need none.
+# One thread: sums must not depend on a machine's cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # The long form, days in all on two cores: each call runs a slice of under ten minutes, the next continues. MATRIX='--part random' takes one part.
 test-matrix: install

@@ -28,14 +28,6 @@ from collections.abc import Iterator  # noqa: E402
 import pytest  # noqa: E402
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where two processes share the suite (`pytest -n 2 --dist loadgroup`), one has the tests on real ranks: two pools of eight would
-    keep each other from two cores. A file that needs none goes to whoever is free."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ranks" if "ranks" in getattr(item, "fixturenames", ()) else item.path.name))
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not HAS_GPU and item.get_closest_marker("gpu") is not None:
         pytest.skip("needs a GPU")
