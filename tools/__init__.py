@@ -1,7 +1,14 @@
 """The command lines, the parser that they share, and beside each that needs more than its own file a package of what it alone uses."""
 
 import argparse
-from typing import NoReturn
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+Answer = tuple[dict[str, Any], list[str], int]  # for --json, for people, exit status
+Command = Callable[[argparse.Namespace], Answer]
 
 
 class Parser(argparse.ArgumentParser):
@@ -12,3 +19,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Command], *errors: type[Exception]) -> int:
+    """Run the subcommand that was asked for and print its answer; returns the exit status. `errors` and OSErrors are the tool's message."""
+    expected: tuple[type[Exception], ...] = (OSError, *errors)
+    try:
+        content, lines, status = commands[options.command](options)
+    except expected as error:
+        tool.error(str(error))
+    try:
+        print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
+    except BrokenPipeError:  # who reads it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status

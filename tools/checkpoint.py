@@ -13,39 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint import CheckpointError, Manifest, manifest_of
-from tools import Parser, inspecting
-
-Answer = tuple[dict[str, Any], list[str], int]  # for --json, for people, exit status
+from tools import Answer, Parser, answer, inspecting
 
 
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
     options = tool.parse_args(argv)
-    commands: dict[str, Callable[[argparse.Namespace], Answer]] = {
-        "list": list_run,
-        "inspect": inspect,
-        "verify": verify,
-        "diff": diff,
-        "consolidate": consolidate,
-    }
-    try:
-        content, lines, status = commands[options.command](options)
-    except (CheckpointError, OSError) as error:
-        tool.error(str(error))
-    try:
-        print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
-    except BrokenPipeError:  # who reads it has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return status
+    commands = {"list": list_run, "inspect": inspect, "verify": verify, "diff": diff, "consolidate": consolidate}
+    return answer(tool, options, commands, CheckpointError)
 
 
 def parser() -> Parser:

@@ -11,7 +11,6 @@ directory has its name only when it is whole.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -24,9 +23,8 @@ from megalite.checkpoint import CheckpointError
 from megalite.config.families import families
 from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError
-from tools import Parser
+from tools import Answer, Parser, answer
 
-Answer = tuple[dict[str, Any], list[str], int]  # for --json, for people, exit status
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 TOLERANCE = 1e-4
 ROW = 8  # positions on a line
@@ -35,16 +33,11 @@ ROW = 8  # positions on a line
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
     options = tool.parse_args(argv)
-    commands: dict[str, Callable[[argparse.Namespace], Answer]] = {"import": bring_in, "export": bring_out, "check": check}
     from megalite.training.launch import configure_cpu
 
     configure_cpu()  # blocks use the same memory again: half the time of an export
-    try:
-        content, lines, status = commands[options.command](options)
-    except (CheckpointError, ConfigError, DataError, OSError) as error:
-        tool.error(str(error))
-    print(json.dumps(content) if options.json else "\n".join(lines))
-    return status
+    commands = {"import": bring_in, "export": bring_out, "check": check}
+    return answer(tool, options, commands, CheckpointError, ConfigError, DataError)
 
 
 def parser() -> Parser:
