@@ -58,9 +58,10 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
         raise CheckpointError(f"could not save {directory}: {error}") from error
 
 
-def load(directory: Path, rectangles: Sequence[Rectangle], convert: bool = False) -> None:
+def load(source: Path | Manifest, rectangles: Sequence[Rectangle], convert: bool = False) -> None:
     """Fill every rectangle from a checkpoint, reading and checking only the stored chunks that it overlaps. Not collective.
 
+    source: its directory, or its manifest where that has been read already.
     convert: also from tensors of another dtype, as for weights that start a run; one that is resumed must not change its precision.
 
     Raises:
@@ -69,7 +70,7 @@ def load(directory: Path, rectangles: Sequence[Rectangle], convert: bool = False
     """
     from megalite.checkpoint import tensors
 
-    tensors.read(manifest_of(directory), rectangles, convert)
+    tensors.read(source if isinstance(source, Manifest) else manifest_of(source), rectangles, convert)
 
 
 def manifest_of(directory: Path) -> Manifest:

@@ -15,23 +15,21 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def on_rank_0(mesh: Mesh | None, action: Callable[[], Result]) -> Result:
+def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
     """Run `action` on rank 0 alone and return its result on every rank. Collective, apart from what training says to each other.
-
-    Without a mesh this process is alone.
 
     Raises:
         CheckpointError: on every rank, when it failed on rank 0.
     """
     outcome: list[Any] = [None, None]  # result, error
     cause: Exception | None = None
-    if mesh is None or mesh.world.rank == 0:
+    if mesh.world.rank == 0:
         try:
             outcome[0] = action()
         except Exception as error:
             cause = error
             outcome[1] = str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
-    if mesh is not None and mesh.saving.group is not None:
+    if mesh.saving.group is not None:
         import torch.distributed as dist
 
         with named("broadcast", mesh):

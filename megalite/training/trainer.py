@@ -176,9 +176,7 @@ class Trainer:
 
     def load_weights(self, directory: Path) -> None:
         """Take the weights alone, of any dtype, from a checkpoint or from what `read_weights` reads."""
-        if self._read_weights is None:
-            self._checked(directory)
-        read = self._read_weights or partial(checkpoint.load, directory, convert=True)
+        read = self._read_weights or partial(checkpoint.load, self._checked(directory), convert=True)
         with all_or_none(self.mesh, CheckpointError):
             read(self.store.to_load())
         self.store.publish()
@@ -189,10 +187,10 @@ class Trainer:
         state = manifest.state
         check_resume(self.config, self.train_data.fingerprint, state, directory)
         with all_or_none(self.mesh, CheckpointError):
-            checkpoint.load(directory, self.optimizer.to_load())
+            checkpoint.load(manifest, self.optimizer.to_load())
             if self.store.powersgd is not None:
                 shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
-                self.store.powersgd.restore(shapes, partial(checkpoint.load, directory))
+                self.store.powersgd.restore(shapes, partial(checkpoint.load, manifest))
         self.notes += changed_compression(self.config, state)
         self.store.publish()
         self.step_done, self.samples, self.closing.skipped = state["step"], state["samples"], state["skipped"]

@@ -97,7 +97,7 @@ def load_stage(manifest: Manifest) -> Stage:
     config = in_one_process(from_dict(manifest.state["config"]))
     config = replace(config, train=replace(config.train, precision="fp32"))
     parts = build.build_parts(config, build.make_mesh(config), "cpu", training=False)
-    checkpoint.load(manifest.directory, parts.store.to_load(), convert=True)
+    checkpoint.load(manifest, parts.store.to_load(), convert=True)
     parts.store.publish()
     return parts.stages[0]
 

@@ -43,13 +43,14 @@ class LanguageModel:
 
     def __init__(self, directory: Path, device: torch.device | str = "cpu"):
         """Load a checkpoint that any topology wrote. Raises CheckpointError or ConfigError where it can not be used."""
-        state = checkpoint.manifest_of(directory).state
+        manifest = checkpoint.manifest_of(directory)
+        state = manifest.state
         if "config" not in state:
             raise checkpoint.CheckpointError(f"{directory} holds no configuration. Give one that pretrain.py wrote.")
         self.step: int = state.get("step", 0)
         self.config, self.device = in_one_process(from_dict(state["config"])), torch.device(device)
         parts = build.build_parts(self.config, build.make_mesh(self.config), self.device, training=False)
-        checkpoint.load(directory, parts.store.to_load(), convert=True)
+        checkpoint.load(manifest, parts.store.to_load(), convert=True)
         parts.store.publish()
         self._stage: Stage = parts.stages[0]
 
