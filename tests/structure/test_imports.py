@@ -11,23 +11,24 @@ import pytest
 from tests.structure.sources import ROOT, python
 from tools.preparing.writing import IndexedWriter
 
-SECONDS = 0.3
+SHARE_OF_TORCH = 0.25
 NEVER_WHILE_TRAINING = (
     *("transformers", "datasets", "sentencepiece", "matplotlib", "torch.distributed.checkpoint", "torch.distributed.tensor"),
     *("torch.distributed.fsdp", "torch._dynamo", "torch.optim", "torch.utils.checkpoint", "triton"),
 )
 ONE_STEP = """
 import json, sys, time
+started = time.process_time()
 import torch
-started, before = time.process_time(), set(sys.modules)
+torch_is_there, before = time.process_time(), set(sys.modules)
 import pretrain
 from megalite.training import build
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-seconds = time.process_time() - started
+share = (time.process_time() - torch_is_there) / (torch_is_there - started)
 config = pretrain.load_config(["--data.train", sys.argv[1], "--run.dir", sys.argv[2], "--model.preset", "tiny"], world_size=1)
 result = Trainer(config, build.make_mesh(config), "cpu").step()
-print(json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - before), "loss": result.loss}))
+print(json.dumps({"share": share, "modules": sorted(set(sys.modules) - before), "loss": result.loss}))
 """
 EVERY_MODULE = """
 import importlib, pkgutil, sys
@@ -64,10 +65,10 @@ def first_step(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(python(ONE_STEP, str(directory / "tokens"), str(directory)).splitlines()[-1])
 
 
-def test_importing_until_the_first_step_is_quick(first_step, tmp_path: Path):
-    """In processor time, which other processes do not change; the fixture's process has compiled the bytecode."""
-    again = python(ONE_STEP.split("config =")[0] + "print(seconds)")
-    assert min(first_step["seconds"], float(again)) < SECONDS
+def test_importing_until_the_first_step_costs_little_beside_torch(first_step):
+    """Processor time against that of torch's own import in the same process: the machine's speed cancels."""
+    again = python(ONE_STEP.split("config =")[0] + "print(share)")  # the fixture's process has compiled the bytecode
+    assert min(first_step["share"], float(again)) < SHARE_OF_TORCH
 
 
 @pytest.mark.parametrize("module", NEVER_WHILE_TRAINING)
