@@ -8,10 +8,11 @@ from __future__ import annotations
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import ConfigError
 from megalite.training.launch import abandon, choose_device, configure_process, leave, local_world_size, start_process_group, world_size
+from tools.families import hf_shape
 
 
 def main() -> None:
-    config = load_config(world_size=world_size())
+    config = load_config(world_size=world_size(), read_shape=hf_shape)
 
     from megalite.checkpoint import CheckpointError
     from megalite.config.rules import check

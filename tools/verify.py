@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
 from tools import Parser
+from tools.families import hf_shape
 
 TOLERANCES = {  # relative (loss, norm), absolute (weights)
     "fp32": (1e-5, 2e-5),
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         sizes.add_argument(f"--{axis}", type=int, default=1)
     layout = vars(sizes.parse_known_args(rest)[0])
     defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]  # the proof settings
-    config = load_config([*defaults, *rest], world_size=math.prod(layout.values()))
+    config = load_config([*defaults, *rest], world_size=math.prod(layout.values()), read_shape=hf_shape)
     import torch
 
     from tools.verifying import compare, run_ranks, single_process

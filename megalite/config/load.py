@@ -4,18 +4,17 @@ jsonargparse checks and converts the values; unknown keys, broken files and wron
 jsonargparse and yaml are imported where they are needed: code that only uses a Config does not pay for them.
 """
 
-import json
 import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from megalite.config import schema
-from megalite.config.families import from_hf_config
 from megalite.config.presets import preset
 from megalite.config.rule import nearest_name, show
 from megalite.config.rules import check
@@ -31,22 +30,25 @@ OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section 
 """Every option, section.key → its dataclass field."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0
 """Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one has ended."""
+ReadShape = Callable[[str], dict[str, Any]]
+"""A Hugging Face directory → the ModelConfig fields that its config.json gives. Raises ConfigError."""
 
 
-def load_config(argv: list[str] | None = None, *, world_size: int, local_devices: int | None = None) -> Config:
+def load_config(argv: list[str] | None = None, *, world_size: int, read_shape: ReadShape | None = None) -> Config:
     """The checked configuration of a run, from the command line (default: this process's).
 
     Ends the process, without traceback, where there is nothing to run: exit status 2 and one message on stderr for a wrong
-    configuration, 0 after --help or --print_config. world_size: number of processes; local_devices: see rules.check.
+    configuration, 0 after --help or --print_config. world_size: number of processes; read_shape: what model.from_hf needs
+    (`tools.families.hf_shape`).
     """
     try:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv)
         if arguments.help:
             exit_with(build_parser(field_docs()).format_help(), status=0)
-        config = resolve(arguments, world_size)
+        config = resolve(arguments, world_size, read_shape)
         if arguments.print_config and _speaks():
             print(to_yaml(config), end="", flush=True)
-        check(config, world_size, local_devices)
+        check(config, world_size)
     except ConfigError as error:
         exit_with(str(error))
     if arguments.print_config:
@@ -191,7 +193,7 @@ def _nearest_file(path: str) -> str:
     return f"Nearest: {nearest_name(path, others)}." if others else "Give the path of a YAML file."
 
 
-def resolve(arguments: Arguments, world_size: int) -> Config:
+def resolve(arguments: Arguments, world_size: int, read_shape: ReadShape | None) -> Config:
     """Everything that was given, on top of everything that follows from it; not checked yet."""
     parser = build_parser()
     given: dict[str, Any] = {}
@@ -199,7 +201,7 @@ def resolve(arguments: Arguments, world_size: int) -> Config:
         tree = read_tree(path, "--config")
         given |= parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
     given |= parse_values(parser, arguments.overrides, "on the command line", words=True)
-    config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
+    config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf"), read_shape) | given))
     ranks = config.parallel.tp * config.parallel.pp * config.parallel.cp
     if config.parallel.dp is None and ranks > 0 and world_size % ranks == 0:
         config.parallel.dp = world_size // ranks
@@ -217,30 +219,16 @@ def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
+def _shape(name: str | None, directory: str | None, read_shape: ReadShape | None) -> dict[str, Any]:
     """The model options that a preset or a Hugging Face directory gives (both at once are refused by a rule)."""
+    shape: dict[str, Any] = {}
     if name is not None:
-        return {f"model.{key}": value for key, value in preset(name).items()}
-    if directory is None:
-        return {}
-    try:
-        return {f"model.{key}": value for key, value in from_hf_config(hf_config(directory)).items()}
-    except ConfigError as error:
-        raise ConfigError(f"model.from_hf = {directory}: {error}") from None
-
-
-def hf_config(directory: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face model's directory. Raises ConfigError where there is none that can be read."""
-    path = Path(directory) / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} can not be read: {error.strerror}. Give a model's directory.") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a JSON object: {error}.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object: it holds {show(content)[:40]}.")
-    return content
+        shape = preset(name)
+    elif directory is not None:
+        if read_shape is None:
+            raise ConfigError(f"model.from_hf = {directory} can not be read here. Give the model's fields, as --print_config prints them.")
+        shape = read_shape(directory)
+    return {f"model.{key}": value for key, value in shape.items()}
 
 
 # --- values and help: jsonargparse -------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""Named model shapes: presets.yaml holds config.json files, read like any other."""
+"""Named model shapes, in presets.yaml."""
 
 from pathlib import Path
 from typing import Any
 
-from megalite.config.families import from_hf_config
 from megalite.config.rule import nearest_name
 from megalite.config.schema import ConfigError
 
@@ -12,8 +11,8 @@ def preset(name: str) -> dict[str, Any]:
     """The ModelConfig fields of a named shape. Raises ConfigError naming the nearest preset."""
     import yaml
 
-    presets = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
+    presets: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
     if name not in presets:
         legal = f"Legal values: {', '.join(presets)}. Nearest: {nearest_name(name, list(presets))}."
         raise ConfigError(f"model.preset = {name} is not a known shape. {legal}")
-    return from_hf_config(presets[name])
+    return presets[name]

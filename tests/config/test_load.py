@@ -13,6 +13,7 @@ import yaml
 from megalite.config import load as loading
 from megalite.config.load import from_dict, load_config, to_dict, to_yaml
 from megalite.config.schema import Config, ConfigError
+from tools.families import hf_shape
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def load(*argv: str, world_size: int = 1, text: str | None = None) -> Config:
     if text is not None:
         Path("run.yaml").write_text(text)
         argv = ("--config", "run.yaml", *argv)
-    return load_config(["--data.train", "tokens", *argv], world_size=world_size)
+    return load_config(["--data.train", "tokens", *argv], world_size=world_size, read_shape=hf_shape)
 
 
 def refusal(capsys, *argv: str, text: str | None = None, status: int = 2) -> str:
@@ -85,6 +86,12 @@ def test_shape_from_a_hugging_face_directory(here):
     (here / "config.json").write_text(json.dumps(content | {"num_key_value_heads": 2, "rope_theta": 1e6, "vocab_size": 999}))
     model = load("--model.from_hf", ".", "--model.num_hidden_layers", "2").model
     assert (model.hidden_size, model.num_hidden_layers, model.rope_theta, model.attention_bias, model.vocab_size) == (64, 2, 1e6, True, 999)
+
+
+def test_who_can_not_read_hugging_face_directories_says_so(capsys):
+    with pytest.raises(SystemExit) as end:
+        load_config(["--data.train", "tokens", "--model.from_hf", "."], world_size=1)
+    assert end.value.code == 2 and "model.from_hf = . can not be read here. Give the model's fields" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,7 @@ def test_other_local_ranks_say_nothing_and_let_rank_0_speak_first(capsys, monkey
 
 def test_loading_needs_no_torch_and_using_a_configuration_no_parser():
     code = (
-        "import sys; from megalite.config.load import from_dict, load_config; from_dict({});"
+        "import sys, tools.families; from megalite.config.load import from_dict, load_config; from_dict({});"
         "print([m for m in ('torch', 'jsonargparse', 'yaml', 'transformers') if m in sys.modules]);"
         "load_config(['--data.train', 'tokens'], world_size=1);"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"

@@ -28,6 +28,7 @@ from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
 from tests.distributed.jobs import mesh_of
 from tests.distributed.pool import RankContext, RankPool
+from tools.families import hf_shape
 
 STEPS = 2
 TIMEOUT_S = 60.0
@@ -279,7 +280,7 @@ def configuration(drawn: Draw, directory: Path) -> Config | str:
     path = directory / f"random_{drawn.seed}.yaml"
     path.write_text(yaml.safe_dump(nest({**drawn.options, "run.dir": str(directory / "runs"), "run.name": f"random_{drawn.seed}"})))
     try:
-        config = resolve(Arguments(files=[str(path)]), drawn.world)
+        config = resolve(Arguments(files=[str(path)]), drawn.world, hf_shape)
         check(config, drawn.world, local_devices=0)
     except ConfigError as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""Hugging Face config.json → ModelConfig, and what the way back (`tools/exporting`) needs to know.
+"""Hugging Face config.json → ModelConfig, and what the way back (`tools/exporting`) needs to know. Imports no torch.
 
 families.yaml says which fields of a config.json carry over and under which of our names, what transformers assumes where a field is left
 out, and the axis values that make a family what it is. A field that no row handles is refused by name unless it is null, without
@@ -6,12 +6,14 @@ influence on pretraining, or at the one value that means "off": a model must nev
 """
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalite.config.rule import show
 from megalite.config.schema import ROPE_SCALING_KEYS, ConfigError, ModelConfig
 
 _GELU = "gelu_pytorch_tanh"
@@ -68,6 +70,28 @@ def families() -> Families:
     kept = frozenset(read["kept"].split())
     windows = {None: (), **{kind: tuple(text.split()) for kind, text in read["window_fields"].items()}}
     return Families(rows, read["defaults"], kept, kept | frozenset(read["ignored"].split()), read["neutral"], windows)
+
+
+def hf_shape(directory: str) -> dict[str, Any]:
+    """The ModelConfig fields that a Hugging Face model's directory gives, for model.from_hf. Raises ConfigError naming that option."""
+    try:
+        return from_hf_config(hf_config(directory))
+    except ConfigError as error:
+        raise ConfigError(f"model.from_hf = {directory}: {error}") from None
+
+
+def hf_config(directory: str | Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face model's directory. Raises ConfigError where there is none that can be read."""
+    path = Path(directory) / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can not be read: {error.strerror}. Give a model's directory.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a JSON object: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object: it holds {show(content)[:40]}.")
+    return content
 
 
 def _without_rope(given: dict[str, Any]) -> list[int]:
