@@ -283,8 +283,8 @@ def _rotary(sizes: Sizes) -> Iterable[Case]:
         return Contest(lambda: rotary.split_rotary_backward(dq, dk, dv, cos, sin), peers)
 
     shape, moved, module = f"{length} × ({query_heads} + 2·{key_heads}) × {dim} bf16", 4 * length * heads * dim, "rotary_triton"
-    yield Case("rotary + split, forward", shape, make_forward, moved, targets=(times_limit(1.15),), module=module, tuned=("_heads",))
-    yield Case("rotary + split, backward", shape, make_backward, moved, targets=(times_limit(1.15),), module=module, tuned=("_three",))
+    yield Case("rotary + split, forward", shape, make_forward, moved, targets=(times_limit(1.15),), module=module, tuned=("_rotary",))
+    yield Case("rotary + split, backward", shape, make_backward, moved, targets=(times_limit(1.15),), module=module, tuned=("_rotary",))
 
 
 # ---- optimizer

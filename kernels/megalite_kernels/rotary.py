@@ -86,7 +86,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
     if takes_triton(x):
         from megalite_kernels import rotary_triton
 
-        return rotary_triton.rotate_heads(x, x.shape[2], cos, sin, inverse)
+        return rotary_triton.rotate_and_pack(x, x[:, :, :0], x[:, :, :0], cos, sin, inverse)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rotate_into(y, x, cos, sin, -1 if inverse else 1)
     return y
@@ -102,7 +102,8 @@ def split_rotary(packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | 
     if cos is not None and sin is not None and takes_triton(packed):
         from megalite_kernels import rotary_triton
 
-        heads = rotary_triton.rotate_heads(heads, hq + hk, cos, sin, False)
+        q, k, v = heads.split((hq, hk, hk), 2)
+        heads = rotary_triton.rotate_and_pack(q, k, v, cos, sin, False)
     elif cos is not None and sin is not None:
         source, heads = heads, torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
         _rotate_into(heads[:, :, : hq + hk], source[:, :, : hq + hk], cos, sin, 1)
@@ -115,7 +116,7 @@ def split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None
     if cos is not None and sin is not None and takes_triton(dq):
         from megalite_kernels import rotary_triton
 
-        return rotary_triton.rotate_back_and_pack(dq, dk, dv, cos, sin).flatten(-2)
+        return rotary_triton.rotate_and_pack(dq, dk, dv, cos, sin, True).flatten(-2)
     sequence, batch, hq, head_dim = dq.shape
     hk = dk.shape[2]
     packed = torch.empty(sequence, batch, hq + 2 * hk, head_dim, dtype=dq.dtype, device=dq.device)

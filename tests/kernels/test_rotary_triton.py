@@ -78,8 +78,8 @@ def test_what_is_not_finite_stays_where_it_is(device):
 def test_operations_are_registered_soundly(device):
     cos, sin = tables(3, None, 8, torch.float32, device)
     q, k, v = (torch.randn(3, 2, heads, 8, device=device) for heads in (2, 1, 1))
-    opcheck(torch.ops.megalite.rotate_heads.default, (q, 1, cos, sin, True))
-    opcheck(torch.ops.megalite.rotate_back_and_pack.default, (q, k, v, cos, sin))
+    opcheck(torch.ops.megalite.rotate_and_pack.default, (q, k, v, cos, sin, True))
+    opcheck(torch.ops.megalite.rotate_and_pack.default, (q, q[:, :, :0], q[:, :, :0], cos, sin, False))
 
 
 def test_the_compiler_takes_whole_functions(device):

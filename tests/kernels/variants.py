@@ -65,8 +65,7 @@ def of_norm(module: Any, architecture: str) -> list[Variant]:
 
 
 def of_rotary(module: Any, architecture: str) -> list[Variant]:
-    sources = ("x",), ("q", "k", "v")
-    return [module._variant(each, dtype, dtype, dim) for each in sources for dtype in (BF16, FP16, FP32) for dim in (64, 96, 128)]
+    return [module._variant(dtype, dtype, dim) for dtype in (BF16, FP16, FP32) for dim in (64, 96, 128)]
 
 
 LISTS = {
