@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import product
@@ -39,12 +39,6 @@ class Layout:
     @property
     def world(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
-
-    def size(self, axes: Iterable[str]) -> int:
-        size = 1
-        for axis in axes:
-            size *= getattr(self, axis)
-        return size
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's position on each axis."""

@@ -15,7 +15,6 @@ the parameter is rounded; torch's CPU kernel multiplies by 1 − lr·weight_deca
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -64,11 +63,7 @@ def _variant(grads: torch.dtype, weights: torch.dtype | None, scaled: bool, whol
     )
 
 
-def _nothing(*args: Any, **options: Any) -> None:
-    """What the operation returns."""
-
-
-@operation(fake=_nothing, mutates=("params", "exp_avgs", "exp_avg_sqs", "weights"))
+@operation(mutates=("params", "exp_avgs", "exp_avg_sqs", "weights"))
 def adamw(
     params: list[Tensor],
     grads: list[Tensor],

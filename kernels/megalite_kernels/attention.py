@@ -191,8 +191,8 @@ def attention_backward(
     if route == "triton":
         from megalite_kernels import attention_triton
 
-        options = scale, window, document_start, softcap
-        return attention_triton.flash_attention_backward(dout, q, k, v, out, saved[0], *options, *_fields(dropout))
+        options = scale, window, document_start, softcap, *_fields(dropout)
+        return attention_triton.flash_attention_backward(dout, q, k, v, out, saved[0], *options)
     if route != "reference":
         return library_attention_backward(route, dout, q, k, v, out, saved, scale)
     problem = _Problem(q, k, window, document_start, softcap, dropout)

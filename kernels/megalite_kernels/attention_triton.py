@@ -116,15 +116,9 @@ def _visible(query, key, first_key, WINDOW: tl.constexpr, DOCUMENTS: tl.constexp
 
 @triton.jit
 def _key_edges(
-    first,
-    sequence,
-    first_key,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    APART: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    first, sequence, first_key,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Of a tile of queries: where its keys begin, where those begin and end that need no mask, where its keys end."""
     begin, unmasked = 0, 0
     if WINDOW:
@@ -141,16 +135,9 @@ def _key_edges(
 
 @triton.jit
 def _query_edges(
-    first,
-    sequence,
-    starts,
-    d_s,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    APART: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    first, sequence, starts, d_s,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Of a tile of keys: where the queries begin that see any of it, where those begin and end that need no mask, where the first end."""
     begin, end, unmasked = first // QUERIES * QUERIES, sequence, sequence
     if WINDOW:

@@ -63,19 +63,21 @@ class Variant:
         self.kernel[grid](*args, **self.constants, **self.options)
 
 
-def operation(fake: Callable[P, R], mutates: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def operation(fake: Callable[..., Any] | None = None, mutates: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: register a host function as `torch.ops.megalite.<its name>`, so that torch.compile can trace over it and selective
     checkpointing can tell it from others. Called in eager mode it costs no more than the function itself: the registered operation is
     taken only by a compiler, or under a dispatch mode. It has no gradient of its own: the caller's autograd Function has.
 
     Args:
-        fake: takes the same arguments and returns tensors of the shapes, dtypes and strides of the result, without computing.
+        fake: takes the same arguments and returns tensors of the shapes, dtypes and strides of the result, without computing. An operation
+            that returns nothing needs none.
         mutates: names of the tensor arguments that it writes to. What it returns is new: never a view of an argument.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         registered = torch.library.custom_op(f"megalite::{function.__name__}", function, mutates_args=mutates)
-        registered.register_fake(fake)
+        if fake is not None:
+            registered.register_fake(fake)
 
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> R:

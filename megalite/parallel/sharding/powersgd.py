@@ -155,8 +155,6 @@ class PowerSGD:
             stored: global shapes by name.
             fill: fills rectangles from the checkpoint.
         """
-        for matrix in self.matrices:
-            matrix.error.zero_()
         names = [(matrix, name) for matrix in self.matrices for name in (matrix.name, *([f"{matrix.name}.copy"] if self.one_copy else []))]
         known = [(matrix, name) for matrix, name in names if f"powersgd_error/{name}" in stored]
         for matrix in self.matrices:
