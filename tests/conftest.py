@@ -28,6 +28,13 @@ from collections.abc import Iterator  # noqa: E402
 import pytest  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not HAS_GPU and item.get_closest_marker("gpu") is not None:
         pytest.skip("needs a GPU")

@@ -69,17 +69,17 @@ class Layouts:
         self._ranks = ranks
         self._prefixes = {size: write_tokens(directory, size) for size in layouts.OPTIONS["vocab_size"]}
         self._known: dict[str, dict[str, Any]] = {}
-        self._cases: dict[str, tuple[Case, str]] = {}
+        self._cases: dict[str, Case] = {}
 
     def cases(self) -> list[str]:
         """In the order of a hash, so that any beginning of it is a sample of the whole."""
-        self._cases = {f"{layouts.name(case)}-{name}": (case, name) for case in layouts.every_case() for name in ("fp64", "fp32")}
+        self._cases = {layouts.name(case): case for case in layouts.every_case()}
         order = sorted(self._cases, key=lambda name: blake2b(name.encode()).digest())
         chunks = (sorted(order[first : first + CHUNK], key=self._layout) for first in range(0, len(order), CHUNK))
         return list(chain.from_iterable(chunks))
 
     def _layout(self, name: str) -> tuple[int, ...]:
-        case, _ = self._cases[name]
+        case = self._cases[name]
         return _world(case), case["tp"], case["pp"], case["dp"]
 
     def prove(self, case: str) -> None:
@@ -87,21 +87,21 @@ class Layouts:
         from tests.distributed.configs import config_of
         from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
 
-        options, precision = self._cases[case]
-        config = config_of(options, self._prefixes[options["vocab_size"]], precision)
+        options = self._cases[case]
+        config = config_of(options, self._prefixes[options["vocab_size"]], options["precision"])
         config["train"]["steps"] = LAYOUT_STEPS
         got = self._ranks.run(_world(options), jobs.train, config, LAYOUT_STEPS)
-        assert_same_run(got, self._single(options, precision), *TOLERANCE[precision])
+        assert_same_run(got, self._single(options), *TOLERANCE[options["precision"]])
 
-    def _single(self, case: Case, precision: str) -> dict[str, Any]:
+    def _single(self, case: Case) -> dict[str, Any]:
         """The run of one process on the same model, data and global batch."""
         from tests.distributed import jobs
         from tests.distributed.configs import SINGLE, config_of
 
         alone, batch = {**case, **SINGLE}, layouts.global_batch(case)
-        key = f"{layouts.name(alone)}-{batch}-{precision}"
+        key = f"{layouts.name(alone)}-{batch}"
         if key not in self._known:
-            config = config_of(alone, self._prefixes[case["vocab_size"]], precision)
+            config = config_of(alone, self._prefixes[case["vocab_size"]], case["precision"])
             config["train"] |= {"steps": LAYOUT_STEPS, "global_batch_size": batch, "micro_batch_size": batch}
             self._known[key] = self._ranks.run(1, jobs.train, config, LAYOUT_STEPS)[0]
         return self._known[key]

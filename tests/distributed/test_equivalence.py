@@ -1,7 +1,7 @@
 """A topology never changes the mathematics: the pairwise table of layouts, each against one process.
 
 20 steps at the proof settings. fp32: every loss and gradient norm within 1e-5 relative, every weight within 2e-5 absolute.
-fp64: within 1e-9, which no real error survives.
+fp64: within 1e-9, which no real error survives. The precision is one of the table's options; the long form has every layout in both.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tests.distributed import jobs, layouts
 from tests.distributed.configs import SINGLE, STEPS, config_of, write_tokens
 from tests.distributed.layouts import Case
 
-TOLERANCE = {"fp32": (1e-5, 2e-5), "fp64": (1e-9, 1e-9)}  # relative (loss, norm), absolute (weights)
+TOLERANCE = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 2e-5)}  # relative (loss, norm), absolute (weights)
 TABLE = layouts.pairwise()
-MODEL = ("tied", "kv_heads", "vocab_size", "layers", "masked", "dropout")
+MODEL = ("tied", "kv_heads", "vocab_size", "layers", "masked", "dropout", "precision")
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +30,16 @@ def single(ranks, prefixes):
     """The run of one process on the same model, data and global batch: computed once for each."""
     known: dict[tuple, dict[str, Any]] = {}
 
-    def run(case: Case, precision: str) -> dict[str, Any]:
-        alone = {**case, **SINGLE}
-        key = (*(alone[option] for option in MODEL), layouts.global_batch(case), precision)
+    def run(case: Case) -> dict[str, Any]:
+        alone, batch = {**case, **SINGLE}, layouts.global_batch(case)
+        key = (*(alone[option] for option in MODEL), batch)
         if key not in known:
-            batch = layouts.global_batch(case)
-            config = config_of(alone, prefixes[case["vocab_size"]], precision, train=train_section(case, precision, batch))
+            config = config_of(alone, prefixes[case["vocab_size"]], case["precision"])
+            config["train"] |= {"global_batch_size": batch, "micro_batch_size": batch}
             known[key] = ranks.run(1, jobs.train, config, STEPS)[0]
         return known[key]
 
     return run
-
-
-def train_section(case: Case, precision: str, batch: int) -> dict[str, Any]:
-    return {"steps": STEPS, "global_batch_size": batch, "micro_batch_size": batch, "precision": precision, "grad_clip": 1.0}
 
 
 def assert_same_run(got: list[dict[str, Any]], expected: dict[str, Any], relative: float, absolute: float) -> None:
@@ -59,12 +55,12 @@ def assert_same_run(got: list[dict[str, Any]], expected: dict[str, Any], relativ
 def test_table_holds_every_legal_pair_and_the_full_layout():
     covered = set().union(*(layouts.pairs_of(case) for case in TABLE))
     assert layouts.legal_pairs() <= covered
-    assert TABLE[0] == layouts.with_layers(layouts.NAMED) and all(layouts.is_legal(case) for case in TABLE)
+    assert TABLE[:2] == [layouts.with_layers({**layouts.NAMED, "precision": name}) for name in TOLERANCE]
+    assert all(layouts.is_legal(case) for case in TABLE)
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("case", TABLE, ids=layouts.name)
-def test_trains_like_one_process(case, precision, ranks, prefixes, single):
-    config = config_of(case, prefixes[case["vocab_size"]], precision)
+def test_trains_like_one_process(case, ranks, prefixes, single):
+    config = config_of(case, prefixes[case["vocab_size"]], case["precision"])
     got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, STEPS)
-    assert_same_run(got, single(case, precision), *TOLERANCE[precision])
+    assert_same_run(got, single(case), *TOLERANCE[case["precision"]])
