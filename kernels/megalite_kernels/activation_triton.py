@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.launch import POINTER, Variant, operation
+from megalite_kernels.launch import Variant, operation
 
 TILE_BYTES = 4096  # of one input: with 4 warps two 128-bit loads a thread
 COLUMNS = 256  # at most: 512 bytes of a row for each warp; the width of every known model is a multiple
@@ -77,16 +77,8 @@ def _backward(dh, gate_up, dgate_up, h, rows, width, GELU: tl.constexpr, ROWS: t
 @functools.cache
 def _variant(backward: bool, dtype: torch.dtype, act: str, width: int) -> Variant:
     columns = min(triton.next_power_of_2(width), COLUMNS)
-    gelu, pointer = act != "silu", POINTER[dtype]
-    tensors = ("dh", "gate_up", "dgate_up", "h") if backward else ("gate_up", "h")
-    return Variant(
-        name=f"gated {'backward' if backward else 'forward'} {'gelu' if gelu else 'silu'} {pointer[1:]}, {columns} columns",
-        kernel=_backward if backward else _forward,
-        types={**dict.fromkeys(tensors, pointer), "rows": "i32", "width": "i32"},
-        constants={"GELU": gelu, "ROWS": TILE_BYTES // dtype.itemsize // columns, "COLUMNS": columns},
-        warps=4,
-        multiples_of_16=("width",),
-    )
+    constants = {"GELU": act != "silu", "ROWS": TILE_BYTES // dtype.itemsize // columns, "COLUMNS": columns}
+    return Variant(_backward if backward else _forward, constants, warps=4)
 
 
 def _launch(backward: bool, act: str, h: Tensor, *tensors: Tensor) -> None:

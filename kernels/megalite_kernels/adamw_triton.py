@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.launch import POINTER, Variant, operation
+from megalite_kernels.launch import Variant, operation
 from megalite_kernels.ranges_triton import TYPE, address, aligned, cut, locate
 
 TILE = 2048  # elements: with 4 warps four 128-bit loads a thread of each fp32 array
@@ -52,15 +52,8 @@ def _adamw(
 
 @functools.cache
 def _variant(grads: torch.dtype, weights: torch.dtype | None, scaled: bool, whole: bool = True) -> Variant:
-    masters = f", masters of {POINTER[weights][1:]}" if weights else ""
-    scalars = ("decay", "rate", "root", "eps", "weight1", "weight2")
-    return Variant(
-        name=f"adamw {POINTER[grads][1:]} gradients{masters}{', scaled' if scaled else ''}",
-        kernel=_adamw,
-        types={"owner": "*i32", "rows": "*i64", "scale": "*fp32", **dict.fromkeys(scalars, "fp32")},
-        constants={"GRADS": TYPE[grads], "WEIGHTS": TYPE[weights] if weights else None, "SCALED": scaled, "ALIGNED": whole, "TILE": TILE},
-        warps=4,
-    )
+    types = {"GRADS": TYPE[grads], "WEIGHTS": TYPE[weights] if weights else None}
+    return Variant(_adamw, {**types, "SCALED": scaled, "ALIGNED": whole, "TILE": TILE}, warps=4)
 
 
 @operation(mutates=("params", "exp_avgs", "exp_avg_sqs", "weights"))

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels import dropout
-from megalite_kernels.launch import POINTER, Variant, architecture, operation
+from megalite_kernels.launch import Variant, architecture, operation
 
 _A, _B, _C = (tl.constexpr(factor) for factor in (dropout._A, dropout._B, dropout._C))
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -344,8 +344,6 @@ _TILES = {
     ("gfx942", "dk dv"): (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(16, 32, 4, 1)),
 }
 _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_keys}
-_POINTERS = {"forward": ("q", "k", "v", "out"), "dq": ("q", "k", "v", "dout", "out", "dq"), "dk dv": ("q", "k", "v", "dout", "dk", "dv")}
-_STRIDES = tuple(f"{matrix}_{axis}" for matrix in "qkv" for axis in "sbh")
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
@@ -356,21 +354,15 @@ def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
 
 @functools.cache
 def _variant(
-    kernel: str, target: str, dtype: torch.dtype, dim: int, group: int, scale: float, softcap: float, window: int, documents: bool, p: float
+    kernel: str, target: str, dim: int, group: int, scale: float, softcap: float, window: int, documents: bool, p: float
 ) -> Variant:
     width = max(triton.next_power_of_2(dim), 16)
     tile = _tile(target, kernel, width, bool(softcap or p))
-    function = _KERNELS[kernel]
     constants = {
         "SCALE": scale, "SOFTCAP": softcap, "WINDOW": window, "DOCUMENTS": documents, "P": p, "THRESHOLD": dropout.threshold(p),
         "GROUP": group, "DIM": dim, "WIDTH": width, "QUERIES": tile.queries, "KEYS": tile.keys,
     }  # fmt: skip
-    types = {name: "i32" for name in function.arg_names if name not in constants}
-    types |= dict.fromkeys(_POINTERS[kernel], POINTER[dtype]) | {"lse": "*fp32"} | ({} if kernel == "forward" else {"delta": "*fp32"})
-    types |= {"starts": "*i64" if documents else "*fp32", "samples": "*i64" if p else "*fp32"}
-    options = {"softcap": softcap, "window": window, "documents": documents, "dropout": p}
-    name = " ".join([kernel, POINTER[dtype][1:], f"{dim} channels", *(option for option, given in options.items() if given)])
-    return Variant(name, function, types, constants, tile.warps, tile.stages, multiples_of_16=_STRIDES, multiplies=True)
+    return Variant(_KERNELS[kernel], constants, tile.warps, tile.stages)
 
 
 def _launcher(
@@ -384,7 +376,7 @@ def _launcher(
     origin = (0, 0) if document_start is None else starts.stride()
     shared = starts, lse if samples is None else samples.to(torch.int64).contiguous()
     strides = [stride for x in matrices for stride in x.stride()[:3]]
-    kind = architecture(q.device), q.dtype, dim, heads // kv_heads, scale, softcap or 0.0, window or 0, document_start is not None, p
+    kind = architecture(q.device), dim, heads // kv_heads, scale, softcap or 0.0, window or 0, document_start is not None, p
 
     def launch(kernel: str, *tensors: Tensor) -> None:
         variant = _variant(kernel, *kind)

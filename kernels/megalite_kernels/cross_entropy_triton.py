@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.launch import POINTER, Variant, architecture, operation
+from megalite_kernels.launch import Variant, architecture, operation
 
 LANE_BYTES = 2048  # across a row: 128 bits for each of 128 threads
 DEPTH = 4  # as many of them in a tile
@@ -93,24 +93,10 @@ def _gradient(
 @functools.cache
 def _variant(chip: str, backward: bool, dtype: torch.dtype, with_sum: bool, align: int) -> Variant:
     warps = 2 if chip == "gfx942" else 4  # a warp is 64 threads there
-    columns, kind = LANE_BYTES // dtype.itemsize, f"{POINTER[dtype][1:]}, rows in steps of {align}"
-    integers = dict.fromkeys(INTEGERS, "i32")
+    columns = LANE_BYTES // dtype.itemsize
     if backward:
-        floats = {"twice_z": "fp32", "at_target": "fp32", "everywhere": "fp32"}
-        return Variant(
-            name=f"gradient {kind}",
-            kernel=_gradient,
-            types={"logits": POINTER[dtype], "targets": "*i64", "lse": "*fp32", "grad_scale": "*fp32", **integers, **floats},
-            constants={"ALIGN": align, "COLUMNS": DEPTH * columns},
-            warps=warps,
-        )
-    return Variant(
-        name=f"statistics {'with sum ' if with_sum else ''}{kind}",
-        kernel=_statistics,
-        types={"logits": POINTER[dtype], "targets": "*i64", "stats": "*fp32", **integers},
-        constants={"WITH_SUM": with_sum, "ALIGN": align, "DEPTH": DEPTH, "COLUMNS": columns},
-        warps=warps,
-    )
+        return Variant(_gradient, {"ALIGN": align, "COLUMNS": DEPTH * columns}, warps)
+    return Variant(_statistics, {"WITH_SUM": with_sum, "ALIGN": align, "DEPTH": DEPTH, "COLUMNS": columns}, warps)
 
 
 def _rows(logits: Tensor) -> tuple[Tensor, int]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.launch import POINTER, Variant, operation
+from megalite_kernels.launch import Variant, operation
 from megalite_kernels.ranges_triton import TYPE, address, aligned, cut, locate
 
 TILE_BYTES = 16384  # with 4 warps eight 128-bit loads a thread
@@ -29,13 +29,7 @@ def _squared_sums(owner, rows, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 
 @functools.cache
 def _variant(dtype: torch.dtype, whole: bool = True) -> Variant:
-    return Variant(
-        name=f"squared sum {POINTER[dtype][1:]}",
-        kernel=_squared_sums,
-        types={"owner": "*i32", "rows": "*i64", "sums": "*fp32"},
-        constants={"DTYPE": TYPE[dtype], "ALIGNED": whole, "TILE": TILE_BYTES // dtype.itemsize},
-        warps=4,
-    )
+    return Variant(_squared_sums, {"DTYPE": TYPE[dtype], "ALIGNED": whole, "TILE": TILE_BYTES // dtype.itemsize}, warps=4)
 
 
 def _like_total(chunks: list[Tensor]) -> Tensor:

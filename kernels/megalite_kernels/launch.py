@@ -1,8 +1,8 @@
 """How a Triton kernel is launched, and how its host function becomes an operation of torch. Imports no triton.
 
 No kernel is tuned at run time: that would take time on every rank, and could choose differently on two ranks or in two runs. A module
-launches what stands in its static tables, and the compile tests prove of every entry, with no GPU, that it spills no register and loads
-128 bits at once. A `Variant` is both what is compiled there and what is launched, so it is that binary that runs.
+launches what stands in its static tables. The compile tests note what is launched at the sizes of real models, and prove of each such
+binary, with no GPU, that it spills no register and loads 128 bits at once.
 """
 
 import functools
@@ -18,9 +18,6 @@ R = TypeVar("R")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What the tables of variants are made for: A100, H100 and H200, B200, MI300."""
 
-POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
-"""Triton's type of a tensor argument."""
-
 
 @functools.cache
 def architecture(device: torch.device) -> str:
@@ -34,24 +31,15 @@ def architecture(device: torch.device) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A kernel with everything that decides its machine code."""
+    """A kernel with everything that decides its machine code, but for the types of its arguments and which of them are multiples of 16."""
 
-    name: str
-    """Unique in its module: the kernel, and what sets this variant apart."""
     kernel: Any
     """The function decorated with triton.jit."""
-    types: Mapping[str, str]
-    """Triton's type of each argument that is not a constant, in order: *bf16, *fp32, *i64, i32, fp32 …"""
     constants: Mapping[str, Any]
     """The kernel's tl.constexpr arguments."""
     warps: int
     stages: int = 1
     """How many iterations of a loop over loads the compiler overlaps."""
-    multiples_of_16: tuple[str, ...] = ()
-    """Integer arguments that are, at the sizes this variant is made for. Others run too: Triton then compiles narrower loads. The same
-    holds for pointers, which are taken to be aligned to 16 bytes."""
-    multiplies: bool = False
-    """Whether it multiplies matrices, and so must use tensor cores."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -59,7 +47,7 @@ class Variant:
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def launch(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Run `grid` programs on the current device; `args` in the order of `types`."""
+        """Run `grid` programs on the current device; `args` are the kernel's, in order, but for the constants."""
         self.kernel[grid](*args, **self.constants, **self.options)
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.launch import POINTER, Variant, architecture, operation
+from megalite_kernels.launch import Variant, architecture, operation
 
 TILE = 2048  # values that a program holds at least: 4 warps of 32 threads
 VALUES = 16  # that a thread holds, 32 in the widest rows: backward takes up to 128 registers
@@ -108,27 +108,15 @@ def _backward(
 
 
 @functools.cache
-def _variant(
-    backward: bool, target: str, dtype: torch.dtype, rows_of_x: tuple[int, int, int], add: bool, layer: bool, offset: float, eps: float
-) -> Variant:
+def _variant(backward: bool, target: str, rows_of_x: tuple[int, int, int], add: bool, layer: bool, offset: float, eps: float) -> Variant:
     hidden, heads, stride = rows_of_x
     columns = triton.next_power_of_2(hidden)
     rows = max(1, TILE // columns)
     threads = rows * columns // VALUES
     warps = min(max(4, threads // (64 if target == "gfx942" else 32)), WARPS[target])
-    kernel, fp32 = _backward if backward else _forward, ("mean", "rstd", "dweight", "dbias")
-    tensors = kernel.arg_names[: kernel.arg_names.index("rows")]
-    norm = "layer norm" if layer else "add + rms norm" if add else "rms norm"
-    special = (f", {heads} heads" if heads > 1 else "") + (f", offset {offset:g}" if offset else "")
+    sizes = {"HIDDEN": hidden, "HEADS": heads, "STRIDE": stride, "ROWS": rows, "COLUMNS": columns}
     own = {"AHEAD": AHEAD[target]} if backward else {"EPS": eps}
-    return Variant(
-        name=f"{norm} {'backward' if backward else 'forward'} {POINTER[dtype][1:]}, {hidden} wide{special}",
-        kernel=kernel,
-        types={name: "*fp32" if name in fp32 else POINTER[dtype] for name in tensors} | {"rows": "i32"},
-        constants={"HIDDEN": hidden, "HEADS": heads, "STRIDE": stride, "ROWS": rows, "COLUMNS": columns}
-        | {"OFFSET": offset, "ADD": add, "LAYER": layer, **own},
-        warps=warps,
-    )
+    return Variant(_backward if backward else _forward, {**sizes, "OFFSET": offset, "ADD": add, "LAYER": layer, **own}, warps)
 
 
 @functools.cache
@@ -164,7 +152,7 @@ def norm_forward(
     x, rows_of_x = _rows_of(x)
     if x.numel() > 0:
         rows = x.numel() // x.shape[-1]
-        variant = _variant(False, architecture(x.device), x.dtype, rows_of_x, branch is not None, bias is not None, offset, eps)
+        variant = _variant(False, architecture(x.device), rows_of_x, branch is not None, bias is not None, offset, eps)
         inputs = (x, x if branch is None else branch.contiguous(), weight, weight if bias is None else bias)
         variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *inputs, *results, rows)
     return results
@@ -184,7 +172,7 @@ def norm_backward(
     x, rows_of_x = _rows_of(x)
     hidden, target = x.shape[-1], architecture(x.device)
     rows = x.numel() // hidden
-    variant = _variant(True, target, x.dtype, rows_of_x, dtotal is not None, mean is not None, offset, 0.0)
+    variant = _variant(True, target, rows_of_x, dtotal is not None, mean is not None, offset, 0.0)
     programs = WARPS[target] // variant.warps * _multiprocessors(x.device)
     programs = min(programs, triton.cdiv(rows, variant.constants["ROWS"]))
     dx, dweight = x.new_empty(x.shape), rstd.new_empty((programs, hidden))

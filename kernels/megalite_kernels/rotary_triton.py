@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.launch import POINTER, Variant, operation
+from megalite_kernels.launch import Variant, operation
 
 TILE_BYTES = 4096  # of the first halves of rows: with 4 warps two 128-bit loads a thread
 
@@ -59,19 +59,10 @@ def _rotary(
 
 
 @functools.cache
-def _variant(dtype: torch.dtype, table_dtype: torch.dtype, head_dim: int) -> Variant:
+def _variant(dtype: torch.dtype, head_dim: int) -> Variant:
     pairs = triton.next_power_of_2(head_dim // 2)
-    tensors = {**dict.fromkeys("qkv", dtype), "cos": table_dtype, "sin": table_dtype, "out": dtype}
-    steps = tuple(name for name in _rotary.arg_names if name.endswith("_step"))
-    counts = ("rows", "batch", "q_heads", "k_heads")
-    return Variant(
-        name=f"rotary {POINTER[dtype][1:]}, {head_dim} channels",
-        kernel=_rotary,
-        types={name: POINTER[tensor] for name, tensor in tensors.items()} | {"sign": "fp32"} | dict.fromkeys((*counts, *steps), "i32"),
-        constants={"HALF": head_dim // 2, "PAIRS": pairs, "ROWS": max(TILE_BYTES // dtype.itemsize // pairs, 1)},
-        warps=4,
-        multiples_of_16=steps,
-    )
+    rows = max(TILE_BYTES // dtype.itemsize // pairs, 1)
+    return Variant(_rotary, {"HALF": head_dim // 2, "PAIRS": pairs, "ROWS": rows}, warps=4)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
@@ -88,7 +79,7 @@ def rotate_and_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, i
         cos, sin = cos.contiguous(), sin.contiguous()
         steps = [step for source in sources for step in source.stride()[:3]]
         steps += [cos.stride(0), cos.stride(1) if cos.dim() == 3 else 0]
-        batch, rows, variant = q.shape[1], packed.numel() // packed.shape[3], _variant(q.dtype, cos.dtype, packed.shape[3])
+        batch, rows, variant = q.shape[1], packed.numel() // packed.shape[3], _variant(q.dtype, packed.shape[3])
         arguments = *sources, cos, sin, packed, -1.0 if inverse else 1.0, rows, batch, q.shape[2], k.shape[2], *steps
         variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *arguments)
     return packed

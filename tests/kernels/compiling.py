@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.kernels.variants import variants
+from tests.kernels.variants import launches
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "kernels" / "megalite_kernels").glob("*_triton.py"))
@@ -29,6 +29,8 @@ MODULES = [path.stem for path in SOURCES if "\ndef _variant(" in path.read_text(
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
 TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma", "gfx942": "v_mfma"}
 """Instructions. Hopper has Ampere's too, which is the better one for tiles of fewer than 64 rows."""
+MULTIPLY = ("attention_triton",)
+"""Modules whose kernels multiply matrices, and so must use tensor cores."""
 PROCESSES = 2
 DOCUMENT = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- written by python -m tests.kernels.compiling --document -->\n", "<!-- end -->"
@@ -46,7 +48,7 @@ class Binary:
     wide_stores: int
     narrow_stores: int
     products: int  # tensor-core instructions, of the architecture's own kind
-    multiplies: bool  # whether the variant says that it multiplies matrices
+    multiplies: bool  # whether it is to multiply matrices
 
 
 Binaries = dict[str, dict[str, dict[str, Binary]]]
@@ -72,16 +74,16 @@ def _from_json(found: dict[str, Any]) -> Binaries:
 
 
 def _compile(job: tuple[str, str, int]) -> tuple[str, str, str, dict[str, Any]]:
-    """(module, architecture, index into its variants) → the first two, the variant's name, the fields of its Binary."""
+    """(module, architecture, index into its launches) → the first two, the launch's name, the fields of its Binary."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     module, architecture, index = job
-    variant = variants(module, architecture)[index]
-    names = variant.kernel.arg_names
-    types = {name: "constexpr" if name in variant.constants else variant.types[name] for name in names}
-    aligned = [name for name, kind in types.items() if kind.startswith("*") or name in variant.multiples_of_16]
+    launch = launches(module, architecture)[index]
+    variant, names = launch.variant, launch.variant.kernel.arg_names
+    given, aligned = launch.seen_by_triton()
+    types = {name: given.get(name, "constexpr") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=variant.kernel, signature=types, constexprs=dict(variant.constants), attrs=attributes)
     nvidia = architecture.startswith("sm_")
@@ -91,8 +93,8 @@ def _compile(job: tuple[str, str, int]) -> tuple[str, str, str, dict[str, Any]]:
     code = compiled.asm["ptx" if nvidia else "amdgcn"]
     memory = _nvidia_memory(code) if nvidia else _amd_memory(code)
     products = len(re.findall(TENSOR_CORE[architecture], code))
-    found = {**resources, "shared": compiled.metadata.shared, **memory, "products": products, "multiplies": variant.multiplies}
-    return module, architecture, variant.name, found
+    found = {**resources, "shared": compiled.metadata.shared, **memory, "products": products, "multiplies": module in MULTIPLY}
+    return module, architecture, launch.name, found
 
 
 def _nvidia_resources(cubin: bytes) -> dict[str, int]:
@@ -177,7 +179,7 @@ def _compile_here() -> dict[str, Any]:
         (module, architecture, index)
         for module in MODULES
         for architecture in ARCHITECTURES
-        for index in range(len(variants(module, architecture)))
+        for index in range(len(launches(module, architecture)))
     ]
     found: dict[str, Any] = {module: {architecture: {} for architecture in ARCHITECTURES} for module in MODULES}
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("fork")) as workers:

@@ -11,7 +11,7 @@ from megalite_kernels.launch import ARCHITECTURES
 
 from tests.kernels import compiling
 from tests.kernels.compiling import MODULES, SHARED_LIMIT, SOURCES, TENSOR_CORE, Binaries, Binary
-from tests.kernels.variants import variants
+from tests.kernels.variants import launches
 
 FEW_BITS = 128  # of one thread: scalars of a row, such as its target or its mean
 EACH = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -58,7 +58,7 @@ def test_every_kernel_is_listed():
     modules = [importlib.import_module(f"megalite_kernels.{path.stem}") for path in SOURCES]
     jitted = {member for module in modules for member in vars(module).values() if hasattr(member, "arg_names")}
     called = {name for kernel in jitted for name in kernel.fn.__code__.co_names}  # by other kernels
-    listed = {variant.kernel for module in MODULES for each in ARCHITECTURES for variant in variants(module, each)}
+    listed = {launch.variant.kernel for module in MODULES for each in ARCHITECTURES for launch in launches(module, each)}
     assert {kernel for kernel in jitted if kernel.fn.__name__ not in called} == listed
 
 
@@ -68,7 +68,7 @@ def test_the_documented_table_has_every_variant():
     table = table.partition(compiling.END)[0]
     assert re.search(r"Made by Triton \d+\.\d+\.\d+", table)
     documented = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")} - set(MODULES)
-    listed = {variant.name for module in MODULES for architecture in ARCHITECTURES for variant in variants(module, architecture)}
+    listed = {launch.name for module in MODULES for architecture in ARCHITECTURES for launch in launches(module, architecture)}
     assert documented == listed, "run python -m tests.kernels.compiling --document, without TRITON_INTERPRET"
 
 

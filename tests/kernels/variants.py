@@ -1,71 +1,129 @@
-"""What the compile tests compile: of every module's static tables all entries, at the sizes of real models."""
+"""What the compile tests compile: all that operations launch at the sizes of real models, and so every entry of the static tables.
+
+Nothing runs. The operations are called with tensors whose content does not matter, and what they would launch is noted.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from megalite_kernels.launch import Variant
+from torch import Tensor
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+DTYPES = (BF16, FP16, FP32)
+ROWS, BATCH = 3, 2  # neither 1 nor a multiple of 16, which Triton compiles apart
+IGNORE_INDEX = -100
+HEADS = ((8, 64, 1536), (32, 128, 6144))  # how many, their width, and that of the projection in which they lie
+
+Calls = Iterator[tuple[tuple[str, ...], Callable[[], Any]]]
+"""A call, and before it the names of what it launches."""
 
 
-def of_activation(module: Any, architecture: str) -> list[Variant]:
+class Launch(NamedTuple):
+    """One binary: a variant, called `name` in its module, and the arguments that it is launched with."""
+
+    name: str
+    variant: Variant
+    args: tuple[Any, ...]
+
+    def seen_by_triton(self) -> tuple[dict[str, str], list[str]]:
+        """The type of each argument that is no constant, and which are multiples of 16, so that loads become wide. (The interpreter's
+        kernels do not know the second.)"""
+        types, aligned = {}, []
+        taken = [parameter for parameter in self.variant.kernel.params if parameter.name not in self.variant.constants]
+        for parameter, given in zip(taken, self.args, strict=True):
+            if isinstance(given, Tensor):
+                kind, number = f"*{NAMES[given.dtype]}", given.data_ptr()
+            else:
+                kind, number = "fp32" if isinstance(given, float) else "i32", given
+            types[parameter.name] = kind
+            if kind != "fp32" and not parameter.do_not_specialize:
+                assert number != 1, f"{self.name}: Triton makes a constant of {parameter.name} = 1"
+                aligned += [parameter.name] if number % 16 == 0 else []
+        return types, aligned
+
+
+def of_activation(module: Any) -> Calls:
     """Limited by memory alone, and the same on every architecture; so are most of the others."""
-    return [
-        module._variant(backward, dtype, act, width=14336)
-        for backward in (False, True)
-        for act in ("silu", "gelu_new")
-        for dtype in (BF16, FP16, FP32)
-    ]
+    for act, kind in (("silu", "silu"), ("gelu_new", "gelu")):
+        for dtype in DTYPES:
+            h, gate_up = torch.empty(ROWS, 14336, dtype=dtype), torch.empty(ROWS, 2 * 14336, dtype=dtype)
+            label = f"{kind} {NAMES[dtype]}, 256 columns"
+            yield (f"gated forward {label}",), partial(module.gated_forward, gate_up, act)
+            yield (f"gated backward {label}",), partial(module.gated_backward, h, gate_up, act)
 
 
-def of_adamw(module: Any, architecture: str) -> list[Variant]:
+def of_adamw(module: Any) -> Calls:
     """Training in fp32, bf16 and fp16."""
-    dtypes = (FP32, None), (FP32, BF16), (BF16, BF16), (FP32, FP16)
-    return [module._variant(*each, scaled) for each in dtypes for scaled in (False, True)]
+    for grads, weights in (FP32, None), (FP32, BF16), (BF16, BF16), (FP32, FP16):
+        for scale in (None, torch.ones(())):
+            params, gradients, *moments = ([torch.empty(64, dtype=dtype)] for dtype in (FP32, grads, FP32, FP32))
+            masters = [torch.empty(64, dtype=weights)] if weights else []
+            named = f", masters of {NAMES[weights]}" if weights else ""
+            name = f"adamw {NAMES[grads]} gradients{named}{'' if scale is None else ', scaled'}"
+            yield (name,), partial(module.adamw, params, gradients, *moments, masters, scale, *[0.5] * 6)
 
 
-def of_attention(module: Any, architecture: str) -> list[Variant]:
+def of_attention(module: Any) -> Calls:
     """Every tile: with all options, and, for the heads of Llama 1B and 8B, with documents alone."""
-    everything = {"softcap": 30.0, "window": 1024, "documents": True, "p": 0.1}
-    documents = {"softcap": 0.0, "window": 0, "documents": True, "p": 0.0}
-    return [
-        module._variant(kernel, architecture, BF16, dim=dim, group=4, scale=dim**-0.5, **options)
-        for kernel in ("forward", "dq", "dk dv")
-        for dim, options in ((80, everything), (256, everything), (64, documents), (128, documents))
-    ]
+    starts, samples = torch.zeros(ROWS, BATCH, dtype=torch.int64), torch.zeros(BATCH, dtype=torch.int64)
+    everything = "softcap window documents dropout", (1024, starts, 30.0, samples, 7, 0.1, 0, 0)
+    documents = "documents", (None, starts, None, None, 0, 0.0, 0, 0)
+    for dim, (kind, options) in ((80, everything), (256, everything), (64, documents), (128, documents)):
+        q, k = (torch.empty(ROWS, BATCH, heads, dim, dtype=BF16) for heads in (8, 2))
+        lse, label = torch.empty(BATCH, 8, ROWS), f"bf16 {dim} channels {kind}"
+        yield (f"forward {label}",), partial(module.flash_attention, q, k, k, dim**-0.5, *options)
+        yield (f"dq {label}", f"dk dv {label}"), partial(module.flash_attention_backward, q, q, k, k, q, lse, dim**-0.5, *options)
 
 
-def of_cross_entropy(module: Any, architecture: str) -> list[Variant]:
+def of_cross_entropy(module: Any) -> Calls:
     """Padded vocabularies."""
-    return [
-        module._variant(architecture, backward, dtype, with_sum, module.ALIGN)
-        for backward, with_sum in ((False, False), (False, True), (True, False))
-        for dtype in (BF16, FP16, FP32)
-    ]
+    targets, lse, scale = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(2, ROWS), torch.ones(())
+    for dtype in DTYPES:
+        logits, label = torch.empty(ROWS, 1024, dtype=dtype), f"{NAMES[dtype]}, rows in steps of 8"
+        part = (0, 1000, IGNORE_INDEX)
+        yield (f"statistics {label}",), partial(module.cross_entropy_statistics, logits, targets, *part, False)
+        yield (f"statistics with sum {label}",), partial(module.cross_entropy_statistics, logits, targets, *part, True)
+        yield (f"gradient {label}",), partial(module.cross_entropy_gradient_, logits, targets, lse, scale, *part, 0.1, 0.1, 1000)
 
 
-def of_grad_norm(module: Any, architecture: str) -> list[Variant]:
-    return [module._variant(dtype) for dtype in (FP32, BF16, FP16)]
+def of_grad_norm(module: Any) -> Calls:
+    for dtype in DTYPES:
+        chunks = [torch.empty(64, dtype=dtype)]
+        yield (f"squared sum {NAMES[dtype]}",), partial(module.squared_sum, chunks)
 
 
-def of_norm(module: Any, architecture: str) -> list[Variant]:
+def of_norm(module: Any) -> Calls:
     """The widths of real models, the widest that `norm` gives to kernels, and short and odd ones."""
-    widths = {"rms": [2048, 8192, 16384], "add": [2048, 4096, 5120, 8192, 16384], "layer": [768, 8192]}
-    cases = [(kind, BF16, (width, 1, width), 0.0) for kind, of_kind in widths.items() for width in of_kind]
-    cases += [("add", FP16, (4096, 1, 4096), 0.0), ("add", FP32, (8192, 1, 8192), 0.0), ("layer", FP32, (8192, 1, 8192), 0.0)]
-    cases += [("rms", BF16, (64, 8, 1536), 0.0), ("rms", BF16, (128, 32, 6144), 0.0), ("add", BF16, (3072, 1, 3072), 1.0)]
-    return [
-        module._variant(backward, architecture, dtype, rows_of_x, kind == "add", kind == "layer", offset, 1e-5)
-        for backward in (False, True)
-        for kind, dtype, rows_of_x, offset in cases
-    ]
+    widths = {"rms norm": [2048, 8192, 16384], "add + rms norm": [2048, 4096, 5120, 8192, 16384], "layer norm": [768, 8192]}
+    cases = [(kind, BF16, torch.empty(ROWS, width), 0.0) for kind, of_kind in widths.items() for width in of_kind]
+    wide = torch.empty(ROWS, 8192)
+    cases += [("add + rms norm", FP16, torch.empty(ROWS, 4096), 0.0), ("add + rms norm", FP32, wide, 0.0), ("layer norm", FP32, wide, 0.0)]
+    heads = [torch.empty(ROWS, BATCH, packed)[..., : count * width].unflatten(-1, (count, width)) for count, width, packed in HEADS]
+    cases += [("rms norm", BF16, each, 0.0) for each in heads] + [("add + rms norm", BF16, torch.empty(ROWS, 3072), 1.0)]
+    for kind, dtype, like, offset in cases:
+        x = torch.empty_strided(like.shape, like.stride(), dtype=dtype)
+        weight, statistic = torch.empty(x.shape[-1], dtype=dtype), torch.empty(*x.shape[:-1], 1)
+        second, (bias, mean) = x if kind[:3] == "add" else None, (weight, statistic) if kind[:5] == "layer" else (None, None)
+        special = (f", {x.shape[-2]} heads" if x.dim() > 2 else "") + (f", offset {offset:g}" if offset else "")
+        label = f"{NAMES[dtype]}, {x.shape[-1]} wide{special}"
+        yield (f"{kind} forward {label}",), partial(module.norm_forward, x, second, weight, bias, 1e-5, offset)
+        yield (f"{kind} backward {label}",), partial(module.norm_backward, x, second, x, weight, mean, statistic, offset)
 
 
-def of_rotary(module: Any, architecture: str) -> list[Variant]:
-    return [module._variant(dtype, dtype, dim) for dtype in (BF16, FP16, FP32) for dim in (64, 96, 128)]
+def of_rotary(module: Any) -> Calls:
+    for dtype in DTYPES:
+        for dim in (64, 96, 128):
+            q, k, v = torch.empty(ROWS, BATCH, 10, dim, dtype=dtype).split((6, 2, 2), 2)
+            table = torch.empty(ROWS, dim, dtype=dtype)
+            yield (f"rotary {NAMES[dtype]}, {dim} channels",), partial(module.rotate_and_pack, q, k, v, table, table, False)
 
 
 LISTS = {
@@ -79,5 +137,13 @@ LISTS = {
 }
 
 
-def variants(module: str, architecture: str) -> list[Variant]:
-    return LISTS[module](importlib.import_module(f"megalite_kernels.{module}"), architecture)
+def launches(module_name: str, architecture: str) -> list[Launch]:
+    """What a module launches on GPUs of an architecture."""
+    module, found = importlib.import_module(f"megalite_kernels.{module_name}"), list[Launch]()
+    with patch.object(module, "architecture", lambda device: architecture, create=True):
+        for names, call in LISTS[module_name](module):
+            seen: list[tuple[Variant, tuple[Any, ...]]] = []
+            with patch.object(Variant, "launch", lambda variant, grid, *args, into=seen: into.append((variant, args))):
+                call()
+            found += [Launch(name, *launch) for name, launch in zip(names, seen, strict=True)]
+    return found
