@@ -23,6 +23,7 @@ Dropout hashes (head, key position) and (sample, query position) as `dropout.Att
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -325,31 +326,22 @@ class Tile(NamedTuple):
     stages: int
 
 
-# The largest, for up to 64, 128 and 256 channels, that registers suffice for: so far nothing was chosen by time. GPUs that come nearest to
-# sm_80 have less shared memory than it, 99 KB for a program.
-_TILES = {
-    ("sm_80", "forward"): (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
-    ("sm_80", "dq"): (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
-    ("sm_80", "dk dv"): (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
-    ("sm_90", "forward"): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
-    ("sm_90", "dq"): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
-    ("sm_90", "dq", "heavy"): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
-    ("sm_90", "dk dv"): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(64, 32, 8, 2)),
-    ("sm_100", "forward"): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
-    ("sm_100", "dq"): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
-    ("sm_100", "dk dv"): (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 64, 8, 2)),
-    ("sm_100", "dk dv", "heavy"): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
-    ("gfx942", "forward"): (Tile(128, 64, 4, 1), Tile(128, 64, 4, 1), Tile(64, 32, 4, 1)),
-    ("gfx942", "dq"): (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
-    ("gfx942", "dk dv"): (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(16, 32, 4, 1)),
-}
 _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_keys}
+
+
+@functools.cache
+def _tables() -> dict[str, dict[str, list[list[int]]]]:
+    """Architecture → kernel → its tiles for narrow, wide and the widest heads."""
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name("attention_tiles.yaml").read_text())
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
     """The table's; `heavy` kernels have a soft-cap or dropout."""
-    tiles = (_TILES.get((target, kernel, "heavy")) if heavy else None) or _TILES[target, kernel]
-    return tiles[(width > 64) + (width > 128)]
+    tables = _tables()[target]
+    tiles = tables.get(f"{kernel} heavy", tables[kernel]) if heavy else tables[kernel]
+    return Tile(*tiles[(width > 64) + (width > 128)])
 
 
 @functools.cache

@@ -43,10 +43,10 @@ def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
 def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
     frequency = 1.0 / theta**exponent  # [D/2]
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    scaling = scaling or {"rope_type": "default"}
+    kind = scaling["rope_type"]
     if kind == "default":
         return frequency
-    assert scaling is not None
     if kind == "linear":
         return frequency / scaling["factor"]
     if kind == "llama3":
