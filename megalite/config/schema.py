@@ -197,6 +197,8 @@ class DataConfig:
     """Shuffle samples, as a pure function of (seed, epoch, dataset)."""
     sequence_length: int = 256
     """Tokens of one sample."""
+    packing: bool = False
+    """Of chat data: a sample holds as many whole conversations as fit, none of which sees another; otherwise one, padded."""
     reset_positions: bool = False
     """Treat EOS as a document's end: positions restart and attention does not cross."""
     eod_mask_loss: bool = False

@@ -15,7 +15,7 @@ def prefixes(source: Any) -> list[str]:
 
 
 def metadata(prefix: str | Path) -> dict[str, Any]:
-    """PREFIX.json: `vocab_size`, `eos` and `tokenizer`; empty where there is none, as beside a file that Megatron-LM wrote.
+    """PREFIX.json: `vocab_size`, `eos` and `tokenizer`, for chat data `chat`; empty where there is none, as beside a file of Megatron-LM's.
 
     Raises ConfigError where it is broken.
     """
@@ -30,6 +30,11 @@ def metadata(prefix: str | Path) -> dict[str, Any]:
         way_out = 'Prepare the data again, or write {"vocab_size": V, "eos": ID} into it.'
         raise ConfigError(f"{path} is not a JSON object ({problem}). {way_out}")
     return content
+
+
+def is_chat(prefix: str | Path) -> bool:
+    """Whether the documents of a token file are conversations, with a mask of the loss beside them."""
+    return "chat" in metadata(prefix)
 
 
 def data_vocab_size(config: Config) -> int | None:

@@ -4,6 +4,8 @@ A `Concatenation` lays token files end to end; its sample i is tokens [i·S, i·
 Past the last sample the next epoch begins. Shuffling replaces i by a keyed permutation of it, computed for one index in constant time and
 memory: nothing is stored, and the order depends on (seed, epoch, dataset) alone.
 
+`Conversations` are whole documents: a sample is a row of one of them, or of as many as fit, chosen by their lengths alone.
+
 A `Blend` interleaves datasets by weight. The weights are brought to whole numbers q_1 … q_n with sum D, and one period of D samples is laid
 out so that after k samples dataset j has given q_j·k/D of them, give or take less than one. Sample k is then row k mod D of that table:
 which dataset, and how many of its samples came before in the period; (k div D)·q_j came in the periods before. No state, nothing to replay.
@@ -13,7 +15,7 @@ import heapq
 import json
 import math
 from abc import ABC, abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
@@ -24,28 +26,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite import rng
+from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import DataConfig
 from megalite.config.token_files import prefixes
 from megalite.data.indexed import DataError, IndexedTokens
 
 LONGEST_PERIOD = 1 << 17
+PACKED_TOGETHER = 1 << 13  # documents: more fill rows no better, and take longer
 
 
 class Dataset(ABC):
     """An endless, O(1)-addressable sequence of samples.
 
     Attributes: `vocab_size` and `eos` (None where no PREFIX.json says them); `fingerprint`, a hash of everything that determines content
-    and order; `samples_per_epoch`, the samples before any is repeated.
+    and order; `samples_per_epoch`, the samples before any is repeated; `chat`, whether it is of conversations, whose loss counts in part.
     """
 
     vocab_size: int | None
     eos: int | None
     fingerprint: str
     samples_per_epoch: int
+    chat: bool = False
 
     @abstractmethod
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index` ≥ 0: int64 [sequence_length + 1]."""
+        """Sample `index` ≥ 0: int64 [sequence_length + 1]; of conversations [3, sequence_length]: tokens, targets, document starts."""
 
 
 @dataclass(frozen=True)
@@ -57,44 +62,109 @@ class Part:
     stop: int
 
 
-class Concatenation(Dataset):
-    """Parts of token files end to end, cut into samples, in order or shuffled anew each epoch.
+class TokenFiles(Dataset):
+    """Parts of token files, their samples in order or shuffled anew each epoch. Raises DataError where their vocabularies differ."""
 
-    Raises DataError where the parts hold no whole sample or disagree about their vocabulary.
-    """
-
-    def __init__(self, parts: list[Part], sequence_length: int, *, shuffle: bool, seed: int):
-        self._parts, self._length, self._shuffle, self._seed = parts, sequence_length, shuffle, seed
-        self._ends = list(accumulate(part.stop - part.start for part in parts))
-        self.samples_per_epoch = (self._ends[-1] - 1) // sequence_length
-        if self.samples_per_epoch < 1:
-            names = ", ".join(part.file.prefix for part in parts)
-            raise DataError(
-                f"data.sequence_length = {sequence_length} needs {sequence_length + 1} tokens for one sample, and {names} gives "
-                f"{self._ends[-1]}. Choose a shorter sequence_length, a larger held-out fraction, or more data."
-            )
+    def __init__(self, parts: list[Part], sequence_length: int, *options: bool, shuffle: bool, seed: int):
+        self._length, self._shuffle, self._seed = sequence_length, shuffle, seed
+        self._tokens = [part.file.tokens[part.start : part.stop] for part in parts]
+        self._ends = list(accumulate(map(len, self._tokens)))
         files = [part.file for part in parts]
+        self._names = ", ".join(file.prefix for file in files)
         self.vocab_size, self.eos = _agreed(files, "vocab_size"), _agreed(files, "eos")
         self._content = _hash(*(piece for p in parts for piece in (*p.file.digest_parts(), f"{p.start}:{p.stop}".encode())))
-        self.fingerprint = _hash(json.dumps([self._content, sequence_length, seed if shuffle else None]).encode())
+        self.fingerprint = _hash(json.dumps([self._content, sequence_length, seed if shuffle else None, *options]).encode())
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         epoch, sample = divmod(index, self.samples_per_epoch)
         if self._shuffle:
             sample = permute(sample, self.samples_per_epoch, rng.key(self._seed, "shuffle", epoch, self._content))
-        return self._read(sample * self._length, self._length + 1)
+        return self._sample(sample)
 
-    def _read(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens [first, first + count) of the concatenation."""
+    @abstractmethod
+    def _sample(self, sample: int) -> NDArray[np.int64]:
+        """Sample 0 ≤ `sample` < `samples_per_epoch`, which a subclass sets, of an epoch that is not shuffled."""
+
+    def _read(self, parts: list[NDArray[np.integer]], first: int, count: int) -> NDArray[np.int64]:
+        """[first, first + count) of the concatenation of the parts."""
         pieces = []
-        for i in range(bisect_right(self._ends, first), len(self._parts)):
-            part = self._parts[i]
-            start = part.stop - (self._ends[i] - first)
-            pieces.append(part.file.tokens[start : min(part.stop, start + count)].astype(np.int64))
+        for i in range(bisect_right(self._ends, first), len(parts)):
+            pieces.append(parts[i][first - self._ends[i] :][:count].astype(np.int64))
             first, count = first + len(pieces[-1]), count - len(pieces[-1])
             if count == 0:
                 break
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+class Concatenation(TokenFiles):
+    """The parts end to end, cut into samples wherever they begin and end. Raises DataError also where there is no whole sample."""
+
+    def __init__(self, parts: list[Part], sequence_length: int, *, shuffle: bool, seed: int):
+        super().__init__(parts, sequence_length, shuffle=shuffle, seed=seed)
+        self.samples_per_epoch = (self._ends[-1] - 1) // sequence_length
+        if self.samples_per_epoch < 1:
+            raise DataError(
+                f"data.sequence_length = {sequence_length} needs {sequence_length + 1} tokens for one sample, and {self._names} gives "
+                f"{self._ends[-1]}. Choose a shorter sequence_length, a larger held-out fraction, or more data."
+            )
+
+    def _sample(self, sample: int) -> NDArray[np.int64]:
+        return self._read(self._tokens, sample * self._length, self._length + 1)
+
+
+class Conversations(TokenFiles):
+    """The whole documents of chat files: one in a row, or with `packing` as many as fit.
+
+    Of each the inputs are all tokens but the last, the targets all but the first: none predicts the first token of the next.
+    Raises DataError also where there is no document, or one that is longer than a row.
+    """
+
+    chat = True
+
+    def __init__(self, parts: list[Part], sequence_length: int, *, packing: bool, shuffle: bool, seed: int):
+        super().__init__(parts, sequence_length, packing, shuffle=shuffle, seed=seed)
+        self._loss = [part.file.loss.tokens[part.start : part.stop] for part in parts if part.file.loss is not None]
+        ends = [part.file.sizes.cumsum() for part in parts]
+        self._sizes = np.concatenate([p.file.sizes[(p.start < end) & (end <= p.stop)] for p, end in zip(parts, ends, strict=True)])
+        self._starts = self._sizes.cumsum() - self._sizes
+        if not len(self._sizes):
+            raise DataError(f"{self._names} leaves no conversation for training or validation: hold out another fraction, or add data.")
+        if (longest := self._sizes.max()) > sequence_length + 1:
+            way_out = f"Raise it to {longest - 1}, or prepare the data again with --max_length {sequence_length + 1}."
+            raise DataError(f"data.sequence_length = {sequence_length} cuts a conversation of {longest} tokens in {self._names}. {way_out}")
+        rows = best_fit(self._sizes - 1, sequence_length) if packing else np.arange(len(self._sizes))
+        self._documents, self._last = np.argsort(rows, kind="stable"), np.bincount(rows).cumsum()  # those of a row stand together
+        self.samples_per_epoch = len(self._last)
+
+    def _sample(self, sample: int) -> NDArray[np.int64]:
+        row = np.zeros((3, self._length), np.int64)
+        tokens, targets, starts = row
+        targets[:] = IGNORE_INDEX
+        at = 0
+        for document in self._documents[self._last[sample - 1] if sample else 0 : self._last[sample]]:
+            text, counts = (self._read(each, self._starts[document], self._sizes[document]) for each in (self._tokens, self._loss))
+            own = slice(at, at + len(text) - 1)
+            tokens[own], targets[own], starts[own] = text[:-1], np.where(counts[1:], text[1:], IGNORE_INDEX), at
+            at = own.stop
+        starts[at:] = at
+        return row
+
+
+def best_fit(sizes: NDArray[np.integer], capacity: int) -> NDArray[np.int64]:
+    """The row of each document where rows of `capacity` are packed best-fit decreasing (Johnson 1974), PACKED_TOGETHER at a time.
+
+    The longest documents are placed first, each in the fullest row that has room for it. Rows are numbered by their first document.
+    """
+    rows, count = np.empty(len(sizes), np.int64), 0
+    for start in range(0, len(sizes), PACKED_TOGETHER):
+        rooms: list[tuple[int, int]] = []  # (room, row), ascending
+        for document in start + np.argsort(-sizes[start : start + PACKED_TOGETHER], kind="stable"):
+            at = bisect_left(rooms, (sizes[document], 0))
+            room, rows[document] = rooms.pop(at) if at < len(rooms) else (capacity, count)
+            insort(rooms, (room - sizes[document], rows[document]))
+            count += room == capacity
+    _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[rows]
 
 
 class Blend(Dataset):
@@ -108,6 +178,7 @@ class Blend(Dataset):
         self._source, self._earlier = interleave(self._counts)
         self.samples_per_epoch = min(self._first_repeat(j) for j in range(len(datasets)))
         self.vocab_size, self.eos = _agreed(datasets, "vocab_size"), _agreed(datasets, "eos")
+        self.chat = any(dataset.chat for dataset in datasets)
         self.fingerprint = _hash(json.dumps([[d.fingerprint for d in datasets], self._counts]).encode())
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
@@ -202,32 +273,35 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     unshuffled concatenation, so that an epoch of it meets each held-out sample once.
     """
     assert config.train is not None, "a rule asks for data.train"
-    length = config.sequence_length
     held_out = config.validation if isinstance(config.validation, float | int) else 0.0
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
     cuts = {prefix: _cut(file, held_out) for prefix, file in files.items()}
-    train = _dataset(config.train, {p: Part(f, 0, cuts[p]) for p, f in files.items()}, length, config.shuffle, seed)
+    train = _dataset(config.train, {p: Part(f, 0, cuts[p]) for p, f in files.items()}, config, config.shuffle, seed)
     if held_out:
-        parts = [Part(file, cuts[prefix], len(file)) for prefix, file in files.items()]
-        return train, Concatenation(parts, length, shuffle=False, seed=seed)
+        return train, _samples([Part(file, cuts[prefix], len(file)) for prefix, file in files.items()], config, False, seed)
     if config.validation is None or isinstance(config.validation, float | int):
         return train, None
     others = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.validation)}
-    return train, _dataset(config.validation, {p: Part(f, 0, len(f)) for p, f in others.items()}, length, False, seed)
+    return train, _dataset(config.validation, {p: Part(f, 0, len(f)) for p, f in others.items()}, config, False, seed)
 
 
-def _dataset(source: str | list[str] | dict[str, float], parts: dict[str, Part], length: int, shuffle: bool, seed: int) -> Dataset:
+def _dataset(source: str | list[str] | dict[str, float], parts: dict[str, Part], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
     if isinstance(source, dict) and len(source) > 1:
-        each: list[Dataset] = [Concatenation([parts[prefix]], length, shuffle=shuffle, seed=seed) for prefix in source]
-        return Blend(each, list(source.values()))
-    return Concatenation([parts[prefix] for prefix in prefixes(source)], length, shuffle=shuffle, seed=seed)
+        return Blend([_samples([parts[prefix]], config, shuffle, seed) for prefix in source], list(source.values()))
+    return _samples([parts[prefix] for prefix in prefixes(source)], config, shuffle, seed)
+
+
+def _samples(parts: list[Part], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
+    if parts[0].file.loss is not None:
+        return Conversations(parts, config.sequence_length, packing=config.packing, shuffle=shuffle, seed=seed)
+    return Concatenation(parts, config.sequence_length, shuffle=shuffle, seed=seed)
 
 
 def _cut(file: IndexedTokens, held_out: float) -> int:
-    """The token at which a file's held-out end begins: at a document's start, unless that would lose half of what was asked for."""
+    """The token at which a file's held-out end begins: at a document's start, unless that would lose half of what was asked for of text."""
     wanted = round(len(file) * held_out)
     cut = file.document_at(len(file) - wanted) if wanted else len(file)
-    return cut if 2 * (len(file) - cut) >= wanted else len(file) - wanted
+    return cut if file.loss is not None or 2 * (len(file) - cut) >= wanted else len(file) - wanted
 
 
 def _agreed(sources: list[Any], attribute: str) -> int | None:

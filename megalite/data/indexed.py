@@ -11,7 +11,8 @@
     int64[n]  byte at which each sequence starts in PREFIX.bin
     int64[d]  sequence at which each document starts; the last mark is n
 
-`PREFIX.json` says what the format can not: the vocabulary size, the EOS token and the tokenizer. The layout is that of Megatron-LM's
+`PREFIX.json` says what the format can not: the vocabulary size, the EOS token and the tokenizer. Of chat data it says `chat`, and the token
+file PREFIX.loss holds, as uint8, a 1 for each token of PREFIX whose loss counts, else a 0. The layout is that of Megatron-LM's
 megatron/core/datasets/indexed_dataset.py. `tools/preparing/writing.py` writes it.
 """
 
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.schema import ConfigError
-from megalite.config.token_files import metadata
+from megalite.config.token_files import is_chat, metadata
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type code, sequences, document marks
@@ -43,8 +44,8 @@ class IndexedTokens:
     """A token file, memory-mapped: opening costs the same for a megabyte and a terabyte.
 
     Attributes: `tokens` (all of them, flat), `sizes` and `pointers` of the sequences, `documents` (marks), `metadata` (PREFIX.json) and its
-    `vocab_size` and `eos`. Raises DataError where the files are missing, damaged, empty or do not belong together,
-    ConfigError where PREFIX.json is broken.
+    `vocab_size` and `eos`, `loss` (PREFIX.loss, of chat data, where each document is one sequence; else None). Raises DataError where the
+    files are missing, damaged, empty or do not belong together, ConfigError where PREFIX.json is broken.
     """
 
     def __init__(self, prefix: str | Path):
@@ -56,6 +57,11 @@ class IndexedTokens:
         self.metadata = metadata(prefix)
         self.vocab_size: int | None = self.metadata.get("vocab_size")
         self.eos: int | None = self.metadata.get("eos")
+        self.loss = IndexedTokens(f"{prefix}.loss") if is_chat(prefix) else None
+        if self.loss is not None and not np.array_equal(self.loss.sizes, self.sizes):
+            raise DataError(
+                f"{prefix}.loss is not of the same documents as {prefix}. Prepare both again with tools/prepare_data.py --chat."
+            )
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -70,7 +76,8 @@ class IndexedTokens:
 
     def digest_parts(self) -> list[bytes]:
         """What identifies the content cheaply: both files' sizes and 16 pieces of 64 KiB spread over each."""
-        return [part for path in (self._idx, self._bin) for part in _probe(path)]
+        own = [part for path in (self._idx, self._bin) for part in _probe(path)]
+        return own if self.loss is None else own + self.loss.digest_parts()
 
     def _check_length(self, itemsize: int) -> None:
         if not self._bin.is_file():

@@ -96,12 +96,13 @@ class Loader:
     def _microbatch(self, samples: NDArray[np.int64]) -> Microbatch:
         """samples: [batch], the global sample index of each row."""
         last = samples.max() if self._end is None else self._end - 1  # stands in for the rows past the end
-        rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])  # [batch, seq + 1]
-        tokens, targets = rows[:, :-1], rows[:, 1:].copy()
+        rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])  # [batch, seq + 1] or [batch, 3, seq]
+        tokens, targets, starts = rows.swapaxes(0, 1) if self._dataset.chat else (rows[:, :-1], rows[:, 1:].copy(), None)
+        if self._reset_positions and self._dataset.eos is not None:
+            starts = document_start(tokens, self._dataset.eos)
         targets[samples > last] = IGNORE_INDEX
         if self._eod_mask_loss:
             targets[tokens == self._dataset.eos] = IGNORE_INDEX
-        starts = document_start(tokens, self._dataset.eos) if self._reset_positions and self._dataset.eos is not None else None
         return Microbatch(
             tokens=_sequence_first(tokens),
             targets=_sequence_first(targets),

@@ -307,7 +307,7 @@ class Trainer:
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
         """Tokens of the global batch whose loss counts. Where none can be ignored the number is known without asking."""
         config = self.config
-        if not config.data.eod_mask_loss:
+        if not (config.data.eod_mask_loss or self.train_data.chat):
             return config.train.global_batch_size * config.data.sequence_length
         own = sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
         if self.mesh.data.size == 1:
@@ -334,7 +334,7 @@ class Trainer:
         finally:
             loader.close()
         total = all_reduce(total, self.mesh.world).wait()
-        return (total[0] / total[1]).item()
+        return (total[0] / total[1].clamp(min=1)).item()
 
     def close(self) -> None:
         """Leave nothing under way: a message that nobody awaits would be taken for the next one on its communicator."""

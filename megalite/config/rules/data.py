@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.rule import Facts, Rule, nearest_name
 from megalite.config.schema import Config
-from megalite.config.token_files import data_vocab_size, metadata, prefixes
+from megalite.config.token_files import data_vocab_size, is_chat, metadata, prefixes
 
 
 def _all_prefixes(c: Config) -> list[str]:
@@ -48,11 +48,11 @@ def _token_file_rules(option: str) -> tuple[Rule, Rule]:
 
 def _end_of_document_rule(option: str) -> Rule:
     def without(c: Facts) -> list[str]:
-        return [prefix for prefix in _all_prefixes(c) if metadata(prefix).get("eos") is None]
+        return [prefix for prefix in _all_prefixes(c) if metadata(prefix).get("eos") is None or is_chat(prefix)]
 
     return Rule(f"{option} needs an end-of-document token", option, lambda c: attrgetter(option)(c) and without(c)).says(
-        lambda c: f"needs an EOS token, and {without(c)[0]}.json names none",
-        'Set it to false, or write {"vocab_size": V, "eos": ID} into that file.',
+        lambda c: f"needs text whose documents end in an EOS token, and {without(c)[0]}.json names none, or says chat",
+        'Set it to false, which is right for chat data, or write {"vocab_size": V, "eos": ID} into that file.',
     )
 
 
@@ -76,6 +76,10 @@ RULES: tuple[Rule, ...] = (
     Rule("vocabulary holds the data", "model.vocab_size", lambda c: (c.model.vocab_size or 0) < (data_vocab_size(c) or 0)).says(
         lambda c: f"is less than the {data_vocab_size(c)} tokens of data.train",
         lambda c: f"Legal values: {data_vocab_size(c)} and above. Nearest: {data_vocab_size(c)}.",
+    ),
+    Rule("chat or text", "data.train", lambda c: len({is_chat(p) for p in _all_prefixes(c)}) > 1).says(
+        lambda c: f"and data.validation mix conversations ({', '.join(filter(is_chat, _all_prefixes(c)))}) with text",
+        "Give token files of one kind; tools/prepare_data.py --chat makes those of conversations.",
     ),
     _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),
