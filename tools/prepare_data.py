@@ -3,8 +3,10 @@
     python tools/prepare_data.py --input book.txt --tokenizer byte --output data/book
     python tools/prepare_data.py --input 'src/**/*.py' --train_tokenizer 4096 --output data/code
     python tools/prepare_data.py --input hf:NAME --split train --tokenizer DIR --output data/name
+    python tools/prepare_data.py --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
 
 Every document ends in EOS. A text file is one document, and so is a line of a .jsonl or a row of a .parquet; empty ones are left out.
+With --chat a record is a conversation, as messages, Alpaca or ShareGPT write it, and PREFIX.loss.bin and .idx say whose tokens count.
 """
 
 import argparse
@@ -23,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 from megalite.data.indexed import DataError
 from tools import Parser
 from tools.preparing import Progress, Summary, prepare
+from tools.preparing.chats import Chats
 from tools.preparing.sources import open_inputs
 
 
@@ -38,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
     add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="of the input files; auto goes by suffix")
     add("--text_key", default="text", help="where a .jsonl, .parquet or hf: record holds its text")
     add("--split", default="train", help="split of hf:NAME")
+    add("--chat", action="store_true", help="the input holds conversations; their form is known by its keys")
+    add("--chat_template", type=Path, metavar="FILE", help="Jinja source instead of the tokenizer's own template; --chat alone")
+    add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="what counts: its turns, the last, or everything")
+    add("--max_length", type=int, metavar="N", help="tokens of a conversation at most; data.sequence_length + 1 is what a run can take")
+    add("--too_long", choices=["drop", "truncate"], default="drop", help="whether longer ones are left out or lose their end")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize; the result does not depend on it")
     add("--json", action="store_true", help="print the result as JSON, and nothing else, on stdout")
     return made
@@ -47,9 +55,9 @@ def main() -> None:
     options = parser().parse_args()
     started = time.monotonic()
     try:
-        tokenizer = chosen_tokenizer(options)
-        wanted = {"exclude": options.exclude, "file_format": options.format, "text_key": options.text_key, "split": options.split}
-        sources = open_inputs(options.input, **wanted)
+        tokenizer, chat = chosen_tokenizer(options), chosen_chat(options)
+        text_key = options.text_key if chat is None else None
+        sources = open_inputs(options.input, exclude=options.exclude, file_format=options.format, text_key=text_key, split=options.split)
         with progress_display() as progress:
             summary = prepare(
                 sources,
@@ -57,6 +65,7 @@ def main() -> None:
                 tokenizer,
                 train_tokenizer=options.train_tokenizer,
                 text_key=options.text_key,
+                chat=chat,
                 workers=options.workers,
                 progress=progress,
             )
@@ -82,6 +91,21 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
             f"--tokenizer {options.tokenizer} does not end in .model, and --train_tokenizer writes one. Leave it out for PREFIX.model."
         )
     return options.tokenizer or f"{options.output}.model"
+
+
+def chosen_chat(options: argparse.Namespace) -> Chats | None:
+    """How conversations are to be written; None for texts. Raises DataError where the options do not go together."""
+    if not options.chat:
+        given = [f"--{name}" for name in ("chat_template", "max_length") if getattr(options, name) is not None]
+        if given:
+            raise DataError(f"{' and '.join(given)} belongs to chat data. Add --chat, or leave it out.")
+        return None
+    if options.train_tokenizer is not None:
+        raise DataError("--train_tokenizer learns from texts, and --chat needs the tokenizer of the model. Give it with --tokenizer.")
+    if options.max_length is not None and options.max_length < 2:
+        raise DataError(f"--max_length {options.max_length} leaves nothing to predict. Give data.sequence_length + 1.")
+    template = None if options.chat_template is None else options.chat_template.read_text(encoding="utf-8")
+    return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate")
 
 
 @contextmanager
@@ -126,6 +150,14 @@ def report(summary: Summary, seconds: float, as_json: bool) -> None:
     print(f"{summary.prefix}: {size}, {seconds:.1f} s")
     if summary.empty_documents:
         print(f"{summary.empty_documents:,} empty documents left out")
+    if summary.forms:
+        share = summary.loss_tokens / summary.tokens
+        print(
+            f"conversations ({', '.join(summary.forms)}): {summary.loss_tokens:,} tokens count ({share:.1%}), longest {summary.longest:,}"
+        )
+    for count, what in ((summary.too_long, "were longer than --max_length"), (summary.without_loss, "had nothing to learn from")):
+        if count:
+            print(f"{count:,} conversations {what}")
     if summary.replaced_documents:
         print(f"{summary.replaced_documents:,} documents held bytes that are no UTF-8: each became U+FFFD")
 

@@ -1,4 +1,4 @@
-"""Text to a token file: read, tokenize in parallel, write in the order of the input. The result does not depend on the number of workers.
+"""Text or conversations to a token file: read, tokenize in parallel, write in the order of the input, whatever the number of workers.
 
 Workers take tasks and give tokens; at most a few tasks a worker are under way, so memory stays bounded however long the input is.
 """
@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megalite.data.indexed import DataError
 from tools import tokenizing
+from tools.chatting import ChatTemplate
+from tools.preparing.chats import Chats
+from tools.preparing.encoded import Encoded
 from tools.preparing.sources import Source, Task, documents
 from tools.preparing.writing import IndexedWriter
 
@@ -30,20 +33,31 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, the input bytes done, and all of them."""
 
 
-@dataclass
-class Encoded:
-    """A task's documents as tokens, each ending in EOS. `empty` were left out; `replaced` had bytes that are no UTF-8."""
+@dataclass(frozen=True)
+class Texts:
+    """Texts become documents that end in EOS. text_key: where a record holds its text."""
 
-    tokens: NDArray[np.integer]
-    sizes: NDArray[np.int32]  # tokens of each document
-    empty: int
-    replaced: int
-    input_bytes: int
+    text_key: str = "text"
+
+    def encode(self, task: Task, tokenizer: tokenizing.Tokenizer) -> Encoded:
+        tokens, sizes = array("i"), array("i")
+        done = Encoded(input_bytes=task.size)
+        for text, invalid in documents(task, self.text_key):
+            done.replaced += invalid
+            if text:
+                ids = tokenizer.encode(text)
+                tokens.extend(ids)
+                tokens.append(tokenizer.eos)
+                sizes.append(len(ids) + 1)
+            else:
+                done.empty += 1
+        done.tokens, done.sizes = np.frombuffer(tokens, np.int32), np.frombuffer(sizes, np.int32)
+        return done
 
 
 @dataclass
 class Summary:
-    """What was written."""
+    """What was written. `loss_tokens`: those that count; `longest`: the tokens of the longest document; the rest as in `Encoded`."""
 
     prefix: str
     documents: int = 0
@@ -55,6 +69,23 @@ class Summary:
     empty_documents: int = 0
     replaced_documents: int = 0
     input_bytes: int = 0
+    loss_tokens: int = 0
+    longest: int = 0
+    too_long: int = 0
+    without_loss: int = 0
+    forms: list[str] = field(default_factory=list)
+
+    def add(self, part: Encoded) -> None:
+        self.documents += len(part.sizes)
+        self.tokens += len(part.tokens)
+        self.empty_documents += part.empty
+        self.replaced_documents += part.replaced
+        self.input_bytes += part.input_bytes
+        self.loss_tokens += len(part.tokens) if part.mask is None else int(part.mask.sum())
+        self.longest = max(self.longest, int(part.sizes.max(initial=0)))
+        self.too_long += part.too_long
+        self.without_loss += part.without_loss
+        self.forms = sorted({*self.forms, *part.forms})
 
 
 def prepare(
@@ -64,34 +95,35 @@ def prepare(
     *,
     train_tokenizer: int | None = None,
     text_key: str = "text",
+    chat: Chats | None = None,
     workers: int = 1,
     progress: Progress = lambda what, done, total: None,
 ) -> Summary:
-    """Tokenize every document of the sources and write PREFIX.bin, .idx and .json.
+    """Tokenize every document of the sources and write PREFIX.bin, .idx and .json, and of conversations PREFIX.loss.bin and .idx.
 
     tokenizer: byte, a sentencepiece model, or a Hugging Face directory. With `train_tokenizer`, a vocabulary size, a sentencepiece model is
-    trained on the sources first and written to that name. Raises DataError on bad input; then, and on an interrupt, nothing is left behind.
+    trained on the sources first and written to that name. `chat`: the sources hold conversations, not texts. Raises DataError on bad input;
+    then, and on an interrupt, nothing is left behind.
     """
+    encoder = chat or Texts(text_key)
     if train_tokenizer is None:
-        return _encode(sources, prefix, tokenizer, tokenizer, text_key, workers, progress)
+        return _encode(sources, prefix, tokenizer, tokenizer, encoder, workers, progress)
     with _trained(sources, train_tokenizer, Path(tokenizer), text_key, progress) as model:
-        return _encode(sources, prefix, str(model), tokenizer, text_key, workers, progress)
+        return _encode(sources, prefix, str(model), tokenizer, encoder, workers, progress)
 
 
-def _encode(sources: list[Source], prefix: Path, loaded: str, named: str, text_key: str, workers: int, progress: Progress) -> Summary:
+def _encode(
+    sources: list[Source], prefix: Path, loaded: str, named: str, encoder: Texts | Chats, workers: int, progress: Progress
+) -> Summary:
     """loaded: where the tokenizer lies now; named: where it will lie, as PREFIX.json says."""
     vocabulary = tokenizing.load(loaded)
     summary = Summary(str(prefix), vocab_size=vocabulary.vocab_size, eos=vocabulary.eos, tokenizer=_beside(named, prefix))
     total = sum(source.size for source in sources)
-    with IndexedWriter(prefix, vocabulary.vocab_size) as writer:
+    with IndexedWriter(prefix, vocabulary.vocab_size, masked=isinstance(encoder, Chats)) as writer:
         summary.dtype = writer.dtype.name
-        for part in _encoded(_tasks(sources), loaded, text_key, workers):
-            writer.add(part.tokens, part.sizes)
-            summary.documents += len(part.sizes)
-            summary.tokens += len(part.tokens)
-            summary.empty_documents += part.empty
-            summary.replaced_documents += part.replaced
-            summary.input_bytes += part.input_bytes
+        for part in _encoded(_tasks(sources), loaded, encoder, workers):
+            writer.add(part.tokens, part.sizes, part.mask)
+            summary.add(part)
             progress("tokenizing", summary.input_bytes, total)
         if loaded != named:
             Path(loaded).replace(named)
@@ -100,8 +132,16 @@ def _encode(sources: list[Source], prefix: Path, loaded: str, named: str, text_k
         writer.finish(
             {key: facts[key] for key in ("vocab_size", "eos", "tokenizer", "documents", "tokens")}
             | {"tokenizer_files": [_beside(str(file), prefix) for file in files]}
+            | (_chat_facts(encoder, vocabulary, summary) if isinstance(encoder, Chats) else {})
         )
     return summary
+
+
+def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: Summary) -> dict[str, Any]:
+    """What PREFIX.json says of conversations: enough to write further ones in the same way."""
+    template = ChatTemplate(tokenizer, chat.template)
+    facts = {"template_hash": template.hash, "forms": summary.forms, "loss_on": chat.loss_on, "loss_tokens": summary.loss_tokens}
+    return {"chat": facts | {"longest": summary.longest, "template": template.source}}
 
 
 @contextmanager
@@ -131,16 +171,16 @@ def _tasks(sources: list[Source]) -> Iterator[Task]:
     return (task for source in sources for task in source.tasks())
 
 
-def _encoded(tasks: Iterator[Task], tokenizer: str, text_key: str, workers: int) -> Iterator[Encoded]:
+def _encoded(tasks: Iterator[Task], tokenizer: str, encoder: Texts | Chats, workers: int) -> Iterator[Encoded]:
     """The tasks' tokens, in the tasks' order."""
     if workers == 1:
-        yield from (_encode_task(task, tokenizer, text_key) for task in tasks)
+        yield from (_encode_task(task, tokenizer, encoder) for task in tasks)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
     ahead: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
-            ahead.append(pool.submit(_encode_task, task, tokenizer, text_key))
+            ahead.append(pool.submit(_encode_task, task, tokenizer, encoder))
             if len(ahead) > TASKS_AHEAD * workers:
                 yield ahead.popleft().result()
         while ahead:
@@ -154,20 +194,8 @@ def _encoded(tasks: Iterator[Task], tokenizer: str, text_key: str, workers: int)
 _vocabulary = functools.cache(tokenizing.load)  # a worker loads its tokenizer once
 
 
-def _encode_task(task: Task, tokenizer: str, text_key: str) -> Encoded:
-    vocabulary = _vocabulary(tokenizer)
-    tokens, sizes = array("i"), array("i")
-    empty = replaced = 0
-    for text, invalid in documents(task, text_key):
-        replaced += invalid
-        if text:
-            ids = vocabulary.encode(text)
-            tokens.extend(ids)
-            tokens.append(vocabulary.eos)
-            sizes.append(len(ids) + 1)
-        else:
-            empty += 1
-    return Encoded(np.frombuffer(tokens, np.int32), np.frombuffer(sizes, np.int32), empty, replaced, task.size)
+def _encode_task(task: Task, tokenizer: str, encoder: Texts | Chats) -> Encoded:
+    return encoder.encode(task, _vocabulary(tokenizer))
 
 
 def _beside(tokenizer: str, prefix: Path) -> str:

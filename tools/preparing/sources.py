@@ -1,5 +1,7 @@
 """Where documents come from: text files, .jsonl, .parquet and Hugging Face datasets, cut into tasks small enough to share among workers.
 
+A document is a text, or for chat data a whole record (then `text_key` is None, and records travel as lines of JSON).
+
 A task is plain data that a worker turns into documents by itself; the order of the tasks, not who runs them, is the order of the documents.
 """
 
@@ -25,7 +27,7 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"} | dict.
 
 @dataclass(frozen=True)
 class Task:
-    """About TASK_BYTES of input: whole files, lines of one .jsonl, or texts. `size` is in bytes, for progress."""
+    """About TASK_BYTES of input: whole files, lines of JSON, or texts. `size` is in bytes, for progress; `source` says of what."""
 
     size: int
     files: tuple[Path, ...] = ()
@@ -65,14 +67,30 @@ class JsonLines:
         number = 1
         with self._path.open("rb") as file:
             for chunk in _chunks(file, len):
-                yield Task(sum(map(len, chunk)), lines=tuple(chunk), source=str(self._path), first_line=number)
+                yield Task(sum(map(len, chunk)), lines=tuple(chunk), source=f"{self._path} line", first_line=number)
                 number += len(chunk)
+
+
+class JsonArray:
+    """A .json file that is one list of records, as Alpaca's and ShareGPT's are. Raises DataError where it is not."""
+
+    def __init__(self, path: Path):
+        self._path, self.size = path, path.stat().st_size
+
+    def tasks(self) -> Iterator[Task]:
+        try:
+            content = json.loads(self._path.read_bytes())
+        except ValueError as error:
+            raise DataError(f"--input {self._path} is not JSON ({error}). If it holds one object a line, add --format jsonl.") from None
+        if not isinstance(content, list):
+            raise DataError(f"--input {self._path} is no list of records. If it holds one object a line, add --format jsonl.")
+        yield from _record_tasks(content, f"{self._path} record")
 
 
 class Parquet:
     """A parquet file, its text in one column. Raises DataError where it can not be read or has no such column."""
 
-    def __init__(self, path: Path, text_key: str):
+    def __init__(self, path: Path, text_key: str | None):
         import pyarrow
         from pyarrow import parquet
 
@@ -81,22 +99,31 @@ class Parquet:
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"--input {path} is no parquet file that pyarrow reads ({str(error).splitlines()[0]}).") from None
         schema = self._file.schema_arrow
-        _check_column(schema.names, text_key, str(path))
-        if (kind := schema.field(text_key).type) not in (pyarrow.string(), pyarrow.large_string()):
-            raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. Choose the column that holds text.")
+        if text_key is not None:
+            _check_column(schema.names, text_key, str(path))
+            if (kind := schema.field(text_key).type) not in (pyarrow.string(), pyarrow.large_string()):
+                raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. Choose the column that holds text.")
+        self._path, self._key = path, text_key
+        columns = [column for column in range(self._file.metadata.num_columns) if text_key in (None, self._name(column))]
         groups = (self._file.metadata.row_group(i) for i in range(self._file.metadata.num_row_groups))
-        self._key, column = text_key, schema.names.index(text_key)
-        self.size = sum(group.column(column).total_uncompressed_size for group in groups)
+        self.size = sum(group.column(column).total_uncompressed_size for group in groups for column in columns)
+
+    def _name(self, column: int) -> str:
+        """Of the record's key that a stored column is, or is a part of."""
+        return str(self._file.metadata.schema.column(column).path).split(".")[0]
 
     def tasks(self) -> Iterator[Task]:
-        batches = self._file.iter_batches(batch_size=1024, columns=[self._key])
-        yield from _text_tasks(text for batch in batches for text in batch.column(0).to_pylist())
+        batches = self._file.iter_batches(batch_size=1024, columns=None if self._key is None else [self._key])
+        if self._key is None:
+            yield from _record_tasks((row for batch in batches for row in batch.to_pylist()), f"{self._path} row")
+        else:
+            yield from _text_tasks(text for batch in batches for text in batch.column(0).to_pylist())
 
 
 class HuggingFace:
     """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`. Raises DataError where it can not be loaded or has no such column."""
 
-    def __init__(self, name: str, split: str, text_key: str):
+    def __init__(self, name: str, split: str, text_key: str | None):
         import datasets
 
         datasets.disable_progress_bars()
@@ -106,24 +133,34 @@ class HuggingFace:
         except Exception as error:  # `datasets` raises many kinds, for a missing name, split, configuration or network
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DataError(f"--input hf:{name} with --split {split} can not be loaded: {reason}") from None
-        _check_column(self._rows.column_names, text_key, f"hf:{name}")
-        self._key, count = text_key, len(self._rows)
-        sample = self._rows.select(range(0, count, max(1, count // 64)))[text_key]
-        self.size = sum(len(text or "") for text in sample) * count // max(1, len(sample))
+        if text_key is not None:
+            _check_column(self._rows.column_names, text_key, f"hf:{name}")
+        self._name, self._key, count = name, text_key, len(self._rows)
+        sample = self._rows.select(range(0, count, max(1, count // 64)))
+        sizes = [len((json.dumps(row, default=str) if text_key is None else row[text_key]) or "") for row in sample]
+        self.size = sum(sizes) * count // max(1, len(sizes))
 
     def tasks(self) -> Iterator[Task]:
-        yield from _text_tasks(row[self._key] for row in self._rows)
+        if self._key is None:
+            yield from _record_tasks(self._rows, f"hf:{self._name} row")
+        else:
+            yield from _text_tasks(row[self._key] for row in self._rows)
 
 
-def open_inputs(names: list[str], *, exclude: list[str], file_format: str, text_key: str, split: str) -> list[Source]:
-    """The sources that `--input` names, in order; a file that is named twice is taken once. A bad input raises DataError."""
+def open_inputs(names: list[str], *, exclude: list[str], file_format: str, text_key: str | None, split: str) -> list[Source]:
+    """The sources that `--input` names, in order; a file that is named twice is taken once. A bad input raises DataError.
+
+    text_key: where a record holds its text; None where whole records are wanted.
+    """
     paths = dict.fromkeys(item for name in names for item in _expand(name))
     kept = [p for p in paths if not any(fnmatch.fnmatch(p, pattern) for pattern in exclude)]
     if not kept:
         raise DataError(f"--exclude {' '.join(exclude)} leaves nothing of --input {' '.join(names)}.")
     sources: list[Source] = []
-    for kind, group in groupby(kept, lambda p: _format(p, file_format)):
-        if kind == "text":
+    for kind, group in groupby(kept, lambda p: _format(p, file_format, records=text_key is None)):
+        if kind == "json":
+            sources.extend(JsonArray(Path(p)) for p in group)
+        elif kind == "text":
             sources.append(TextFiles([Path(p) for p in group]))
         elif kind == "jsonl":
             sources.extend(JsonLines(Path(p)) for p in group)
@@ -148,14 +185,20 @@ def _expand(name: str) -> list[str]:
     return found
 
 
-def _format(name: str, file_format: str) -> str:
+def _format(name: str, file_format: str, records: bool) -> str:
     if name.startswith("hf:"):
         return "hf"
-    if file_format != "auto":
-        return file_format
-    if (suffix := Path(name).suffix.lower()) not in FORMATS:
+    suffix = Path(name).suffix.lower()
+    if file_format == "auto" and suffix not in FORMATS:
         raise DataError(f"--input {name}: the suffix {suffix} says nothing about its format. Add --format text, jsonl or parquet.")
-    return FORMATS[suffix]
+    kind = FORMATS[suffix] if file_format == "auto" else file_format
+    if not records or kind != "text":
+        return kind
+    if suffix == ".json":
+        return "json"
+    raise DataError(
+        f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .parquet or hf:NAME, or add --format jsonl."
+    )
 
 
 def _check_column(names: list[str], text_key: str, where: str) -> None:
@@ -181,15 +224,34 @@ def _text_tasks(texts: Iterable[str | None]) -> Iterator[Task]:
         yield Task(sum(map(len, chunk)), texts=tuple(chunk))
 
 
+def _record_tasks(rows: Iterable[Any], source: str) -> Iterator[Task]:
+    number = 1
+    for chunk in _chunks((json.dumps(row, default=str).encode() for row in rows), len):
+        yield Task(sum(map(len, chunk)), lines=tuple(chunk), source=source, first_line=number)
+        number += len(chunk)
+
+
 def documents(task: Task, text_key: str) -> Iterator[tuple[str, bool]]:
     """A task's documents, and whether something in each was no valid Unicode (it became U+FFFD)."""
     for path in task.files:
         yield _decoded(_read(path))
-    for number, line in enumerate(task.lines, task.first_line):
-        if line.strip():
-            yield _from_line(line, f"{task.source} line {number}", text_key)
+    for record, where, replaced in records(task):
+        text, invalid = _valid(_text_of(record, where, text_key))
+        yield text, replaced or invalid
     for text in task.texts:
         yield _valid(text)
+
+
+def records(task: Task) -> Iterator[tuple[Any, str, bool]]:
+    """The records of a task's lines, where each stands, and whether bytes in it were no valid Unicode (they became U+FFFD)."""
+    for number, line in enumerate(task.lines, task.first_line):
+        if line.strip():
+            where = f"{task.source} {number}"
+            decoded, replaced = _decoded(line)
+            try:
+                yield json.loads(decoded), where, replaced
+            except ValueError as error:
+                raise DataError(f"{where} is not JSON ({error}). A .jsonl file holds one JSON object a line.") from None
 
 
 def _read(path: Path) -> bytes:
@@ -213,16 +275,6 @@ def _valid(text: str) -> tuple[str, bool]:
         return text, False
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
-
-
-def _from_line(line: bytes, where: str, text_key: str) -> tuple[str, bool]:
-    decoded, replaced = _decoded(line)
-    try:
-        record = json.loads(decoded)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}). A .jsonl file holds one JSON object a line.") from None
-    text, invalid = _valid(_text_of(record, where, text_key))
-    return text, replaced or invalid
 
 
 def _text_of(record: Any, where: str, text_key: str) -> str:

@@ -1,29 +1,42 @@
 """Text to token ids and back: bytes, a sentencepiece model, or a Hugging Face tokenizer directory.
 
 Libraries are imported by the tokenizer that needs them. Encoding adds no special tokens: whoever writes documents ends each with `eos`.
+What a chat template has written is the exception: there the template spells the control tokens.
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megalite.data.indexed import DataError, IndexedTokens
+
+OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
+"""Lone surrogates, which no valid text holds: around words that are no control token although they read like one, and EOS itself."""
+Placed = list[tuple[int, int, int]]
+"""Tokens with the characters [start, stop) of the text that each stands for."""
 
 
 class Tokenizer(Protocol):
     """What preparation and generation ask of a tokenizer.
 
     Attributes: `name` is what `load` takes; `vocab_size` counts every id, special ones included; `eos` ends a document; `files` are what
-    it was read from.
+    it was read from. `chat_template` is its own, or None; `special_tokens` are the names by which a template spells control tokens, and
+    `controls` all texts that `encode_rendered` takes for one.
     """
 
     name: str
     vocab_size: int
     eos: int
     files: list[Path]
+    chat_template: str | None
+    special_tokens: dict[str, Any]
+    controls: list[str]
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_rendered(self, text: str) -> Placed: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -34,9 +47,13 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.name, self.vocab_size, self.eos = "byte", 257, 256
         self.files: list[Path] = []
+        self.chat_template, self.special_tokens, self.controls = _no_chat()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_rendered(self, text: str) -> Placed:
+        return [(i, at, at + 1) for at, one in enumerate(text) for i in ([self.eos] if one == EOS_TEXT else one.encode())]
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -58,8 +75,20 @@ class SentencePieceTokenizer:
         if self.eos < 0:
             raise DataError(f"--tokenizer {path} has no end-of-sentence piece, in which every document must end. Train it with an eos_id.")
 
+        self.chat_template, self.special_tokens, self.controls = _no_chat()
+
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
+
+    def encode_rendered(self, text: str) -> Placed:
+        found: Placed = []
+        at = 0
+        for part in text.split(EOS_TEXT):
+            encoded = self._model.encode(part, out_type="offset_mapping")
+            found += [(i, at + start, at + stop) for i, (start, stop) in zip(encoded["ids"], encoded["offsets"], strict=True)]
+            at += len(part) + 1
+            found.append((self.eos, at - 1, at))
+        return found[:-1]  # after the last part there is none
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([i for i in ids if i != self.eos])
@@ -80,12 +109,37 @@ class HuggingFaceTokenizer:
             raise DataError(f"--tokenizer {path} names no eos_token, in which every document must end. Set it in tokenizer_config.json.")
         self.name, self.eos, self.vocab_size = str(path), self._tokenizer.eos_token_id, len(self._tokenizer)
         self.files = sorted(path.glob("*token*")) + sorted(path.glob("vocab*")) + sorted(path.glob("merges*"))
+        template = self._tokenizer.chat_template
+        self.chat_template = template.get("default") if isinstance(template, dict) else template
+        self.special_tokens: dict[str, Any] = self._tokenizer.special_tokens_map
+        self.controls = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+
+    def encode_rendered(self, text: str) -> Placed:
+        """Between OPEN and CLOSE nothing becomes a control token. Raises DataError where the tokenizer gives no offsets."""
+        if not self._tokenizer.is_fast:
+            raise DataError(
+                f"--tokenizer {self.name} does not say where its tokens are in a text. Chat data needs one with a tokenizer.json."
+            )
+        found: Placed = []
+        at = 0
+        for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", text)):
+            options = {"add_special_tokens": False, "split_special_tokens": number % 2 == 1, "verbose": False}
+            encoded = self._tokenizer(part, return_offsets_mapping=True, **options)
+            placed = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            found += [(token, at + start, at + stop) for token, (start, stop) in placed]
+            at += len(part) + 1
+        return found
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _no_chat() -> tuple[str | None, dict[str, Any], list[str]]:
+    """Chat template, special tokens and controls of a tokenizer that knows EOS alone."""
+    return None, {"bos_token": "", "eos_token": EOS_TEXT}, []
 
 
 def _first_line(error: Exception) -> str:

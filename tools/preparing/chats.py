@@ -1,0 +1,58 @@
+"""Chat data: the records of a task to tokens and to the mask of those whose loss counts, one document a conversation."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from megalite.data.indexed import DataError
+from tools.chatting import ChatTemplate, LossOn
+from tools.chatting.forms import conversation_of
+from tools.preparing.encoded import Encoded
+from tools.preparing.sources import Task, records
+from tools.tokenizing import Tokenizer
+
+
+@dataclass(frozen=True)
+class Chats:
+    """How conversations become documents.
+
+    Attributes:
+        template: Jinja source instead of the tokenizer's own (`tools.chatting.ChatTemplate`).
+        loss_on: what counts.
+        max_length: tokens of a conversation at most; longer ones are left out, or with `truncate` lose their end. None: any.
+    """
+
+    template: str | None = None
+    loss_on: LossOn = "assistant"
+    max_length: int | None = None
+    truncate: bool = False
+
+    def encode(self, task: Task, tokenizer: Tokenizer) -> Encoded:
+        """Raises DataError, which names file, line and reason, at the first record that is no conversation or that the template refuses."""
+        template = ChatTemplate(tokenizer, self.template)
+        tokens, mask, sizes = array("i"), bytearray(), array("i")
+        done = Encoded(input_bytes=task.size, mask=np.empty(0, np.uint8))
+        for record, where, replaced in records(task):
+            conversation = conversation_of(record, where)
+            try:
+                ids, counts = template.render(conversation.messages, tools=conversation.tools, loss_on=self.loss_on)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from None
+            long = self.max_length is not None and len(ids) > self.max_length
+            done.too_long += long
+            if long and not self.truncate:
+                continue
+            ids, counts = ids[: self.max_length], counts[: self.max_length]
+            if not any(counts[1:]):  # nothing predicts the first token
+                done.without_loss += 1
+                continue
+            done.replaced += replaced
+            done.forms.add(conversation.form)
+            tokens.extend(ids)
+            mask.extend(counts)
+            sizes.append(len(ids))
+        done.tokens, done.sizes, done.mask = (np.frombuffer(each, kind) for each, kind in ((tokens, "i4"), (sizes, "i4"), (mask, "u1")))
+        return done
