@@ -220,6 +220,19 @@ ROWS = [
         {"data.validation": None},
         ("bare.json",),
     ),
+    Row(
+        "data.reset_positions needs an end-of-document token",
+        {"data.reset_positions": True, "data.train": "chat"},
+        {"data.reset_positions": False},
+        ("chat.json names none, or says chat", "right for chat data"),
+    ),
+    Row(
+        "chat or text",
+        {"data.train": ["chat", "tokens"]},
+        {"data.train": ["chat"], "data.validation": 0.1},
+        ("mix conversations (chat) with text", "prepare_data.py --chat"),
+    ),
+    Row("chat or text", {"data.train": "chat", "data.validation": "tokens"}, {"data.validation": {"chat": 1.0}}),
     Row("sequence within the model's positions", {"data.sequence_length": 2049}, {"data.sequence_length": 2048}, ("up to 2048",)),
     Row(
         "whole microbatches",
@@ -281,14 +294,15 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def token_files(tmp_path, monkeypatch):
-    """tokens: 257 tokens and an EOS; other: another vocabulary; bare: written by a tool that says nothing. Triton compiles."""
+    """tokens: 257 tokens and an EOS; chat: conversations; other: another vocabulary; bare: by a tool that says nothing. Triton compiles."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for prefix in ("tokens", "other", "bare"):
+    for prefix in ("tokens", "chat", "other", "bare"):
         (tmp_path / f"{prefix}.bin").touch()
         (tmp_path / f"{prefix}.idx").touch()
     (tmp_path / "manifest.json").touch()  # makes . a checkpoint
     (tmp_path / "tokens.json").write_text(json.dumps({"vocab_size": 257, "eos": 256}))
+    (tmp_path / "chat.json").write_text(json.dumps({"vocab_size": 257, "eos": 256, "chat": {}}))
     (tmp_path / "other.json").write_text(json.dumps({"vocab_size": 300, "eos": 0}))
 
 

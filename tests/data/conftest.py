@@ -16,7 +16,7 @@ WriteTokens = Callable[..., str]
 def write_by_hand(
     prefix: Path, documents: list[list[int]], *, metadata: dict | None = None, code: int = 8, marks: list[int] | None = None
 ) -> str:
-    letter = {8: "H", 4: "i"}[code]
+    letter = {8: "H", 4: "i", 1: "B"}[code]
     size = struct.calcsize(letter)
     lengths = [len(document) for document in documents]
     marks = list(range(len(documents) + 1)) if marks is None else marks
@@ -51,5 +51,18 @@ def counting(write: WriteTokens) -> Callable[..., IndexedTokens]:
         values = list(range(first, first + tokens))
         documents = [values[i : i + document] for i in range(0, tokens, document)]
         return IndexedTokens(write(name, documents, code=4))
+
+    return make
+
+
+@pytest.fixture
+def chats(write: WriteTokens) -> Callable[..., str]:
+    """chats(name, sizes) → PREFIX of a chat file with documents of these sizes: tokens first, first + 1, …, of which odd ones count."""
+
+    def make(name: str, sizes: list[int], first: int = 0) -> str:
+        values = iter(range(first, first + sum(sizes)))
+        documents = [[next(values) for _ in range(size)] for size in sizes]
+        write(f"{name}.loss", [[token % 2 for token in document] for document in documents], code=1, metadata=None)
+        return write(name, documents, code=4, metadata={"vocab_size": 100, "eos": EOS, "chat": {}})
 
     return make

@@ -64,6 +64,11 @@ class ChatTemplate:
         text, _ = self._write(self._marked(list(messages)), self._marked(tools), prompt=True)
         return [token for token, _, _ in self._tokenizer.encode_rendered(text)]
 
+    def end_of_turn(self) -> int:
+        """The token with which the assistant ends its turn: the last that counts of what it says."""
+        tokens, counts = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "said"}])
+        return [token for token, counted in zip(tokens, counts, strict=True) if counted][-1]
+
     def _marked(self, value: Any) -> Any:
         """The same with marks around what reads like a control token, lone surrogates replaced, and no key that has no value."""
         if isinstance(value, str):
@@ -94,15 +99,16 @@ class ChatTemplate:
                 continue
             before, opened = [self._write(messages[:i], tools, prompt)[0] if i else "" for prompt in (False, True)]
             after, _ = self._write(messages[: i + 1], tools)
-            said = str(message.get("content", "")).strip()
-            start = len(opened) if len(opened) > len(before) else after.find(said, len(before))
+            said = str(message.get("content", ""))
+            found = (after.find(each, len(before)) for each in (said, said.strip()))  # templates may trim
+            start = len(opened) if len(opened) > len(before) else next((at for at in found if at >= 0), -1)
             if not (whole.startswith(after) and after.startswith(opened) and after.startswith(before) and start >= 0):
                 raise DataError(
                     f"the chat template (hash {self.hash}) writes the messages up to number {i + 1} in another way when others follow, or "
                     "opens the assistant's turn in another way than its prompt: what the assistant writes can not be told from the rest. "
                     "Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, or take --loss_on all."
                 )
-            spans.append((start, start + _turn_length(after[start:], said)))
+            spans.append((start, start + _turn_length(after[start:], said.rstrip())))
         return spans
 
 

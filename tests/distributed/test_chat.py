@@ -1,0 +1,161 @@
+"""Training on conversations: packing changes no number, no conversation sees another, nothing is counted that should not be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.load import from_dict
+from megalite.training import build
+from megalite.training.trainer import Trainer
+from tests.distributed import jobs, jobs_training
+from tests.tools.chats import SHORT, write_lines
+from tools.chatting import ChatTemplate
+from tools.preparing import prepare
+from tools.preparing.chats import Chats
+from tools.preparing.sources import open_inputs
+from tools.preparing.writing import IndexedWriter
+from tools.tokenizing import load
+
+S = 24
+LENGTHS = [5, 9, 14, 3, 25, 11, 8, 12, 6, 17, 4, 20]  # 122 inputs: six rows of 24
+MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def write(prefix: Path, lengths: list[int], share: float = 0.4, seed: int = 0) -> str:
+    """Random conversations of which about this share counts."""
+    random = np.random.default_rng(seed)
+    with IndexedWriter(prefix, 61, masked=True) as writer:
+        writer.add(random.integers(1, 61, sum(lengths)), lengths, (random.random(sum(lengths)) < share).astype(np.uint8))
+        writer.finish({"vocab_size": 61, "eos": 0, "chat": {}})
+    return str(prefix)
+
+
+def config(prefix: str, batch: int, **changes: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, dict[str, Any]] = {
+        "run": {"dir": prefix + "_runs"},
+        "model": {**MODEL, "vocab_size": 61, "max_position_embeddings": S},
+        "parallel": {"dp": 1, "zero": 1},
+        "data": {"train": prefix, "sequence_length": S, "shuffle": False},
+        "train": {"steps": 8, "global_batch_size": batch, "micro_batch_size": 1, "grad_clip": 1.0},
+        "optimizer": {"lr": 3e-4},
+        "checkpoint": {"load": "none"},
+    }
+    for section, values in changes.items():
+        made[section] = {**made.get(section, {}), **values}
+    return made
+
+
+def numbers(found: list[dict[str, Any]]) -> list[float]:
+    return found[0]["losses"] + found[0]["grad_norms"]
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_packed_is_unpacked_on_every_layout(layout, ranks, tmp_path):
+    """Each step takes every conversation: in twelve rows of one, or six packed ones, whose tokens that count are unequal in number."""
+    prefix = write(tmp_path / "x", LENGTHS)
+    expected = numbers(ranks.run(1, jobs.train, config(prefix, 12), 3))
+    for batch, packing in ((12, False), (6, True)):
+        made = config(prefix, batch, parallel=layout, data={"packing": packing})
+        got = ranks.run(layout.get("dp", 1) * layout.get("tp", 1), jobs.train, made, 3)
+        assert numbers(got) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_loss_is_that_of_plain_logits(tmp_path):
+    """Each conversation alone through the model, its counted tokens alone summed."""
+    prefix = write(tmp_path / "x", LENGTHS)
+    trainer = trainer_of(config(prefix, 6, data={"packing": True}))
+    alone = trainer_of(config(prefix, 12))
+    total, count = 0.0, 0
+    for microbatch in alone.loader.step(0):
+        counted = microbatch.targets[:, 0] >= 0
+        losses = torch.nn.functional.cross_entropy(logits(alone, microbatch)[:, 0], microbatch.targets[:, 0], reduction="none")
+        total, count = total + losses[counted].sum().item(), count + int(counted.sum())
+    step = trainer.step()
+    assert step.tokens == count and step.loss == pytest.approx(total / count, rel=1e-5)
+    alone.close()
+    trainer.close()
+
+
+def trainer_of(made: dict[str, Any]) -> Trainer:
+    complete = from_dict(made)
+    return Trainer(complete, build.make_mesh(complete))
+
+
+@torch.no_grad()
+def logits(trainer: Trainer, microbatch: Any) -> torch.Tensor:
+    """[seq, batch, vocabulary]."""
+    stage = trainer.parts.stages[0]
+    return stage.logits(microbatch.tokens, stage.context(microbatch, step=0, training=False))[..., :61]
+
+
+def test_a_conversation_sees_no_other_and_where_it_stands_is_not_seen(tmp_path):
+    """Changing one changes no bit of its neighbours; and each has the logits that it has alone in a row."""
+    prefix = write(tmp_path / "x", [7, 9, 6])
+    packed, single = trainer_of(config(prefix, 1, data={"packing": True})), trainer_of(config(prefix, 3))
+    (row,) = packed.loader.step(0)
+    before = logits(packed, row)
+    places = [slice(0, 6), slice(6, 14), slice(14, 19)]
+    assert row.document_start[:, 0].tolist() == [0] * 6 + [6] * 8 + [14] * 5 + [19] * 5
+    for place, alone in zip(places, single.loader.step(0), strict=True):
+        torch.testing.assert_close(before[place], logits(single, alone)[: place.stop - place.start], rtol=1e-5, atol=1e-6)
+        row.tokens[place] = row.tokens[place] % 60 + 1
+        after = logits(packed, row)
+        assert all(torch.equal(after[other], before[other]) == (other != place) for other in places)
+        before = after
+    packed.close()
+    single.close()
+
+
+def test_a_batch_in_which_nothing_counts_moves_nothing_to_nan(tmp_path):
+    prefix = write(tmp_path / "x", [9, 12], share=0.0)
+    trainer = trainer_of(config(prefix, 2, data={"validation": prefix}, optimizer={"weight_decay": 0.0}))
+    before = jobs.global_tensors(trainer)
+    step = trainer.step()
+    assert (step.loss, step.grad_norm, step.tokens, step.skipped) == (0.0, 0.0, 0, False)
+    assert trainer.evaluate() == 0.0
+    assert all(torch.equal(value, before[name]) for name, value in jobs.global_tensors(trainer).items())
+    trainer.close()
+
+
+def test_a_resumed_run_reads_the_same_rows(ranks, tmp_path):
+    """Shuffled and packed, over several epochs, on another number of ranks; and with other packing it is other data."""
+    made = config(write(tmp_path / "x", LENGTHS), 4, data={"packing": True, "shuffle": True})
+    straight = ranks.run(1, jobs_training.train_and_save, made, 2, 3)[0]
+    resumed = {**made, "checkpoint": {"load": straight["directory"]}, "parallel": {"dp": 2}}
+    got = ranks.run(2, jobs_training.resume, resumed, 3)[0]
+    assert got["place"]["samples"] == 8
+    assert got["losses"] == pytest.approx(straight["losses"][2:], rel=1e-5)
+    other = {**made, "checkpoint": {"load": straight["directory"]}, "data": {**made["data"], "packing": False}}
+    assert "was made with other data" in ranks.run(1, jobs_training.refusal, other)[0]
+
+
+def test_a_small_model_learns_its_answers(tmp_path):
+    """From jsonl to the model that answers: greedy tokens after the prompt are the answer and the end of the turn."""
+    answers = {"one?": "uno", "two?": "dos", "six?": "seis"}
+    chats = [[{**SHORT[0], "content": question}, {**SHORT[1], "content": answer}] for question, answer in answers.items()]
+    source = write_lines(tmp_path / "a.jsonl", [{"messages": messages} for messages in chats])
+    sources = open_inputs([str(source)], exclude=[], file_format="auto", text_key=None, split="train")
+    prepare(sources, tmp_path / "x", "byte", chat=Chats())
+    made = config(str(tmp_path / "x"), 1, data={"packing": True, "sequence_length": 128})
+    made["model"] |= {"vocab_size": 257, "max_position_embeddings": 128}
+    made["train"] |= {"steps": 80}
+    made["optimizer"] = {"lr": 1e-2, "warmup_steps": 5, "weight_decay": 0.0}
+    trainer = trainer_of(made)
+    results = [trainer.step() for _ in range(80)]
+    assert results[-1].loss < 0.05 and results[-1].tokens == sum(len(answer) + 1 for answer in answers.values())
+    template, stage = ChatTemplate(load("byte")), trainer.parts.stages[0]
+    (row,) = trainer.loader.step(0)
+    for messages in chats:
+        tokens, expected = template.prompt(messages[:1]), [*messages[1]["content"].encode(), 256]
+        for _ in expected:
+            row.tokens = torch.tensor(tokens).unsqueeze(1)
+            row.document_start = None
+            with torch.no_grad():
+                tokens.append(int(stage.logits(row.tokens, stage.context(row, step=0, training=False))[-1, 0, :257].argmax()))
+        assert tokens[-len(expected) :] == expected
+    trainer.close()

@@ -1,0 +1,236 @@
+"""Chat templates to tokens and masks, the forms of chat data, and tools/prepare_data.py --chat from input to token file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.data.indexed import DataError, IndexedTokens
+from tests.tools.chats import CHATML, LONG, SHORT, TEMPLATES, unmarked, write_lines, write_tokenizer
+from tools import prepare_data, tokenizing
+from tools.chatting import ChatTemplate
+from tools.chatting.forms import conversation_of
+
+FORMS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": SHORT, "id": 1},
+    "alpaca": {"instruction": "Add", "input": "1+1", "output": "It is 2."},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Add\n\n1+1"}, {"from": "gpt", "value": "It is 2."}]},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory) -> tokenizing.Tokenizer:
+    return tokenizing.load(directory)
+
+
+# ---- templates
+
+
+def harmless(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Without words that read like control tokens, for which transformers takes them."""
+    return [{**message, "content": message["content"].replace("<|im_", "<im_")} for message in messages]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tokens_and_mask_are_those_of_transformers(name, directory, tokenizer):
+    """With marks transformers says which tokens are the assistant's; without, we find the same ones."""
+    from transformers import AutoTokenizer
+
+    options = {"chat_template": TEMPLATES[name], "return_dict": True, "return_assistant_tokens_mask": True}
+    for messages in (harmless(LONG), SHORT):
+        theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(messages, **options)
+        assert 0 < sum(theirs["assistant_masks"]) < len(theirs["input_ids"]) / 2
+        for source in (TEMPLATES[name], unmarked(TEMPLATES[name])):
+            assert ChatTemplate(tokenizer, source).render(messages) == (theirs["input_ids"], theirs["assistant_masks"])
+
+
+def test_the_byte_tokenizer_has_a_template_of_its_own():
+    tokens, counts = ChatTemplate(tokenizing.load("byte")).render(SHORT)
+    assert tokens == [*b"<|user|>\nAdd\n\n1+1\n<|assistant|>\nIt is 2.", 256, *b"\n"]
+    assert [token for token, counted in zip(tokens, counts, strict=True) if counted] == [*b"It is 2.", 256]
+
+
+@pytest.mark.parametrize("source", [CHATML, unmarked(CHATML), None], ids=["marks", "no marks", "byte"])
+def test_what_is_said_never_becomes_a_control_token(source, tokenizer):
+    tokenizer = tokenizer if source else tokenizing.load("byte")
+    template = ChatTemplate(tokenizer, source)
+    (start, *_), end = template.prompt(SHORT), template.end_of_turn()
+    tokens, counts = template.render(LONG)
+    assert tokens.count(end) == (len(LONG) if source else 2)
+    if source:
+        assert tokens.count(start) == len(LONG) and end == tokenizer.encode_rendered("<|im_end|>")[0][0]
+    counted = [token for token, counted in zip(tokens, counts, strict=True) if counted]
+    turns = [tokenizer.encode(message["content"]) for message in LONG if message["role"] == "assistant"]
+    assert counted == [*turns[0], end, *turns[1], end], "each turn as it was said, and its end"
+
+
+@pytest.mark.parametrize("source", [CHATML, unmarked(CHATML)], ids=["marks", "no marks"])
+def test_what_counts(source, tokenizer):
+    template = ChatTemplate(tokenizer, source)
+    tokens, counts = template.render(LONG)
+    last = template.render(LONG, loss_on="last")
+    first = len(template.prompt(LONG[:-1]))
+    assert last == (tokens, [0] * first + counts[first:])
+    assert template.render(LONG, loss_on="all") == (tokens, [1] * len(tokens))
+    assert template.prompt(LONG[:-1]) == tokens[:first], "generation sees what training saw"
+
+
+def test_a_template_whose_turns_can_not_be_found_is_refused(tokenizer):
+    forgetful = "{% for message in messages %}{{ message['role'] if loop.last else '' }}{{ ': ' + message['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="another way when others follow.*--chat_template FILE.*--loss_on all"):
+        ChatTemplate(tokenizer, forgetful).render(LONG)
+    assert all(ChatTemplate(tokenizer, forgetful).render(LONG, loss_on="all")[1])
+    strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    with pytest.raises(DataError, match="can not write it: roles must alternate"):
+        ChatTemplate(tokenizer, strict).render(LONG)
+
+
+def test_other_keys_of_a_message_reach_the_template(tokenizer):
+    source = "{{ tools[0]['name'] }}{% for message in messages %}{{ message['name'] or message.tool_calls[0]['id'] }}{% endfor %}"
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "call"}], "name": None}
+    record = {"messages": [{"role": "user", "content": "x", "name": "Ada"}, calls], "tools": [{"name": "add<s>"}]}
+    found = conversation_of(record, "here")
+    tokens, _ = ChatTemplate(tokenizer, source).render(found.messages, tools=found.tools, loss_on="all")
+    assert tokens == tokenizer.encode("add<s>Adacall")
+
+
+# ---- the tool
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys) -> Callable[..., dict]:
+    """run(*arguments) → the JSON result of prepare_data.py --chat, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str | Path) -> dict:
+        command = ["prepare_data.py", "--chat", *map(str, arguments), "--workers", "1", "--json"]
+        monkeypatch.setattr("sys.argv", command)
+        importlib.reload(prepare_data).main()
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def conversations(prefix: str) -> list[tuple[list[int], list[int]]]:
+    """Tokens and mask of each document."""
+    file = IndexedTokens(prefix)
+    assert file.loss is not None and file.loss.tokens.dtype == "u1"
+    ends = file.sizes.cumsum().tolist()
+    return [
+        (file.tokens[end - size : end].tolist(), file.loss.tokens[end - size : end].tolist())
+        for end, size in zip(ends, file.sizes.tolist(), strict=True)
+    ]
+
+
+def test_the_forms_give_the_same_documents(run, directory, tmp_path):
+    """One record of each, as lines, as a list in a .json, as rows of a .parquet and of a dataset that `datasets` loads."""
+    import pyarrow
+    from pyarrow import parquet
+
+    template = ChatTemplate(tokenizing.load(directory))
+    expected = template.render(SHORT)
+    write_lines(tmp_path / "a.jsonl", list(FORMS.values()))
+    (tmp_path / "b.json").write_text(json.dumps(list(FORMS.values())))
+    (tmp_path / "named").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist([FORMS["messages"]] * 3), tmp_path / "named" / "train.parquet")
+    for source in ("a.jsonl", "b.json", "named/train.parquet", "hf:named"):
+        result = run("--input", source, "--tokenizer", directory, "--output", "x")
+        assert conversations("x") == [expected] * 3, source
+        tokens, counts = len(expected[0]), sum(expected[1])
+        assert (result["documents"], result["tokens"], result["loss_tokens"], result["longest"]) == (3, 3 * tokens, 3 * counts, tokens)
+    run("--input", "a.jsonl", "--tokenizer", directory, "--output", "x")
+    told = json.loads(Path("x.json").read_text())["chat"]
+    assert told["forms"] == sorted(FORMS) and told["loss_on"] == "assistant" and told["loss_tokens"] == 3 * counts
+    assert (told["template_hash"], told["template"], told["longest"]) == (template.hash, template.source, tokens)
+
+
+def test_long_conversations_and_those_without_loss_are_counted(run, tmp_path):
+    silent = {"messages": SHORT[:1]}
+    write_lines(tmp_path / "a.jsonl", [FORMS["alpaca"], {"messages": LONG}, silent])
+    whole = ChatTemplate(tokenizing.load("byte")).render(SHORT)
+    length = len(whole[0])
+    for option, documents in (("drop", 1), ("truncate", 1)):
+        result = run("--input", "a.jsonl", "--tokenizer", "byte", "--max_length", str(length), "--too_long", option, "--output", "x")
+        assert (result["documents"], result["too_long"]) == (documents, 1)
+        assert result["without_loss"] == (1 if option == "drop" else 2), "the beginning of the long one holds no answer"
+        assert conversations("x") == [whole]
+    run("--input", "a.jsonl", "--tokenizer", "byte", "--max_length", str(length - 2), "--too_long", "truncate", "--output", "x")
+    assert conversations("x") == [(whole[0][:-2], whole[1][:-2])]
+    result = run("--input", "a.jsonl", "--tokenizer", "byte", "--loss_on", "all", "--output", "x")
+    assert (result["documents"], result["without_loss"], result["loss_tokens"]) == (3, 0, result["tokens"])
+
+
+def test_a_template_of_ones_own(run, directory, tmp_path):
+    write_lines(tmp_path / "a.jsonl", [FORMS["messages"]])
+    Path("own.jinja").write_text(unmarked(TEMPLATES["llama 3"]))
+    run("--input", "a.jsonl", "--tokenizer", directory, "--chat_template", "own.jinja", "--output", "x")
+    assert conversations("x") == [ChatTemplate(tokenizing.load(directory), TEMPLATES["llama 3"]).render(SHORT)]
+
+
+def test_text_in_place_of_conversations_leaves_no_mask_behind(run, tmp_path, monkeypatch, capsys):
+    write_lines(tmp_path / "a.jsonl", [FORMS["messages"]])
+    run("--input", "a.jsonl", "--tokenizer", "byte", "--output", "x")
+    assert sorted(path.name for path in tmp_path.glob("x.*")) == ["x.bin", "x.idx", "x.json", "x.loss.bin", "x.loss.idx"]
+    write_lines(tmp_path / "b.jsonl", [{"text": "a"}])
+    monkeypatch.setattr("sys.argv", ["prepare_data.py", "--input", "b.jsonl", "--tokenizer", "byte", "--output", "x", "--workers", "1"])
+    prepare_data.main()
+    assert sorted(path.name for path in tmp_path.glob("x.*")) == ["x.bin", "x.idx", "x.json"]
+    assert IndexedTokens("x").loss is None
+
+
+BAD = {
+    "no form": ([{"text": "a"}], "a.jsonl line 2 holds no conversation: its keys are text"),
+    "no object": ([["a"]], "a.jsonl line 2 is a list, not an object"),
+    "no list": ([{"messages": "a"}], "line 2: messages is no list of messages"),
+    "no text": (
+        [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
+        "line 2: message 1 of messages has no text under role and",
+    ),
+    "mixed keys": (
+        [{"conversations": [{"from": "human", "value": "a"}, {"role": "gpt"}]}],
+        "message 2 of conversations has no text under from",
+    ),
+    "unknown speaker": ([{"conversations": [{"from": "bing", "value": "a"}]}], "line 2: message 1 of conversations is by bing"),
+    "half an instruction": ([{"instruction": "a", "input": "b"}], "its keys are instruction, input"),
+    "number": ([{"instruction": "a", "output": 2}], "line 2: output is of type int, not text"),
+    "refused by the template": ([{"messages": [{"role": "system", "content": "no"}]}], "a.jsonl line 2: the chat template (hash "),
+}
+STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+OPTIONS = {
+    "text file": (["--input", "b.txt"], "--input b.txt is text, and --chat reads conversations"),
+    "json is no list": (["--input", "b.json"], "--input b.json is no list of records"),
+    "training a tokenizer": (["--input", "ok.jsonl", "--train_tokenizer", "300"], "--chat needs the tokenizer of the model"),
+    "too short": (["--input", "ok.jsonl", "--max_length", "1"], "--max_length 1 leaves nothing to predict"),
+    "no template": (["--input", "ok.jsonl", "--chat_template", "none.jinja"], "none.jinja"),
+    "nothing left": (["--input", "ok.jsonl", "--max_length", "2"], "no text"),
+}
+
+
+@pytest.mark.parametrize("name", [*BAD, *OPTIONS])
+def test_bad_input(name, run, directory, tmp_path, capsys):
+    write_lines(tmp_path / "ok.jsonl", [FORMS["messages"]])
+    (tmp_path / "b.txt").write_text("a")
+    (tmp_path / "b.json").write_text("{}")
+    (tmp_path / "strict.jinja").write_text(STRICT)
+    if name in BAD:
+        records, message = BAD[name]
+        write_lines(tmp_path / "a.jsonl", [FORMS["messages"], *records])
+        arguments = ["--input", "a.jsonl", "--chat_template", "strict.jinja", "--tokenizer", directory]
+    else:
+        arguments, message = OPTIONS[name]
+        arguments = [*arguments, *([] if "--train_tokenizer" in arguments else ["--tokenizer", directory])]
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments, "--output", "x")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and message in said and "Traceback" not in said
+    assert not list(tmp_path.glob("*x.*"))
