@@ -73,7 +73,7 @@ def main() -> None:
         sys.exit(fail(str(error)))
     except KeyboardInterrupt:
         sys.exit(130)
-    report(summary, time.monotonic() - started, options.json)
+    report(summary, time.monotonic() - started, options.max_length, options.json)
 
 
 def chosen_tokenizer(options: argparse.Namespace) -> str:
@@ -142,7 +142,7 @@ def plain_progress() -> Progress:
     return show
 
 
-def report(summary: Summary, seconds: float, as_json: bool) -> None:
+def report(summary: Summary, seconds: float, longest: int | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(summary) | {"seconds": seconds}))
         return
@@ -151,10 +151,11 @@ def report(summary: Summary, seconds: float, as_json: bool) -> None:
     if summary.empty_documents:
         print(f"{summary.empty_documents:,} empty documents left out")
     if summary.forms:
-        share = summary.loss_tokens / summary.tokens
+        share, length = summary.loss_tokens / summary.tokens, (longest or summary.longest) - 1
         print(
             f"conversations ({', '.join(summary.forms)}): {summary.loss_tokens:,} tokens count ({share:.1%}), longest {summary.longest:,}"
         )
+        print(f"with data.packing they fill {summary.packed_rows:,} rows of data.sequence_length {length:,}: that is an epoch")
     for count, what in ((summary.too_long, "were longer than --max_length"), (summary.without_loss, "had nothing to learn from")):
         if count:
             print(f"{count:,} conversations {what}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests.tools.chats import CHATML, LONG, SHORT, TEMPLATES, unmarked, write_li
 from tools import prepare_data, tokenizing
 from tools.chatting import ChatTemplate
 from tools.chatting.forms import conversation_of
+from tools.preparing.chats import Chats
+from tools.preparing.sources import open_inputs
 
 FORMS: dict[str, dict[str, Any]] = {
     "messages": {"messages": SHORT, "id": 1},
@@ -104,6 +107,19 @@ def test_other_keys_of_a_message_reach_the_template(tokenizer):
     assert tokens == tokenizer.encode("add<s>Adacall")
 
 
+def test_workers_get_and_give_all_of_it(directory, tokenizer, tmp_path):
+    """What the pool sends to a worker and back is what one process computes."""
+    path = write_lines(tmp_path / "a.jsonl", [*FORMS.values(), {"messages": LONG}])
+    (source,) = open_inputs([str(path)], exclude=[], file_format="auto", text_key=None, split="train")
+    (task,) = source.tasks()
+    chats = Chats(unmarked(CHATML), "last", 400)
+    sent, received = (pickle.loads(pickle.dumps(each)) for each in ((chats, task), chats.encode(task, tokenizer)))
+    again = sent[0].encode(sent[1], tokenizing.load(directory))
+    for name in ("tokens", "mask", "sizes"):
+        assert getattr(again, name).tolist() == getattr(received, name).tolist() != []
+    assert again.forms == received.forms == set(FORMS)
+
+
 # ---- the tool
 
 
@@ -163,7 +179,7 @@ def test_long_conversations_and_those_without_loss_are_counted(run, tmp_path):
         result = run("--input", "a.jsonl", "--tokenizer", "byte", "--max_length", str(length), "--too_long", option, "--output", "x")
         assert (result["documents"], result["too_long"]) == (documents, 1)
         assert result["without_loss"] == (1 if option == "drop" else 2), "the beginning of the long one holds no answer"
-        assert conversations("x") == [whole]
+        assert conversations("x") == [whole] and result["packed_rows"] == 1
     run("--input", "a.jsonl", "--tokenizer", "byte", "--max_length", str(length - 2), "--too_long", "truncate", "--output", "x")
     assert conversations("x") == [(whole[0][:-2], whole[1][:-2])]
     result = run("--input", "a.jsonl", "--tokenizer", "byte", "--loss_on", "all", "--output", "x")

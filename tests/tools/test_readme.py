@@ -12,14 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.chats import CHATML, write_lines, write_tokenizer
+from tests.tools.hf_models import SIZES, Case
+from tests.tools.hf_models import write as write_model
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) for line in block.splitlines()]
 SMALL_BATCH = "--train.micro_batch_size 2 --data.sequence_length 32"
 SHORT = {  # appended: later options win
-    "tools/prepare_data.py": "",
+    "tools/prepare_data.py": "--workers 1",
     "pretrain.py": f"--train.steps 2 --optimizer.warmup_steps 1 --train.global_batch_size 4 {SMALL_BATCH}",
     "tools/generate.py": "--tokens 3",
     "tools/checkpoint.py": "",
+    "tools/convert_hf.py": "",
     "tools/bubble_calc.py": "",
     "tools/import_config.py": "",
     "tools/verify.py": f"--data.train data/corpus --train.global_batch_size 8 {SMALL_BATCH}",
@@ -28,11 +33,15 @@ SHORT = {  # appended: later options win
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """What a newcomer has: a clone, a corpus of text files, and a configuration of another program."""
+    """What a newcomer has: a clone, a corpus of text files, a configuration of another program, a small Llama and conversations for it."""
     place = tmp_path_factory.mktemp("readme")
     for name in ("tools", "configs", "pretrain.py", "megalite", "Makefile", "pyproject.toml", "constraints.txt"):
         (place / name).symlink_to(ROOT / name)
     (place / "ds_config.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+    sizes = {**SIZES, "vocab_size": 264, "tie_word_embeddings": True}
+    write_tokenizer(write_model(Case("Llama", sizes), place / "models" / "llama"), CHATML)
+    answer = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    write_lines(place / "chats.jsonl", [answer] * 40)
     (place / "corpus").mkdir()
     for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]:  # enough text for 8,192 pieces
         (place / "corpus" / f"{source.stem}.txt").write_bytes(source.read_bytes())
@@ -67,6 +76,9 @@ def test_commands_run_in_order(place):
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         if output:
             (place / output).write_text(done.stdout)
+    made = place / "models" / "llama-chat"
+    assert (made / "model.safetensors").read_bytes() != (place / "models" / "llama" / "model.safetensors").read_bytes()
+    assert (made / "chat_template.jinja").read_text() == CHATML
 
 
 @pytest.mark.parametrize("target", ["demo", "test"])

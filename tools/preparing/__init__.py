@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megalite.data.dataset import best_fit
 from megalite.data.indexed import DataError
 from tools import tokenizing
 from tools.chatting import ChatTemplate
@@ -57,7 +58,8 @@ class Texts:
 
 @dataclass
 class Summary:
-    """What was written. `loss_tokens`: those that count; `longest`: the tokens of the longest document; the rest as in `Encoded`."""
+    """What was written. `loss_tokens`: those that count; `longest`: the tokens of the longest document; `packed_rows`: of the longest's
+    length, or of the longest that is allowed, that conversations fill; the rest as in `Encoded`."""
 
     prefix: str
     documents: int = 0
@@ -74,6 +76,7 @@ class Summary:
     too_long: int = 0
     without_loss: int = 0
     forms: list[str] = field(default_factory=list)
+    packed_rows: int = 0
 
     def add(self, part: Encoded) -> None:
         self.documents += len(part.sizes)
@@ -127,6 +130,8 @@ def _encode(
             progress("tokenizing", summary.input_bytes, total)
         if loaded != named:
             Path(loaded).replace(named)
+        if isinstance(encoder, Chats) and writer.sizes:
+            summary.packed_rows = int(best_fit(np.array(writer.sizes) - 1, (encoder.max_length or summary.longest) - 1).max()) + 1
         facts = asdict(summary)
         files = vocabulary.files if loaded == named else [Path(named)]
         writer.finish(
