@@ -104,6 +104,8 @@ def test_validation_blends_and_lists_keep_conversations_whole(chats):
     train, validation = build(DataConfig(train=[a, b], validation=0.3, sequence_length=S, packing=True, shuffle=False), seed=1)
     firsts = [[piece[0] for i in range(d.samples_per_epoch) for piece in documents_of(d[i])] for d in (train, validation)]
     assert [sorted(each) for each in firsts] == [[1, 5, 9, 13, 17, 21, 25, 50, 56, 62, 68], [29, 33, 37, 74]]
+    uneven = build(DataConfig(train=chats("c", [3, 3, 9, 3], first=1), validation=0.5, sequence_length=S), seed=1)
+    assert [d.samples_per_epoch for d in uneven] == [3, 1], "half of 18 tokens would cut the third"
     blend = data({a: 2.0, b: 1.0})
     assert blend.chat and [int(blend[i][0, 0]) >= 50 for i in range(6)].count(True) == 2
     loader = Loader(blend, global_batch_size=3, micro_batch_size=3, dp_rank=0, dp_size=1, samples=2)

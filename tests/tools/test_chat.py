@@ -88,11 +88,25 @@ def test_what_counts(source, tokenizer):
     assert template.prompt(LONG[:-1]) == tokens[:first], "generation sees what training saw"
 
 
-def test_a_template_whose_turns_can_not_be_found_is_refused(tokenizer):
-    forgetful = "{% for message in messages %}{{ message['role'] if loop.last else '' }}{{ ': ' + message['content'] }}{% endfor %}"
+REWRITING = {
+    "earlier turns lose something": "{% for message in messages %}<{{ message['role'] }}>"
+    "{% if loop.last and message['role'] == 'assistant' %}think {% endif %}{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "the prompt is another header": "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>think {% endif %}",
+    "what is said is not written": "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] | upper }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", REWRITING)
+def test_a_template_whose_turns_can_not_be_found_is_refused(name, tokenizer):
+    template = ChatTemplate(tokenizer, REWRITING[name])
     with pytest.raises(DataError, match="another way when others follow.*--chat_template FILE.*--loss_on all"):
-        ChatTemplate(tokenizer, forgetful).render(LONG)
-    assert all(ChatTemplate(tokenizer, forgetful).render(LONG, loss_on="all")[1])
+        template.render(LONG)
+    assert all(template.render(LONG, loss_on="all")[1])
+
+
+def test_a_template_that_refuses_is_quoted(tokenizer):
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     with pytest.raises(DataError, match="can not write it: roles must alternate"):
         ChatTemplate(tokenizer, strict).render(LONG)
