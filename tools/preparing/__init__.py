@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megalite.data.dataset import best_fit
 from megalite.data.indexed import DataError
 from tools import tokenizing
 from tools.chatting import ChatTemplate
@@ -130,8 +130,8 @@ def _encode(
             progress("tokenizing", summary.input_bytes, total)
         if loaded != named:
             Path(loaded).replace(named)
-        if isinstance(encoder, Chats) and writer.sizes:
-            summary.packed_rows = int(best_fit(np.array(writer.sizes) - 1, (encoder.max_length or summary.longest) - 1).max()) + 1
+        if isinstance(encoder, Chats):
+            summary.packed_rows = _packed_rows(np.array(writer.sizes), encoder.max_length or summary.longest)
         facts = asdict(summary)
         files = vocabulary.files if loaded == named else [Path(named)]
         writer.finish(
@@ -140,6 +140,13 @@ def _encode(
             | (_chat_facts(encoder, vocabulary, summary) if isinstance(encoder, Chats) else {})
         )
     return summary
+
+
+def _packed_rows(sizes: NDArray[np.int32], longest: int) -> int:
+    """The rows that conversations of these sizes fill, where a row just takes the longest."""
+    from megalite.data.dataset import best_fit  # brings torch, which preparing texts does without
+
+    return int(best_fit(sizes - 1, longest - 1).max(initial=-1)) + 1
 
 
 def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: Summary) -> dict[str, Any]:
