@@ -51,7 +51,7 @@ class ChatTemplate:
         elif not self._has_marks:
             spans = self._turns(said, tools, text)[-1 if loss_on == "last" else 0 :]
         elif loss_on == "last" and spans:
-            before = said[: max(i for i, message in enumerate(said) if message["role"] == "assistant")]
+            before = said[: max((i for i, message in enumerate(said) if message["role"] == "assistant"), default=0)]
             spans = spans[len(self._write(before, tools)[1]) if before else 0 :]
         counts = bytearray(len(text) + 1)  # of each character
         for start, stop in spans:
@@ -116,4 +116,5 @@ def _turn_length(turn: str, said: str) -> int:
     """Characters of a turn up to and with its end-of-turn token; white space after that belongs to the layout. Where the template has no
     such token, white space is what ends the turn."""
     stripped = turn.rstrip()
-    return len(turn) if stripped.endswith(said) else len(stripped)
+    ends_in_words = stripped.endswith(said) if said else not stripped
+    return len(turn) if ends_in_words else len(stripped)
