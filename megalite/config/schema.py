@@ -237,6 +237,12 @@ class TrainConfig:
     watchdog: str | None = "5m"
     """A rank that gets nowhere for this long says where it is, and writes its stacks to stalls/ in the run's directory; none is silent."""
 
+    def recompute_of(self, layer: int) -> str:
+        """What `recompute` means for one layer: none, selective or full."""
+        if not self.recompute.startswith("every-"):
+            return self.recompute
+        return "full" if layer % int(self.recompute.removeprefix("every-")) == 0 else "none"
+
 
 @dataclass
 class FP16Config:

@@ -19,11 +19,4 @@ class LayerOptions:
     @staticmethod
     def of(config: Config, layer: int, regions: Regions) -> LayerOptions:
         parallel = config.parallel
-        return LayerOptions(parallel.sequence_parallel and parallel.tp > 1, recompute_mode(config.train.recompute, layer), regions)
-
-
-def recompute_mode(option: str, layer: int) -> str:
-    """What `train.recompute` (none, selective, full, every-K) means for one layer: none, selective or full."""
-    if not option.startswith("every-"):
-        return option
-    return "full" if layer % int(option.removeprefix("every-")) == 0 else "none"
+        return LayerOptions(parallel.sequence_parallel and parallel.tp > 1, config.train.recompute_of(layer), regions)

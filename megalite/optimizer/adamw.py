@@ -65,21 +65,22 @@ class AdamW:
                 grad_scale=scale,
             )
 
-    def _changing(self) -> list[Tensor]:
+    def changing(self) -> list[Tensor]:
+        """All that a step changes: masters and moments."""
         return [tensor for memory, own in self._moments.items() for tensor in (memory.master, own.exp_avg, own.exp_avg_sq)]
 
     @property
     def copy_size(self) -> int:
         """Bytes of `copy_state`."""
-        return sum(tensor.nbytes for tensor in self._changing())
+        return sum(tensor.nbytes for tensor in self.changing())
 
     def copy_state(self) -> list[Tensor]:
         """A copy of all that a step changes."""
-        return [tensor.clone() for tensor in self._changing()]
+        return [tensor.clone() for tensor in self.changing()]
 
     def restore_state(self, copies: Sequence[Tensor]) -> None:
         """Undo the steps since `copy_state`; `publish` then makes the master weights the weights."""
-        for tensor, copy in zip(self._changing(), copies, strict=True):
+        for tensor, copy in zip(self.changing(), copies, strict=True):
             tensor.copy_(copy)
 
     def _states(self, memory: BucketMemory) -> Iterator[tuple[str, Tensor]]:

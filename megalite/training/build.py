@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,21 @@ from megalite_kernels import dispatch
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
-from megalite.model.parameters import kv_replicas, model_specs, stage_units
+from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channels, with_communication
-from megalite.parallel.pipeline.gathering import with_gathering
-from megalite.parallel.pipeline.generator import build, placement
-from megalite.parallel.pipeline.partition import balanced, layer_costs
+from megalite.parallel.pipeline.communication import channels
+from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
-from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
-from megalite.parallel.pipeline.validator import validate
-from megalite.parallel.sharding.buckets import bucket_layout, buckets_of_units
 from megalite.parallel.sharding.offload import check_directory, state_memory
 from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.store import ParameterStore
-from megalite.parallel.spec import ParamSpec, parameter_count
+from megalite.parallel.spec import parameter_count
+from megalite.training.plan import ends_in_turn as ends_in_turn
+from megalite.training.plan import microbatch_count as microbatch_count
+from megalite.training.plan import partition as partition
+from megalite.training.plan import runs_ahead as runs_ahead
+from megalite.training.plan import schedule as schedule
+from megalite.training.plan import specs_of, units_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -38,72 +38,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def layout(config: Config) -> Layout:
     parallel = config.parallel
     return Layout(pp=parallel.pp, dp=parallel.dp or 1, cp=parallel.cp, tp=parallel.tp)
-
-
-def microbatch_count(config: Config) -> int:
-    """Microbatches of one step on one dp rank."""
-    return config.train.global_batch_size // (config.train.micro_batch_size * (config.parallel.dp or 1))
-
-
-def partition(config: Config) -> list[int]:
-    """Layers of each stage: as configured, else balanced by measured or estimated cost with embedding and head counted."""
-    model, parallel = config.model, config.parallel
-    if parallel.partition is not None:
-        return parallel.partition
-    if parallel.layer_costs is not None:
-        embedding, *layers, head = parallel.layer_costs
-        return balanced(layers, parallel.stages, embedding, head)
-    costs = layer_costs(model, config.data.sequence_length)
-    return balanced(costs.layers, parallel.stages, costs.embedding, costs.head)
-
-
-def _units_of(config: Config) -> dict[int, range]:
-    """The units of each stage."""
-    split = partition(config)
-    return {stage: stage_units(split, stage) for stage in range(len(split))}
-
-
-def _specs_of(config: Config, rank: int) -> list[ParamSpec]:
-    """The stored parameters of a pipeline rank."""
-    parallel, units = config.parallel, _units_of(config)
-    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
-    held = chain.from_iterable(units[stage] for stage in units if own[stage] == rank)
-    return model_specs(config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(held))
-
-
-def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
-    """For each stage its units with their buckets, where ZeRO-3 keeps weights elsewhere until they are used; else empty."""
-    parallel = config.parallel
-    shards = parallel.dp_shard or parallel.dp or 1
-    if parallel.zero < 3 or (shards == 1 and not parallel.offload_parameters):
-        return ()
-    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
-    numbers = [
-        buckets_of_units(bucket_layout(_specs_of(config, rank), 0, parallel.tp, parallel.dp or 1, parallel.bucket_mb * 1e6))
-        for rank in range(parallel.pp)
-    ]
-    return tuple(tuple(Unit(unit, numbers[own[stage]][unit]) for unit in units) for stage, units in _units_of(config).items())
-
-
-def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
-    """The validated list of actions of every rank, messages included, and gatherings where weights are kept as shards."""
-    options = config.parallel
-    costs = Costs(*options.schedule_costs)
-    plan = with_communication(build(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only))
-    if units := _gathered_units(config):
-        plan = with_gathering(plan, units, keep=options.zero3_reshard == "step" and not forward_only)
-    validate(plan, OUTSTANDING_SENDS)
-    return plan
-
-
-def ends_in_turn(config: Config) -> bool:
-    """Whether the ranks finish a step one after the other, so that none should wait for the last (`training.closing`)."""
-    return config.parallel.schedule in ("zb-h2", "zb-v") and config.parallel.pp > 1
-
-
-def runs_ahead(config: Config) -> bool:
-    """Whether a rank may update before the norm is known, keeping a copy of its optimizer state: offloaded, that has no room in memory."""
-    return config.parallel.optimistic_step and config.parallel.offload == "none"
 
 
 def offload_directory(config: Config) -> Path:
@@ -155,7 +89,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
     dispatch.select(train.kernels)
     dtype = DTYPES[train.precision]
     store = ParameterStore(
-        _specs_of(config, mesh.pp.rank),
+        specs_of(config, mesh.pp.rank),
         mesh,
         zero=parallel.zero,
         dtype=dtype,
@@ -170,7 +104,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         training=training,
     )
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
-    units = _units_of(config)
+    units = units_of(config)
     stages = {stage: Stage(config, units[stage], store, mesh, dtype) for stage, rank in enumerate(own) if rank == mesh.pp.rank}
     length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
     shape = (length, train.micro_batch_size, model.hidden_size)

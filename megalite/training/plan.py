@@ -1,0 +1,88 @@
+"""What follows from a configuration alone: partition, schedule, the stored parameters of each pipeline rank. Imports no torch.
+
+The runtime executes it, and the planner asks the same functions for any number of ranks without starting one.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from megalite.config.schema import Config
+from megalite.model.parameters import model_specs, stage_units
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
+from megalite.parallel.pipeline.gathering import with_gathering
+from megalite.parallel.pipeline.generator import build, placement
+from megalite.parallel.pipeline.partition import balanced, layer_costs
+from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
+from megalite.parallel.pipeline.validator import validate
+from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of_units
+from megalite.parallel.spec import ParamSpec
+
+
+def microbatch_count(config: Config) -> int:
+    """Microbatches of one step on one dp rank."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * (config.parallel.dp or 1))
+
+
+def partition(config: Config) -> list[int]:
+    """Layers of each stage: as configured, else balanced by measured or estimated cost with embedding and head counted."""
+    model, parallel = config.model, config.parallel
+    if parallel.partition is not None:
+        return parallel.partition
+    if parallel.layer_costs is not None:
+        embedding, *layers, head = parallel.layer_costs
+        return balanced(layers, parallel.stages, embedding, head)
+    costs = layer_costs(model, config.data.sequence_length)
+    return balanced(costs.layers, parallel.stages, costs.embedding, costs.head)
+
+
+def units_of(config: Config) -> dict[int, range]:
+    """The units of each stage."""
+    split = partition(config)
+    return {stage: stage_units(split, stage) for stage in range(len(split))}
+
+
+def specs_of(config: Config, rank: int) -> list[ParamSpec]:
+    """The stored parameters of a pipeline rank."""
+    parallel, units = config.parallel, units_of(config)
+    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    held = chain.from_iterable(units[stage] for stage in units if own[stage] == rank)
+    return model_specs(config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(held))
+
+
+def buckets_of(config: Config, rank: int) -> list[Bucket]:
+    """The buckets of a pipeline rank, alike on all of its tp and dp ranks."""
+    parallel = config.parallel
+    return bucket_layout(specs_of(config, rank), 0, parallel.tp, (parallel.dp or 1) * parallel.cp, parallel.bucket_mb * 1e6)
+
+
+def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
+    """For each stage its units with their buckets, where ZeRO-3 keeps weights elsewhere until they are used; else empty."""
+    parallel = config.parallel
+    shards = parallel.dp_shard or parallel.dp or 1
+    if parallel.zero < 3 or (shards == 1 and not parallel.offload_parameters):
+        return ()
+    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    numbers = [buckets_of_units(buckets_of(config, rank)) for rank in range(parallel.pp)]
+    return tuple(tuple(Unit(unit, numbers[own[stage]][unit]) for unit in units) for stage, units in units_of(config).items())
+
+
+def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
+    """The validated list of actions of every rank, messages included, and gatherings where weights are kept as shards."""
+    options = config.parallel
+    costs = Costs(*options.schedule_costs)
+    plan = with_communication(build(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only))
+    if units := _gathered_units(config):
+        plan = with_gathering(plan, units, keep=options.zero3_reshard == "step" and not forward_only)
+    validate(plan, OUTSTANDING_SENDS)
+    return plan
+
+
+def ends_in_turn(config: Config) -> bool:
+    """Whether the ranks finish a step one after the other, so that none should wait for the last (`training.closing`)."""
+    return config.parallel.schedule in ("zb-h2", "zb-v") and config.parallel.pp > 1
+
+
+def runs_ahead(config: Config) -> bool:
+    """Whether a rank may update before the norm is known, keeping a copy of its optimizer state: offloaded, that has no room in memory."""
+    return config.parallel.optimistic_step and config.parallel.offload == "none"

@@ -1,0 +1,94 @@
+"""Buffers that exist only because ranks talk: messages between stages, weights gathered for use, gradient buckets not yet reduced.
+
+Found by following a rank's list of actions as the runtime does, so they are the schedule's own. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.config.schema import Config
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, receive_before
+from megalite.parallel.pipeline.gathering import uses
+from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
+from megalite.parallel.sharding.buckets import Bucket
+from tools.planning.states import Device, Sharing, Widths
+
+NARROW = 2  # bytes of a bf16 number, in which gradients may travel
+
+
+def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
+    """Most bytes of tensors on their way between stages: received ahead of their use, sent and not yet known to have arrived, handed over
+    within the rank. Messages are of one `size`. What arrives and is used counts as an activation, or as a gradient under way."""
+    arriving: set[Action] = set()
+    handed: set[tuple[Kind, int, int]] = set()  # (pass, stage, microbatch) whose result waits on this rank
+    sends: dict[tuple[Kind, int, int], None] = {}
+    most = 0
+    for action in schedule.actions[rank]:
+        kind, stage, microbatch = action[:3]
+        if action.is_send:
+            sends[kind, stage, microbatch] = None
+            most = max(most, len(arriving) + len(handed) + len(sends))
+            while len(sends) > OUTSTANDING_SENDS:
+                del sends[next(iter(sends))]
+        elif action.is_message:
+            arriving.add(action)
+        elif action.is_compute and kind is not Kind.WEIGHT:
+            step = 1 if kind is Kind.FORWARD else -1
+            arriving.discard(receive_before(action, schedule) or action)
+            handed.discard((kind, stage - step, microbatch))
+            if kind is Kind.BACKWARD:
+                sends.pop((Kind.SEND_FORWARD, stage, microbatch), None)
+            if 0 <= stage + step < schedule.stages and schedule.placement[stage + step] == rank:
+                handed.add((kind, stage, microbatch))
+        most = max(most, len(arriving) + len(handed) + len(sends))
+    return most * size
+
+
+def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[Bucket], width: int) -> int:
+    """Most bytes of weights that are whole at once under ZeRO-3: with the unit that computes, the one that comes next."""
+    announced: list[Action] = []
+    whole: set[int] = set()
+    most = 0
+
+    def carry_out(unit: int | None, kind: Kind) -> None:
+        for move in [move for move in announced if move.unit == unit and move.kind is kind]:
+            announced.remove(move)
+            assert move.bucket is not None
+            (whole.add if kind is Kind.GATHER else whole.discard)(move.bucket)
+
+    for action in schedule.actions[rank]:
+        if action.bucket is not None:
+            announced.append(action)
+            carry_out(None, Kind.GATHER)
+        for unit in uses(action, schedule) if action.is_compute else ():
+            carry_out(unit.number, Kind.GATHER)
+            most = max(most, sum(buckets[number].size for number in whole))
+            carry_out(unit.number, Kind.RESHARD)
+    return most * width
+
+
+def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[Bucket], device: Device) -> int:
+    """Most bytes of gradients beside those that are kept: whole buckets that fill or wait for their reduction (ZeRO-2 and 3), and what a
+    reduction itself takes: copies in bf16, on gloo the other ranks' parts."""
+    sharing, width = Sharing.of(config), Widths.of(config).gradient
+    trained = [bucket for bucket in buckets if bucket.trainable]
+    if sharing.data == 1 or not trained:
+        return 0
+    reducing = _reduction(config, max(bucket.size for bucket in trained), device)
+    opened = [bucket.size for bucket in trained if sharing.gradients_sharded(bucket, config.run.deterministic)]
+    if not opened:
+        return reducing
+    # A backward fills one bucket after the other, and one that is full may wait. Where weight gradients are put off, every bucket of a
+    # stage stays open between a backward and its weight pass.
+    largest = max(opened)
+    filling = sum(opened) if Kind.WEIGHT in schedule.passes else min(2 * largest, sum(opened))
+    return filling * width + max(reducing, largest // sharing.shard * width)
+
+
+def _reduction(config: Config, size: int, device: Device) -> int:
+    """Bytes that the reduction of a bucket of `size` elements takes beside it."""
+    sharing, width = Sharing.of(config), Widths.of(config).gradient
+    if config.parallel.reduce_dtype == "bf16":
+        return 2 * size * NARROW + size // sharing.data * width
+    return size * width * (sharing.data - 1) // sharing.data if device == "cpu" else 0

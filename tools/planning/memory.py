@@ -1,0 +1,176 @@
+"""What each rank of a run holds in memory, from a configuration and a number of ranks alone, for 16,384 ranks in a second. Imports no torch.
+
+    states          weights, gradients, master weights, moments: as the store's buckets allocate them (`states.py`)
+    activations     what each unit keeps of a microbatch (`activations.py`), summed along the schedule's own list of actions
+    communication   gradient buckets in flight, gathered weights (ZeRO-3), pipeline messages
+
+tp and dp ranks of one pipeline rank hold equal amounts: vocabularies and buckets are padded to equal parts. So there is one answer
+for each pipeline rank. `docs/memory.md` has the formulas, and what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megalite.config.schema import Config
+from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.training import plan
+from tools.planning.activations import Activations, Held
+from tools.planning.in_flight import gathered_bytes, message_bytes, open_gradients
+from tools.planning.states import Device, States, Widths, states
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that exist only because ranks talk: see `in_flight`."""
+
+    messages: int
+    gathered: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        return self.messages + self.gathered + self.gradients
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak bytes of every rank in `ranks`.
+
+    Attributes:
+        states: what lies there between steps too.
+        activations, logits, workspace: each at its own highest during a step.
+        step: all three together at their highest, which need not be at once.
+        communicating: buffers of collectives and messages.
+    """
+
+    pp_rank: int
+    ranks: range
+    states: States
+    activations: int
+    logits: int
+    workspace: int
+    step: int
+    communicating: Communication
+
+    @property
+    def parameters(self) -> int:
+        return self.states.weights
+
+    @property
+    def gradients(self) -> int:
+        return self.states.gradients
+
+    @property
+    def optimizer(self) -> int:
+        return self.states.optimizer
+
+    @property
+    def communication(self) -> int:
+        return self.communicating.total
+
+    @property
+    def total(self) -> int:
+        """Peak on the device: offloaded state lies elsewhere, `states.host` and `states.disk`."""
+        return self.states.device + self.step + self.communication
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: ranks as first and count, every part in bytes."""
+        names = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
+        tree = {"states": asdict(self.states), "communicating": asdict(self.communicating), "workspace": self.workspace, "step": self.step}
+        return {
+            "pp_rank": self.pp_rank,
+            "first_rank": self.ranks.start,
+            "ranks": len(self.ranks),
+            **{name: getattr(self, name) for name in names},
+            **tree,
+        }
+
+
+def estimate(config: Config, world_size: int, device: Device = "cuda", schedule: Schedule | None = None) -> list[RankMemory]:
+    """The memory of every rank, one entry for each pipeline rank.
+
+    Args:
+        config: complete and checked, for this number of ranks.
+        device: what the ranks compute on. It decides which attention runs, the default loss chunk, and where offloaded state lies.
+        schedule: of `plan.schedule(config, …)`, where it is at hand.
+    """
+    config = settled(config, world_size)
+    schedule = schedule or plan.schedule(config, plan.microbatch_count(config))
+    count = world_size // config.parallel.pp
+    return [
+        _rank(config, schedule, pp_rank, range(pp_rank * count, (pp_rank + 1) * count), device) for pp_rank in range(config.parallel.pp)
+    ]
+
+
+def settled(config: Config, world_size: int) -> Config:
+    """The configuration with dp and the partition written down, which is dear to find and is asked for often."""
+    parallel = config.parallel
+    dp = parallel.dp or world_size // (parallel.tp * parallel.pp * parallel.cp)
+    config = replace(config, parallel=replace(parallel, dp=dp))
+    return replace(config, parallel=replace(config.parallel, partition=plan.partition(config)))
+
+
+def _rank(config: Config, schedule: Schedule, pp_rank: int, ranks: range, device: Device) -> RankMemory:
+    buckets = plan.buckets_of(config, pp_rank)
+    frozen = {slot.spec.name for bucket in buckets for slot in bucket.slots if not slot.spec.trainable}
+    activations = Activations(config, device, Kind.WEIGHT in schedule.passes, frozen)
+    units = plan.units_of(config)
+    profile = Profile({stage: activations.units(units[stage]) for stage in schedule.stages_of(pp_rank)})
+    profile.follow(schedule, pp_rank)
+    communication = Communication(
+        message_bytes(schedule, pp_rank, activations.message),
+        gathered_bytes(schedule, pp_rank, buckets, Widths.of(config).compute),
+        open_gradients(config, schedule, buckets, device),
+    )
+    return RankMemory(
+        pp_rank,
+        ranks,
+        states(config, buckets, pp_rank, device),
+        profile.activations,
+        profile.logits,
+        profile.workspace,
+        profile.step,
+        communication,
+    )
+
+
+class Profile:
+    """What a rank's stages hold while it goes through its list of actions; after `follow` the highest of each kind.
+
+    A forward adds what its units save. A backward goes through them in reverse: a unit that is computed again takes more for the moment,
+    then what it saved is free, but for what a weight pass needs.
+    """
+
+    def __init__(self, stages: dict[int, list[Held]]):
+        self.stages = stages
+        self.activations = self.logits = self.workspace = self.step = 0
+        self._held = self._logits = 0
+
+    def follow(self, schedule: Schedule, rank: int) -> None:
+        steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHT: self._weight}
+        for action in schedule.compute(rank):
+            steps[action.kind](self.stages[action.stage])
+
+    def _note(self, more: int = 0, logits: int = 0, workspace: int = 0) -> None:
+        activations, logits = self._held + more, self._logits + logits
+        self.activations, self.logits = max(self.activations, activations), max(self.logits, logits)
+        self.workspace, self.step = max(self.workspace, workspace), max(self.step, activations + logits + workspace)
+
+    def _forward(self, units: Sequence[Held]) -> None:
+        for unit in units:
+            self._held, self._logits = self._held + unit.saved, self._logits + unit.logits
+            self._note(logits=unit.logits_chunk)
+
+    def _backward(self, units: Sequence[Held]) -> None:
+        for unit in reversed(units):
+            self._note(unit.recomputed, workspace=unit.workspace)
+            self._held += unit.stash - unit.saved
+            self._logits += unit.logits_stash - unit.logits
+        self._note()
+
+    def _weight(self, units: Sequence[Held]) -> None:
+        for unit in units:
+            self._held, self._logits = self._held - unit.stash, self._logits - unit.logits_stash

@@ -1,0 +1,125 @@
+"""How many bytes each rank sends in a step, by mesh axis: computed from specs, buckets and the schedule's list. Imports no torch.
+
+Collectives are counted as rings send them: of a tensor of B bytes over n ranks, an all-gather or a reduce-scatter sends (n − 1) / n · B from
+each rank, an all-reduce twice that. A message between stages sends its bytes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from megalite.config.schema import Config
+from megalite.model.parameters import head_unit, kv_replicas
+from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.spec import Segment
+from megalite.training import plan
+from tools.planning.activations import Activations
+from tools.planning.in_flight import NARROW
+from tools.planning.memory import settled
+from tools.planning.states import Sharing, Widths, matrices
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank of a pipeline rank sends in a step over each axis."""
+
+    tp: int
+    dp: int
+    pp: int
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def ring(size: float, ranks: int) -> float:
+    """Bytes that each of `ranks` sends to gather, or to reduce and scatter, `size` bytes."""
+    return size * (ranks - 1) / ranks
+
+
+def traffic(config: Config, world_size: int, schedule: Schedule | None = None) -> list[Traffic]:
+    """What the ranks of each pipeline rank send in a step; arguments as for `memory.estimate`."""
+    config = settled(config, world_size)
+    schedule = schedule or plan.schedule(config, plan.microbatch_count(config))
+    return [_rank(config, schedule, pp_rank) for pp_rank in range(config.parallel.pp)]
+
+
+def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
+    buckets, units = plan.buckets_of(config, pp_rank), plan.units_of(config)
+    own = [unit for stage in schedule.stages_of(pp_rank) for unit in units[stage]]
+    tensor = _Tensor(config)
+    messages = sum(action.is_send for action in schedule.actions[pp_rank])
+    return Traffic(
+        round(schedule.microbatches * sum(map(tensor.microbatch, own)) + tensor.step(buckets)),
+        round(_data(config, schedule, pp_rank, buckets)),
+        round(messages * tensor.sizes.message + _tied(config, schedule, buckets)),
+    )
+
+
+class _Tensor:
+    """What tensor parallelism sends, see `megalite.parallel.tensor`."""
+
+    def __init__(self, config: Config):
+        self.config, self.sizes, self.ranks = config, Activations(config), config.parallel.tp
+        self.shared = config.parallel.sequence_parallel and self.ranks > 1
+
+    def microbatch(self, unit: int) -> float:
+        """Of one microbatch's forward and backward through a unit."""
+        whole, last = ring(self.sizes.whole, self.ranks), head_unit(self.config.model)
+        if unit == 0:  # looked up and summed; with sequence parallelism its gradient is gathered
+            return 2 * whole
+        if unit == last:
+            statistics = ring(
+                self.ranks * (4 if self.config.train.label_smoothing else 3) * self.sizes.tokens * self.sizes.wide, self.ranks
+            )
+            return (3 if self.shared else 2) * whole + statistics
+        numbers = 4 * ring(self.sizes.tokens * self.sizes.wide, self.ranks) if self.config.model.qk_norm == "full" else 0.0
+        forward, backward = 4 * whole + numbers, (6 if self.shared else 4) * whole + numbers
+        again = forward if self.config.train.recompute_of(unit - 1) == "full" else 0.0
+        return forward + again + backward
+
+    def step(self, buckets: Sequence[Bucket]) -> float:
+        """Of the sums at the end of a step: gradients of which each rank has a part, and those of replicated key-value heads."""
+        sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
+        replicas = kv_replicas(self.config.model, self.ranks)
+
+        def sent(segment: Segment) -> float:
+            size = segment.local(0, self.ranks).numel * width / (sharing.shard if sharing.zero else 1)
+            return 2 * ring(size, self.ranks if segment.partial else replicas if segment.replicas > 1 else 1)
+
+        trained = (bucket for bucket in buckets if bucket.trainable)
+        return sum(sent(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
+
+
+def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bucket]) -> float:
+    """Gradients, once or for each microbatch, and weights, once or for each use."""
+    sharing, widths = Sharing.of(config), Widths.of(config)
+    travel = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
+    total = 0.0
+    for bucket in buckets:
+        if not bucket.trainable:
+            continue
+        rounds = schedule.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
+        total += rounds * ring(bucket.size * travel, sharing.shard)
+        kept = bucket.size - _spared(config, bucket)
+        total += 2 * ring(kept / sharing.shard * travel, sharing.replicate)
+        if sharing.zero and not sharing.weights_sharded(bucket):
+            total += ring(bucket.size * widths.compute, sharing.shard)
+    gathers = (action.bucket for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER)
+    return total + sum(ring(buckets[number].size * widths.compute, sharing.shard) for number in gathers if number is not None)
+
+
+def _spared(config: Config, bucket: Bucket) -> int:
+    """Elements of gradients that PowerSGD's factors save."""
+    rank = config.parallel.powersgd_rank
+    return sum(n * m - (n + m) * rank for n, m in matrices(config, bucket)) if rank else 0
+
+
+def _tied(config: Config, schedule: Schedule, buckets: Sequence[Bucket]) -> float:
+    """The gradient of a tied embedding whose copies lie on two pipeline ranks."""
+    sharing, width = Sharing.of(config), Widths.of(config).gradient
+    if schedule.placement[0] == schedule.placement[-1]:
+        return 0.0
+    tied = [bucket for bucket in buckets if bucket.trainable and bucket.slots[0].spec.tied]
+    return sum(2 * ring(sharing.kept(bucket) * width, 2) for bucket in tied)
