@@ -7,7 +7,7 @@ those of one tensor-parallel rank; under sequence parallelism what lies between 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.config.schema import Config
 from megalite.model.parameters import head_unit, kv_replicas, padded_vocabulary
@@ -26,7 +26,7 @@ class Held:
     Attributes:
         saved: kept from the forward to the backward.
         recomputed: more while its own backward runs, which computes it again.
-        stash: kept from a split backward to the weight pass.
+        stash: kept from a split backward to the weight pass; `stash_first` of it is made before anything saved is free.
         logits, logits_stash: the same as `saved` and `stash`, of logits and their gradient; `logits_chunk`: while the forward runs.
         workspace: largest temporaries of its backward, an estimate: gradients on their way, gathered inputs.
     """
@@ -34,6 +34,7 @@ class Held:
     saved: int = 0
     recomputed: int = 0
     stash: int = 0
+    stash_first: int = 0
     logits: int = 0
     logits_stash: int = 0
     logits_chunk: int = 0
@@ -53,7 +54,8 @@ class Activations:
         self.config, self.model, self.device, self.splits, self.frozen = config, model, device, splits, frozen
         self.width, self.wide = widths.compute, widths.wide
         self.sequence = config.data.sequence_length
-        self.tokens = self.sequence * config.train.micro_batch_size
+        self.batch = config.train.micro_batch_size
+        self.tokens = self.sequence * self.batch
         self.own_tokens = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
         self.heads = model.num_attention_heads // parallel.tp
         self.kv_heads = model.kv_heads * kv_replicas(model, parallel.tp) // parallel.tp
@@ -76,13 +78,18 @@ class Activations:
     def embedding(self) -> Held:
         """Which rows were looked up, and which of them lie on other ranks; learned positions."""
         positions = INDEX * self.sequence if self.model.position == "learned" else 0
-        return Held(saved=self.tokens * (INDEX + 1) + positions)
+        return Held(saved=self.tokens * (INDEX + 1) + positions + self._dropout(self.model.embedding_dropout))
+
+    def _dropout(self, probability: float) -> int:
+        """The positions that a mask is drawn for; the mask itself is drawn again."""
+        return INDEX * self.own_tokens // self.batch if probability else 0
 
     def layer(self, index: int) -> Held:
         mode = self.config.train.recompute_of(index)
         kept = self._statistics_and_inputs() + self._attention(index, mode == "selective") + self._feed_forward()
         saved = self.own if mode == "full" else kept
-        return Held(saved, kept - saved, self._layer_stash(index), workspace=self._workspace())
+        stash = self._layer_stash(index)
+        return Held(saved, kept - saved, sum(stash.values()), stash.get("mlp.down", 0), workspace=self._workspace())
 
     def _norm(self, tokens: int, groups: int = 1) -> int:
         """Statistics of a norm: rstd, of LayerNorm the mean too."""
@@ -92,10 +99,10 @@ class Activations:
         """Of both blocks: the residual stream where it enters, and where there are norms what they return and what they divide by."""
         before, after = self.model.norm_placement != "post", self.model.norm_placement != "pre"
         norm = self.own + self._norm(self.own_tokens)
-        return 2 * (self.own + (norm if before else 0) + (norm if after else 0))
+        return 2 * (self.own + (norm if before else 0) + (norm if after else 0) + self._dropout(self.model.residual_dropout))
 
     def _attention(self, index: int, recomputes: bool) -> int:
-        """Queries, keys and values, normed and rotated beside the packed projection where they are normed; the output; the probabilities."""
+        """Queries, keys and values, beside them normed ones where they are normed; the output; the probabilities."""
         kept = self.tokens * (self.packed + self.query) * self.width + self._probabilities(index, recomputes)
         if self.model.qk_norm != "none":
             statistics = self.heads + self.kv_heads if self.model.qk_norm == "head" else 2
@@ -118,17 +125,17 @@ class Activations:
             return self.tokens * self.heads * self.wide
         if recomputes or self.model.attention_softcap is not None:
             return 0
-        batch, window, total = self.tokens // self.sequence, self.model.window(index) or self.sequence, 0
+        window, total = self.model.window(index) or self.sequence, 0
         for first in range(0, self.sequence, ATTENTION_BLOCK):
             stop = min(first + ATTENTION_BLOCK, self.sequence)
             total += (stop - first) * (stop - max(first - window + 1, 0))
-        return batch * self.heads * total * self.wide
+        return self.batch * self.heads * total * self.wide
 
     def _feed_forward(self) -> int:
         """The input of the activation, which is computed again."""
         return self.tokens * self.inner * (2 if self.model.gated_mlp else 1) * self.width
 
-    def _layer_stash(self, index: int) -> int:
+    def _layer_stash(self, index: int) -> dict[str, int]:
         """For each linear its input and its output's gradient, both whole: what was gathered for the products stays."""
         inner = self.inner * (2 if self.model.gated_mlp else 1)
         linears = {
@@ -137,7 +144,7 @@ class Activations:
             "mlp.in": self.whole + self.tokens * inner * self.width,
             "mlp.down": self.tokens * self.inner * self.width + self.whole,
         }
-        return sum(size for name, size in linears.items() if f"layers.{index}.{name}.weight" not in self.frozen) if self.splits else 0
+        return {name: size for name, size in linears.items() if self.splits and f"layers.{index}.{name}.weight" not in self.frozen}
 
     def _workspace(self) -> int:
         """The feed-forward's or attention's backward, whichever is larger, and the gradient of the residual stream."""
@@ -155,8 +162,8 @@ class Activations:
         chunk = (LOSS_CHUNK_ON_GPU if self.device == "cuda" else 0) if chunk is None else chunk
         if not chunk or self.splits:
             return 0
-        batch, positions = self.tokens // self.sequence, self.sequence // ranks
-        return min(max(chunk * positions // self.tokens, 1), positions) * ranks * batch
+        positions = self.sequence // ranks
+        return min(max(chunk * positions // self.tokens, 1), positions) * ranks * self.batch
 
     def head(self) -> Held:
         """The final norm's input and output (or the gradient that was computed with the loss), and the logits."""
@@ -174,6 +181,17 @@ class Activations:
             workspace=2 * self.whole,
         )
 
-    def units(self, numbers: Sequence[int]) -> list[Held]:
-        """Those of a stage, first to last."""
-        return [self.unit(number) for number in numbers]
+    def stage(self, numbers: Sequence[int]) -> list[Held]:
+        """The units of a stage, first to last. Where positions depend on the documents, so do a microbatch's rotary tables."""
+        units = [self.unit(number) for number in numbers]
+        if self.config.data.reset_positions:
+            units[0] = replace(units[0], saved=units[0].saved + self.batch * self._rotary(numbers))
+        return units
+
+    def tables(self, numbers: Sequence[int]) -> int:
+        """What a stage keeps for good: rotary tables."""
+        return 0 if self.config.data.reset_positions else self._rotary(numbers)
+
+    def _rotary(self, numbers: Sequence[int]) -> int:
+        rotates = any(self.model.uses_rope(number - 1) for number in numbers if 0 < number < head_unit(self.model))
+        return 2 * self.sequence * self.model.head_size * self.width if rotates else 0

@@ -1,4 +1,4 @@
-"""What each rank of a run holds in memory, from a configuration and a number of ranks alone, for 16,384 ranks in a second. Imports no torch.
+"""What each rank of a run holds in memory, from a configuration and a number of ranks alone, 16,384 ranks in a second. Imports no torch.
 
     states          weights, gradients, master weights, moments: as the store's buckets allocate them (`states.py`)
     activations     what each unit keeps of a microbatch (`activations.py`), summed along the schedule's own list of actions
@@ -117,8 +117,9 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int, ranks: range, device
     buckets = plan.buckets_of(config, pp_rank)
     frozen = {slot.spec.name for bucket in buckets for slot in bucket.slots if not slot.spec.trainable}
     activations = Activations(config, device, Kind.WEIGHT in schedule.passes, frozen)
-    units = plan.units_of(config)
-    profile = Profile({stage: activations.units(units[stage]) for stage in schedule.stages_of(pp_rank)})
+    units = {stage: units for stage, units in plan.units_of(config).items() if schedule.placement[stage] == pp_rank}
+    tables = sum(map(activations.tables, units.values()))
+    profile = Profile({stage: activations.stage(numbers) for stage, numbers in units.items()}, tables)
     profile.follow(schedule, pp_rank)
     communication = Communication(
         message_bytes(schedule, pp_rank, activations.message),
@@ -144,10 +145,10 @@ class Profile:
     then what it saved is free, but for what a weight pass needs.
     """
 
-    def __init__(self, stages: dict[int, list[Held]]):
+    def __init__(self, stages: dict[int, list[Held]], tables: int):
         self.stages = stages
         self.activations = self.logits = self.workspace = self.step = 0
-        self._held = self._logits = 0
+        self._held, self._logits = tables, 0
 
     def follow(self, schedule: Schedule, rank: int) -> None:
         steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHT: self._weight}
@@ -166,7 +167,7 @@ class Profile:
 
     def _backward(self, units: Sequence[Held]) -> None:
         for unit in reversed(units):
-            self._note(unit.recomputed, workspace=unit.workspace)
+            self._note(unit.recomputed + unit.stash_first, workspace=unit.workspace)
             self._held += unit.stash - unit.saved
             self._logits += unit.logits_stash - unit.logits
         self._note()

@@ -1,7 +1,7 @@
 """How many bytes each rank sends in a step, by mesh axis: computed from specs, buckets and the schedule's list. Imports no torch.
 
-Collectives are counted as rings send them: of a tensor of B bytes over n ranks, an all-gather or a reduce-scatter sends (n − 1) / n · B from
-each rank, an all-reduce twice that. A message between stages sends its bytes once.
+Collectives are counted as rings send them: of a tensor of B bytes over n ranks, each rank sends (n − 1) / n · B in an all-gather or a
+reduce-scatter, twice that in an all-reduce. A message between stages sends its bytes once.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class _Tensor:
                 self.ranks * (4 if self.config.train.label_smoothing else 3) * self.sizes.tokens * self.sizes.wide, self.ranks
             )
             return (3 if self.shared else 2) * whole + statistics
-        numbers = 4 * ring(self.sizes.tokens * self.sizes.wide, self.ranks) if self.config.model.qk_norm == "full" else 0.0
-        forward, backward = 4 * whole + numbers, (6 if self.shared else 4) * whole + numbers
+        squares = 4 * ring(self.sizes.tokens * self.sizes.wide, self.ranks) if self.config.model.qk_norm == "full" else 0.0
+        forward, backward = 4 * whole + squares, (6 if self.shared else 4) * whole + squares
         again = forward if self.config.train.recompute_of(unit - 1) == "full" else 0.0
         return forward + again + backward
 
