@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import ConfigError
 from megalite.training.launch import abandon, choose_device, configure_process, leave, local_world_size, start_process_group, world_size
@@ -12,6 +14,10 @@ from tools.families import hf_shape
 
 
 def main() -> None:
+    if "--dry_run" in sys.argv:
+        from tools.accounting.dry_run import main as dry_run
+
+        return dry_run()
     config = load_config(world_size=world_size(), read_shape=hf_shape)
 
     from megalite.checkpoint import CheckpointError

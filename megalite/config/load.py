@@ -243,6 +243,7 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
     if docs is not None:
         parser.add_argument("--config", metavar="FILE", help="YAML file of sections and keys; the command line goes before it.")
         parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration as YAML, and exit.")
+        parser.add_argument("--dry_run", action="store_true", help="Print what --world_size W ranks would take, and exit.")
         parser.add_argument("--help", "-h", action="store_true", help="Show this text, and exit.")
     groups = {section.name: parser.add_argument_group(section.name) for section in fields(Config)}
     for option, key in OPTIONS.items():

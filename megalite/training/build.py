@@ -21,7 +21,7 @@ from megalite.model.stage import Stage
 from megalite.parallel.pipeline.communication import channels
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
-from megalite.parallel.sharding.offload import check_directory, state_memory
+from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
 from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
@@ -83,8 +83,11 @@ class Parts:
     runtime: Runtime
 
 
-def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True) -> Parts:
-    """Allocate this rank's parameters (zero until initialised or loaded; gradients where it trains) and the stages that use them."""
+def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True, state: StateMemory | None = None) -> Parts:
+    """Allocate this rank's parameters (zero until initialised or loaded; gradients where it trains) and the stages that use them.
+
+    `state` takes the optimizer's state instead of what parallel.offload names.
+    """
     model, parallel, train = config.model, config.parallel, config.train
     dispatch.select(train.kernels)
     dtype = DTYPES[train.precision]
@@ -99,7 +102,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         bucket_bytes=parallel.bucket_mb * 1e6,
         device=device,
         keep_tied_apart=config.run.deterministic,
-        state=state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config)),
+        state=state or state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config)),
         offload_parameters=parallel.offload_parameters,
         training=training,
     )

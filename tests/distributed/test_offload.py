@@ -188,7 +188,7 @@ def test_the_report_says_what_is_where(zero, precision, on_disk, ranks, prefix):
     config["model"] |= {"hidden_size": 128, "intermediate_size": 384}
     for found, expected, places, report in ranks.run(2, states, config):
         parameters = expected.optimizer / (on_disk / 2)
-        assert found == pytest.approx(expected, rel=0.03)
+        assert found == expected
         assert places["disk"] == pytest.approx(on_disk * parameters / 2, rel=0.03)
         assert places["cpu"] == pytest.approx(found.weights + found.gradients)
         assert f"{places['disk'] / 1e6:,.1f} MB on disk" in report[0]

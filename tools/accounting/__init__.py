@@ -1,4 +1,4 @@
-"""What the model's states take on each rank, measured beside the formula (Rajbhandari et al. 2020).
+"""What the model's states take on each rank, measured beside what the planner says (`tools.planning.states`).
 
 Between steps: weights, accumulated gradients, the optimizer's (master weights where they are apart, two moments), and what PowerSGD keeps
 of the matrices that it compresses. While a step runs, add activations, with ZeRO-2 and 3 the buckets that are whole for the moment, and
@@ -14,11 +14,15 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from megalite.config.schema import Config
+from megalite.optimizer.adamw import AdamW
 from megalite.parallel.pipeline.gathering import check_gathering
 from megalite.parallel.pipeline.schedule import Kind
 from megalite.parallel.sharding.powersgd import Matrix
-from megalite.training import build
+from megalite.parallel.sharding.store import ParameterStore
+from megalite.training import build, plan
 from megalite.training.trainer import Trainer
+from tools.planning.states import Device, model_states
 
 
 class ModelStates(NamedTuple):
@@ -34,55 +38,55 @@ class ModelStates(NamedTuple):
         return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
 
 
-def _storages(trainer: Trainer) -> Iterator[tuple[str, str, int]]:
+def _storages(store: ParameterStore, optimizer: AdamW) -> Iterator[tuple[str, str, int]]:
     """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it has."""
-    buckets = trainer.store.buckets
+    buckets = store.buckets
     gradients = [memory.gradients for memory in buckets if memory.gradients is not None]
     kinds: dict[str, Iterable[Tensor | None]] = {
         "weights": (tensor for memory in buckets for tensor in (memory.weights, memory.shard)),
         "gradients": (tensor for each in gradients for tensor in (each.full, each.owned, each.apart)),
-        "optimizer": (rectangle.tensor for rectangle in trainer.optimizer.to_load()),
-        "powersgd": (tensor for matrix in _compressed(trainer) for tensor in (matrix.error, matrix.factor)),
+        "optimizer": (*(memory.master for memory in buckets), *optimizer.changing()),
+        "powersgd": (tensor for matrix in _compressed(store) for tensor in (matrix.error, matrix.factor)),
     }
     seen: set[int] = set()
     for kind, tensors in kinds.items():
         for tensor in tensors:
-            if tensor is not None and tensor.untyped_storage().data_ptr() not in seen:
-                seen.add(tensor.untyped_storage().data_ptr())
-                yield kind, trainer.store.state.place_of(tensor), tensor.untyped_storage().nbytes()
+            if tensor is not None and tensor.untyped_storage()._cdata not in seen:  # on the meta device every address is 0
+                seen.add(tensor.untyped_storage()._cdata)
+                yield kind, store.state.place_of(tensor), tensor.untyped_storage().nbytes()
+
+
+def states_of(store: ParameterStore, optimizer: AdamW) -> ModelStates:
+    """What these keep between steps."""
+    storages = list(_storages(store, optimizer))
+    return ModelStates(*(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields))
 
 
 def measured(trainer: Trainer) -> ModelStates:
-    storages = list(_storages(trainer))
-    return ModelStates(*(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields))
+    return states_of(trainer.store, trainer.optimizer)
 
 
 def places(trainer: Trainer) -> dict[str, int]:
     """The same bytes by where they lie: cuda, cpu, disk."""
     found: dict[str, int] = {}
-    for _, place, size in _storages(trainer):
+    for _, place, size in _storages(trainer.store, trainer.optimizer):
         found[place] = found.get(place, 0) + size
     return found
 
 
 def formula(trainer: Trainer) -> ModelStates:
-    """Bytes per parameter of this rank's part of the model, padding left out: whole, or divided by the ranks that share them."""
-    store, shards = trainer.store, trainer.mesh.shard.size
-    parameters = sum(slot.stop - slot.start for memory in store.buckets for slot in memory.layout.slots)
-    memory = store.buckets[0]
-    width, wide = memory.weights.itemsize, memory.master.itemsize
-    grad_width = memory.owned_grads.itemsize if memory.gradients is not None else 0
-    masters = 3 if memory.has_own_master else 2  # in full precision the weights are their own masters, unless state is offloaded
-    return ModelStates(
-        parameters * width / (shards if store.zero >= 3 else 1),
-        parameters * grad_width / (shards if store.zero >= 2 else 1),
-        parameters * wide * masters / (shards if store.zero >= 1 else 1),
-        sum((matrix.part.numel + matrix.factor.numel()) * grad_width for matrix in _compressed(trainer)),
-    )
+    """What the planner says of this rank, from the configuration alone."""
+    return planned(trainer.config, trainer.mesh.pp.rank, "cuda" if trainer.device.type == "cuda" else "cpu")
 
 
-def _compressed(trainer: Trainer) -> Sequence[Matrix]:
-    return () if trainer.store.powersgd is None else trainer.store.powersgd.matrices
+def planned(config: Config, pp_rank: int, device: Device) -> ModelStates:
+    """What the planner says of a pipeline rank between steps."""
+    found = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device)
+    return ModelStates(found.weights, found.gradients, found.master + found.moments, found.powersgd)
+
+
+def _compressed(store: ParameterStore) -> Sequence[Matrix]:
+    return () if store.powersgd is None else store.powersgd.matrices
 
 
 def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[float, float]:
@@ -90,10 +94,10 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
     whole at once, both in units of all of them."""
     config, rank = trainer.config, trainer.mesh.pp.rank
     config = replace(config, parallel=replace(config.parallel, zero3_reshard=reshard))
-    plan = build.schedule(config, build.microbatch_count(config))
+    schedule = build.schedule(config, build.microbatch_count(config))
     sizes = [memory.layout.size for memory in trainer.store.buckets]
-    gathered = sum(sizes[action.bucket] for action in plan.actions[rank] if action.kind is Kind.GATHER and action.bucket is not None)
-    return gathered / sum(sizes), check_gathering(plan, rank) / len(sizes)
+    gathered = sum(sizes[action.bucket] for action in schedule.actions[rank] if action.kind is Kind.GATHER and action.bucket is not None)
+    return gathered / sum(sizes), check_gathering(schedule, rank) / len(sizes)
 
 
 def _describe_copies(trainer: Trainer) -> list[str]:
@@ -129,6 +133,6 @@ def report(trainer: Trainer) -> list[str]:
     for rank, states in enumerate(everyone):
         ranks.setdefault(states, []).append(rank)
     return [
-        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (formula {sum(expected) / 1e6:,.1f} MB){where}"
+        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (planned {sum(expected) / 1e6:,.1f} MB){where}"
         for (found, expected, where), group in ranks.items()
     ] + [*_describe_gathering(trainer), *_describe_copies(trainer)]

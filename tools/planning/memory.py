@@ -19,7 +19,7 @@ from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.training import plan
 from tools.planning.activations import Activations, Held
 from tools.planning.in_flight import gathered_bytes, message_bytes, open_gradients
-from tools.planning.states import Device, States, Widths, states
+from tools.planning.states import Device, States, Widths, model_states
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int, ranks: range, device
     return RankMemory(
         pp_rank,
         ranks,
-        states(config, buckets, pp_rank, device),
+        model_states(config, buckets, pp_rank, device),
         profile.activations,
         profile.logits,
         profile.workspace,

@@ -109,7 +109,7 @@ class States:
         return States(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-def states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device: Device = "cuda") -> States:
+def model_states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device: Device = "cuda") -> States:
     """The states of a pipeline rank with these buckets.
 
     Args:

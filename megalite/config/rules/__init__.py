@@ -6,6 +6,7 @@ The first rows make sizes positive, so that later rows may divide by them. A mes
     Legal values: 1, 2, 4, 8, 16, 32. Nearest: 4 or 8.
 """
 
+from collections.abc import Container
 from dataclasses import fields
 
 from megalite.config.rule import Facts, Rule
@@ -16,13 +17,14 @@ RULES: tuple[Rule, ...] = (*numbers.RULES, *model.RULES, *parallel.RULES, *data.
 """All rules; each name is unique."""
 
 
-def check(config: Config, world_size: int, local_devices: int | None = None) -> None:
+def check(config: Config, world_size: int, local_devices: int | None = None, leave_out: Container[str] = ()) -> None:
     """Raise ConfigError with the first rule that a resolved configuration violates.
 
     world_size: number of processes; local_devices: GPUs that this machine's processes will use (0: CPU; None: not known yet).
+    leave_out: names of rules that are not asked.
     """
     values = {section.name: getattr(config, section.name) for section in fields(Config)}
     facts = Facts(**values, world_size=world_size, local_devices=local_devices)
     for rule in RULES:
-        if rule.broken(facts):
+        if rule.name not in leave_out and rule.broken(facts):
             raise ConfigError(rule.message(facts))

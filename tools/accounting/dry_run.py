@@ -1,0 +1,176 @@
+"""pretrain.py --dry_run: what a run on any number of ranks would take, without starting one.
+
+Every distinct rank is built on the meta device, and its states must have the bytes that the planner computes from specs alone; the rest is
+the planner's. Reads no data and needs no GPU; nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from math import prod
+from typing import Any
+
+from megalite.config.load import exit_with, read_arguments, resolve
+from megalite.config.rules import check
+from megalite.config.schema import Config, ConfigError
+from megalite.parallel.pipeline.partition import layer_costs
+from megalite.parallel.pipeline.schedule import Schedule
+from megalite.training import plan
+from tools import Parser
+from tools.families import hf_shape
+from tools.planning.flops import per_token
+from tools.planning.memory import estimate, settled
+from tools.planning.simulator import simulate
+from tools.planning.states import Device
+from tools.planning.traffic import traffic
+
+ABOUT_FILES = {
+    *("training data is given", "data.train exists", "data.validation exists", "vocabulary is known", "the run can be written"),
+    *("data.reset_positions needs an end-of-document token", "data.eod_mask_loss needs an end-of-document token", "checkpoint exists"),
+    *("init_from exists", "init_from hf exists", "kernels can run"),
+}
+"""Rules that look for what a run needs and a dry run does not."""
+GIB = 1 << 30
+COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
+AXES = ("tp", "dp", "pp")
+
+
+def main(argv: list[str] | None = None) -> None:
+    options, rest = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    try:
+        config = read(rest, options.world_size)
+        ranks = distinct(config, options.ranks)
+    except ConfigError as error:
+        exit_with(str(error))
+    content = calculate(config, ranks, options.device)
+    print(json.dumps(content) if options.json else "\n".join(describe(config, content)), flush=True)
+
+
+def parser() -> Parser:
+    made = Parser(prog="pretrain.py --dry_run", description=__doc__, allow_abbrev=False)
+    made.add_argument("--dry_run", action="store_true", required=True)
+    made.add_argument("--world_size", type=int, metavar="W", help="ranks of the run (default tp * pp * cp * dp)")
+    made.add_argument("--ranks", type=numbers, metavar="R,R,…", help="build these on the meta device (default two of each pipeline rank)")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks compute on (default cuda)")
+    made.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    return made
+
+
+def numbers(text: str) -> list[int]:
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,7")
+    return [int(part) for part in text.split(",")]
+
+
+def read(argv: list[str], world_size: int | None) -> Config:
+    """The configuration, checked but for files. Raises ConfigError."""
+    arguments = read_arguments(argv)
+    config = resolve(arguments, world_size or 1, hf_shape)
+    parallel = config.parallel
+    if world_size is None:
+        world_size = prod((parallel.tp, parallel.pp, parallel.cp, parallel.dp or 1))
+        parallel.dp = parallel.dp or 1
+    if config.model.vocab_size is None:
+        raise ConfigError("model.vocab_size = null is not known: no PREFIX.json beside data.train says it. Give --model.vocab_size N.")
+    check(config, world_size, leave_out=ABOUT_FILES)
+    return settled(config, world_size)
+
+
+def distinct(config: Config, asked: list[int] | None) -> list[int]:
+    """The ranks to build: the first and the last of each pipeline rank, on which padding and shards would differ if any did."""
+    parallel = config.parallel
+    count = parallel.tp * parallel.cp * (parallel.dp or 1)
+    world_size = count * parallel.pp
+    if asked is None:
+        return sorted({rank for first in range(0, world_size, count) for rank in (first, first + count - 1)})
+    if wrong := [rank for rank in asked if rank >= world_size]:
+        raise ConfigError(f"--ranks {wrong[0]} is not one of {world_size} ranks. Give ranks from 0 to {world_size - 1}.")
+    return asked
+
+
+def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
+    """Everything that is printed, by name. Raises Disagreement where what is built differs from what is planned."""
+    from megalite.model.parameters import model_specs
+    from megalite.parallel.spec import parameter_count
+    from tools.accounting.meta import check_states
+
+    parallel = config.parallel
+    world_size = parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
+    check_states(config, ranks, device)
+    schedule = plan.schedule(config, plan.microbatch_count(config))
+    memory, sent = estimate(config, world_size, device, schedule), traffic(config, world_size, schedule)
+    return {
+        "parameters": parameter_count(model_specs(config.model)),
+        "world_size": world_size,
+        "device": device,
+        "built": ranks,
+        "ranks": [{**each.to_dict(), "bytes_sent": own.to_dict()} for each, own in zip(memory, sent, strict=True)],
+        "flops_per_token": flops(config),
+        "schedule": schedule.name,
+        "microbatches": schedule.microbatches,
+        "bubble_fraction": bubble(config, schedule),
+    }
+
+
+def flops(config: Config) -> dict[str, Any]:
+    """By both conventions; hardware FLOPs are those of the causal one, recomputation included."""
+    model, length, recompute = config.model, config.data.sequence_length, config.train.recompute
+    return {name: per_token(model, length, name, recompute).to_dict() for name in ("palm", "causal")}
+
+
+def bubble(config: Config, schedule: Schedule) -> float:
+    """Share of the step in which ranks wait, where every stage takes as long as its matrix products and messages take none."""
+    costs, units = layer_costs(config.model, config.data.sequence_length), plan.units_of(config)
+    every = [costs.embedding, *costs.layers, costs.head]
+    stages = [float(sum(every[unit] for unit in units[stage])) for stage in range(schedule.stages)]
+    return simulate(schedule, stages, stages, stages).bubble_fraction
+
+
+def describe(config: Config, content: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    parallel, rows = config.parallel, content["ranks"]
+    sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}"
+    head = f"{content['parameters']:,} parameters on {content['world_size']:,} ranks ({sizes}), computing on {content['device']}"
+    lines = [head, "", *table(rows)]
+    if any(row["states"][place] for row in rows for place in ("host", "disk")):
+        away = (f"{place} {max(row['states'][place] for row in rows) / GIB:,.2f} GiB" for place in ("host", "disk"))
+        lines.append(f"of these at most, on a rank, elsewhere than on the device: {', '.join(away)}; peak is that of the device")
+    palm, causal = (content["flops_per_token"][name] for name in ("palm", "causal"))
+    lines += [
+        "",
+        f"FLOPs per token: model {palm['model']:.4g} (every position attended: PaLM), {causal['model']:.4g} (causal); "
+        f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute {config.train.recompute}",
+        f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
+        "stages as long as their matrix products",
+        f"built on the meta device, with the bytes that were planned: {len(content['built'])} ranks",
+    ]
+    return lines
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for the pipeline ranks with equal numbers that follow each other: GiB of memory, GiB sent in a step."""
+    groups: list[list[dict[str, Any]]] = []
+    for row in rows:
+        same = [*(row[name] for name in COLUMNS), row["bytes_sent"]]
+        if groups and same == [*(groups[-1][0][name] for name in COLUMNS), groups[-1][0]["bytes_sent"]]:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    names = ["pp rank", "ranks", *COLUMNS[:-1], "peak GiB", *(f"{axis} sent" for axis in AXES)]
+    cells = [
+        [
+            span(group[0]["pp_rank"], group[-1]["pp_rank"]),
+            span(group[0]["first_rank"], group[-1]["first_rank"] + group[-1]["ranks"] - 1),
+            *(f"{group[0][name] / GIB:,.2f}" for name in COLUMNS),
+            *(f"{group[0]['bytes_sent'][axis] / GIB:,.2f}" for axis in AXES),
+        ]
+        for group in groups
+    ]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (names, *cells)]
+
+
+def span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

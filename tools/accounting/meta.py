@@ -1,0 +1,74 @@
+"""Builds one rank of any run on the meta device, with torch's fake process group: all of its parts, none of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from megalite.config.schema import Config
+from megalite.mesh import Mesh
+from megalite.optimizer.adamw import AdamW
+from megalite.parallel.sharding.offload import StateMemory
+from megalite.training import build
+from tools.accounting import ModelStates, planned, states_of
+from tools.planning.states import Device, Sharing
+
+
+class Disagreement(RuntimeError):
+    """What was built takes another number of bytes than what was planned."""
+
+
+class _Nowhere(StateMemory):
+    """Optimizer state without memory. `device` is the weights' own where the state would lie beside them: it decides whether weights are
+    their own masters."""
+
+    def __init__(self, config: Config, device: Device):
+        offloaded = config.parallel.offload != "none"
+        weights_away = config.parallel.offload_parameters and Sharing.of(config).zero == 3
+        together = device == "cpu" or offloaded == weights_away
+        super().__init__(torch.device("meta" if together else "cpu"))
+
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device="meta")
+
+
+@contextmanager
+def _fake_process(rank: int, world_size: int) -> Iterator[None]:
+    """This process as one rank of a run in which nothing is ever sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[ModelStates]:
+    """What the states of these ranks take, as the store allocates them.
+
+    Args:
+        device: what the ranks would compute on.
+    """
+    layout, options, found = build.layout(config), build.mesh_options(config), []
+    everything = torch.device("meta") if config.parallel.offload_parameters else nullcontext()  # what would lie in CPU memory, too
+    for rank in ranks:
+        with _fake_process(rank, layout.world) if layout.world > 1 else nullcontext(), everything:
+            mesh = Mesh(layout, **options)
+            store = build.build_parts(config, mesh, "meta", state=_Nowhere(config, device)).store
+            found.append(states_of(store, AdamW(store, config.optimizer)))
+    return found
+
+
+def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
+    """Build these ranks, and compare each part's bytes with the planner's. Raises Disagreement naming the first part that differs."""
+    layout = build.layout(config)
+    for rank, found in zip(ranks, build_on_meta(config, ranks, device), strict=True):
+        expected = planned(config, layout.coordinates(rank)["pp"], device)
+        for part, own, theirs in zip(ModelStates._fields, found, expected, strict=True):
+            if own != theirs:
+                raise Disagreement(f"rank {rank}: {part} take {own:,} bytes as they are built, but {theirs:,} are planned.")
