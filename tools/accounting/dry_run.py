@@ -17,6 +17,7 @@ from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.partition import layer_costs
 from megalite.parallel.pipeline.schedule import Schedule
+from megalite.parallel.spec import parameter_count
 from megalite.training import plan
 from tools import Parser
 from tools.families import hf_shape
@@ -92,8 +93,6 @@ def distinct(config: Config, asked: list[int] | None) -> list[int]:
 
 def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
     """Everything that is printed, by name. Raises Disagreement where what is built differs from what is planned."""
-    from megalite.model.parameters import model_specs
-    from megalite.parallel.spec import parameter_count
     from tools.accounting.meta import check_states
 
     parallel = config.parallel
@@ -102,7 +101,7 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
     schedule = plan.schedule(config, plan.microbatch_count(config))
     memory, sent = estimate(config, world_size, device, schedule), traffic(config, world_size, schedule)
     return {
-        "parameters": parameter_count(model_specs(config.model)),
+        "parameters": parameter_count([spec for rank in range(parallel.pp) for spec in plan.specs_of(config, rank)]),
         "world_size": world_size,
         "device": device,
         "built": ranks,

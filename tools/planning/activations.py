@@ -6,15 +6,17 @@ those of one tensor-parallel rank; under sequence parallelism what lies between 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megalite.config.schema import Config
 from megalite.model.parameters import head_unit, kv_replicas, padded_vocabulary
+from megalite.parallel.spec import ParamSpec
 from tools.planning.states import Device, Widths
 
 INDEX = 8  # bytes of a token or a target
 ATTENTION_BLOCK = 64  # queries, of `megalite_kernels.attention`
+ADAPTER = ".lora_a"  # of a stored matrix, the first of its two factors
 WIDEST_HEAD = 256  # channels that its Triton kernels take
 LOSS_CHUNK_ON_GPU = 4096  # tokens, of `megalite.model.stage`
 
@@ -46,12 +48,15 @@ class Activations:
 
     Args:
         splits: whether backward is in two passes, so that weight gradients are put off.
-        frozen: names of stored tensors that are not trained: their weight gradients need no inputs.
+        specs: the stored tensors of the rank: what is frozen, and what has adapters of low rank. By default everything is trained.
     """
 
-    def __init__(self, config: Config, device: Device = "cuda", splits: bool = False, frozen: Collection[str] = ()):
+    def __init__(self, config: Config, device: Device = "cuda", splits: bool = False, specs: Sequence[ParamSpec] = ()):
         model, parallel, widths = config.model, config.parallel, Widths.of(config)
-        self.config, self.model, self.device, self.splits, self.frozen = config, model, device, splits, frozen
+        self.config, self.model, self.device, self.splits = config, model, device, splits
+        self.frozen = {spec.name for spec in specs if not spec.trainable}
+        adapters = (spec for spec in specs if spec.name.endswith(ADAPTER))
+        self.adapters = {spec.name.removesuffix(ADAPTER): spec.local_shape(0, parallel.tp)[0] for spec in adapters}
         self.width, self.wide = widths.compute, widths.wide
         self.sequence = config.data.sequence_length
         self.batch = config.train.micro_batch_size
@@ -86,7 +91,7 @@ class Activations:
 
     def layer(self, index: int) -> Held:
         mode = self.config.train.recompute_of(index)
-        kept = self._statistics_and_inputs() + self._attention(index, mode == "selective") + self._feed_forward()
+        kept = self._statistics_and_inputs(index) + self._attention(index, mode == "selective") + self._feed_forward(index)
         saved = self.own if mode == "full" else kept
         stash = self._layer_stash(index)
         return Held(saved, kept - saved, sum(stash.values()), stash.get("mlp.down", 0), workspace=self._workspace())
@@ -95,15 +100,26 @@ class Activations:
         """Statistics of a norm: rstd, of LayerNorm the mean too."""
         return tokens * groups * self.wide * (1 if self.model.norm == "rms" else 2)
 
-    def _statistics_and_inputs(self) -> int:
+    def _statistics_and_inputs(self, index: int) -> int:
         """Of both blocks: the residual stream where it enters, and where there are norms what they return and what they divide by."""
         before, after = self.model.norm_placement != "post", self.model.norm_placement != "pre"
         norm = self.own + self._norm(self.own_tokens)
-        return 2 * (self.own + (norm if before else 0) + (norm if after else 0) + self._dropout(self.model.residual_dropout))
+        kept = 2 * (self.own + (norm if before else 0) + (norm if after else 0) + self._dropout(self.model.residual_dropout))
+        columns = [f"layers.{index}.{name}" for name in ("attention.qkv", "mlp.in")]
+        return kept - (sum(not self._trains(name) for name in columns) * self.own if before else 0)
+
+    def _trains(self, linear: str) -> bool:
+        """Whether a linear layer has weight gradients, which need its input."""
+        return f"{linear}.weight" not in self.frozen or linear in self.adapters
+
+    def _inner(self, *linears: str) -> int:
+        """What adapters keep between their two matrices."""
+        return self.tokens * sum(self.adapters.get(linear, 0) for linear in linears) * self.width
 
     def _attention(self, index: int, recomputes: bool) -> int:
         """Queries, keys and values, beside them normed ones where they are normed; the output; the probabilities."""
         kept = self.tokens * (self.packed + self.query) * self.width + self._probabilities(index, recomputes)
+        kept += self._inner(f"layers.{index}.attention.qkv", f"layers.{index}.attention.out")
         if self.model.qk_norm != "none":
             statistics = self.heads + self.kv_heads if self.model.qk_norm == "head" else 2
             kept += self.tokens * ((self.packed + self.query) // 2 * self.width + statistics * self.wide)
@@ -131,9 +147,10 @@ class Activations:
             total += (stop - first) * (stop - max(first - window + 1, 0))
         return self.batch * self.heads * total * self.wide
 
-    def _feed_forward(self) -> int:
+    def _feed_forward(self, index: int) -> int:
         """The input of the activation, which is computed again."""
-        return self.tokens * self.inner * (2 if self.model.gated_mlp else 1) * self.width
+        inner = self._inner(f"layers.{index}.mlp.in", f"layers.{index}.mlp.down")
+        return self.tokens * self.inner * (2 if self.model.gated_mlp else 1) * self.width + inner
 
     def _layer_stash(self, index: int) -> dict[str, int]:
         """For each linear its input and its output's gradient, both whole: what was gathered for the products stays."""
@@ -144,7 +161,8 @@ class Activations:
             "mlp.in": self.whole + self.tokens * inner * self.width,
             "mlp.down": self.tokens * self.inner * self.width + self.whole,
         }
-        return {name: size for name, size in linears.items() if self.splits and f"layers.{index}.{name}.weight" not in self.frozen}
+        found = {name: (size, f"layers.{index}.{name}") for name, size in linears.items() if self.splits}
+        return {name: size + 2 * self._inner(linear) for name, (size, linear) in found.items() if self._trains(linear)}
 
     def _workspace(self) -> int:
         """The feed-forward's or attention's backward, whichever is larger, and the gradient of the residual stream."""
@@ -167,12 +185,12 @@ class Activations:
 
     def head(self) -> Held:
         """The final norm's input and output (or the gradient that was computed with the loss), and the logits."""
-        name = "embedding.weight" if self.model.tie_word_embeddings else "head.weight"
-        kept = 2 * self.own + self._norm(self.own_tokens)
+        trains = self._trains("embedding" if self.model.tie_word_embeddings else "head")
+        kept = (2 if trains or self.loss_chunk else 1) * self.own + self._norm(self.own_tokens)
         one = self.vocabulary * self.width * (1 if self.model.logit_softcap is None else 2)  # tanh keeps its output
         if chunk := self.loss_chunk:
             return Held(kept, logits_chunk=chunk * one, workspace=self.own)
-        stash = self.splits and name not in self.frozen
+        stash = self.splits and trains
         return Held(
             saved=kept + self.tokens * (2 * self.wide + INDEX),
             stash=self.whole if stash else 0,

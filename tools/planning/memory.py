@@ -115,8 +115,8 @@ def settled(config: Config, world_size: int) -> Config:
 
 def _rank(config: Config, schedule: Schedule, pp_rank: int, ranks: range, device: Device) -> RankMemory:
     buckets = plan.buckets_of(config, pp_rank)
-    frozen = {slot.spec.name for bucket in buckets for slot in bucket.slots if not slot.spec.trainable}
-    activations = Activations(config, device, Kind.WEIGHT in schedule.passes, frozen)
+    specs = [slot.spec for bucket in buckets for slot in bucket.slots]
+    activations = Activations(config, device, Kind.WEIGHT in schedule.passes, specs)
     units = {stage: units for stage, units in plan.units_of(config).items() if schedule.placement[stage] == pp_rank}
     tables = sum(map(activations.tables, units.values()))
     profile = Profile({stage: activations.stage(numbers) for stage, numbers in units.items()}, tables)

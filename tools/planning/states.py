@@ -56,12 +56,13 @@ class Sharing:
         return self.data // self.shard
 
     def kept(self, bucket: Bucket) -> int:
-        """Elements of a bucket whose optimizer state one rank keeps."""
-        return bucket.size // self.shard if bucket.trainable else bucket.size
+        """Elements of a bucket whose optimizer state one rank keeps; of a frozen one, those of its weights."""
+        return bucket.size // self.shard if bucket.trainable or self.weights_sharded else bucket.size
 
-    def weights_sharded(self, bucket: Bucket) -> bool:
-        """Whether a bucket's weights are whole only while they are used (ZeRO-3)."""
-        return self.zero == 3 and bucket.trainable
+    @property
+    def weights_sharded(self) -> bool:
+        """Whether weights are whole only while they are used (ZeRO-3)."""
+        return self.zero == 3
 
     def gradients_sharded(self, bucket: Bucket, deterministic: bool) -> bool:
         """Whether only this rank's part of a bucket's gradients is kept (ZeRO-2 and 3)."""
@@ -125,11 +126,11 @@ def model_states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device
 
 def _bucket(config: Config, bucket: Bucket, device: Device) -> States:
     parallel, widths, sharing = config.parallel, Widths.of(config), Sharing.of(config)
-    kept, sharded = sharing.kept(bucket), sharing.weights_sharded(bucket)
+    kept, sharded = sharing.kept(bucket), sharing.weights_sharded
     weights = (kept if sharded else bucket.size) * widths.compute
     weights_at = "cpu" if sharded and parallel.offload_parameters else device
     state_at = device if parallel.offload == "none" else "cpu"
-    is_own_master = widths.wide == widths.compute and weights_at == state_at
+    is_own_master = not bucket.trainable or (widths.wide == widths.compute and weights_at == state_at)
     master = 0 if is_own_master else kept * widths.wide
     moments = 2 * kept * widths.wide if bucket.trainable else 0
     away = master + moments if parallel.offload == "disk" or state_at != device else 0

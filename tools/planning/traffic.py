@@ -104,7 +104,7 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
         total += rounds * ring(bucket.size * travel, sharing.shard)
         kept = bucket.size - _spared(config, bucket)
         total += 2 * ring(kept / sharing.shard * travel, sharing.replicate)
-        if sharing.zero and not sharing.weights_sharded(bucket):
+        if sharing.zero and not sharing.weights_sharded:
             total += ring(bucket.size * widths.compute, sharing.shard)
     gathers = (action.bucket for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER)
     return total + sum(ring(buckets[number].size * widths.compute, sharing.shard) for number in gathers if number is not None)
