@@ -5,12 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.config.presets import preset
 from megalite.config.schema import Config, ModelConfig
 from megalite.training.flops import model_flops_per_token, peak_flops, throughput
+from tools.planning.flops import per_token
 
 
 def counted_flops_per_token(model: ModelConfig, length: int) -> float:
-    """What torch counts in the matrix products of one forward and backward of the same shapes, with nothing masked away."""
+    """What torch counts in the matrix products of one forward and backward of the same shapes, with nothing masked away; nothing is
+    computed."""
     from torch.utils.flop_counter import FlopCounterMode
 
     heads, kv, size, hidden = model.num_attention_heads, model.kv_heads, model.head_size, model.hidden_size
@@ -25,8 +28,8 @@ def counted_flops_per_token(model: ModelConfig, length: int) -> float:
         up = linear(out, model.intermediate_size)
         return linear(up * linear(out, model.intermediate_size) if model.gated_mlp else up, hidden)
 
-    embedding = nn.Embedding(model.vocabulary, hidden)
-    with FlopCounterMode(display=False) as counter:
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        embedding = nn.Embedding(model.vocabulary, hidden)
         x = embedding(torch.zeros(length, dtype=torch.long))
         for _ in range(model.num_hidden_layers):
             x = layer(x)
@@ -48,6 +51,26 @@ def test_equals_what_torch_counts(changes: dict[str, object]) -> None:
     base = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = ModelConfig(**{**base, **changes})  # type: ignore[arg-type]
     assert model_flops_per_token(model, 20) == counted_flops_per_token(model, 20)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.2-1b", "llama-3-8b", "llama-3-70b"])
+def test_presets_cost_what_torch_counts(name: str) -> None:
+    model = ModelConfig(**{**preset(name), "num_hidden_layers": 3})
+    found = per_token(model, 1024)
+    assert found.model == found.hardware == counted_flops_per_token(model, 1024)
+    assert per_token(model, 1024, embedding=True).model - found.model == found.head
+
+
+def test_conventions_and_recomputation() -> None:
+    """Of S positions a token attends to (S + 1) / 2 in the mean under a causal mask. A layer's forward is a third of what it costs."""
+    model = ModelConfig(vocab_size=101, num_hidden_layers=4)
+    palm, causal = per_token(model, 64), per_token(model, 64, "causal")
+    assert causal.attention == palm.attention * 65 / 128 and causal.layers == palm.layers and causal.head == palm.head
+    assert per_token(model, 64, recompute="full").recomputed == pytest.approx((palm.layers + palm.attention) / 3)
+    assert per_token(model, 64, recompute="every-4").recomputed == pytest.approx((palm.layers + palm.attention) / 12)
+    assert per_token(model, 64, recompute="selective").recomputed == per_token(model, 64, flash=True).recomputed == palm.attention / 6
+    windowed = per_token(ModelConfig(vocab_size=101, num_hidden_layers=4, sliding_window=8), 64, "causal")
+    assert windowed.attention * 64 == palm.attention * (8 * 9 / 2 + 56 * 8) / 64
 
 
 def test_a_window_bounds_what_attention_costs() -> None:

@@ -100,10 +100,11 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
     for bucket in buckets:
         if not bucket.trainable:
             continue
-        rounds = schedule.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
-        total += rounds * ring(bucket.size * travel, sharing.shard)
-        kept = bucket.size - _spared(config, bucket)
-        total += 2 * ring(kept / sharing.shard * travel, sharing.replicate)
+        if spared := _spared(config, bucket):
+            total += 2 * ring((bucket.size - spared) * widths.gradient, sharing.data)
+        else:
+            rounds = schedule.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
+            total += rounds * ring(bucket.size * travel, sharing.shard) + 2 * ring(sharing.kept(bucket) * travel, sharing.replicate)
         if sharing.zero and not sharing.weights_sharded:
             total += ring(bucket.size * widths.compute, sharing.shard)
     gathers = (action.bucket for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER)
@@ -111,7 +112,7 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
 
 
 def _spared(config: Config, bucket: Bucket) -> int:
-    """Elements of gradients that PowerSGD's factors save."""
+    """Elements of gradients that do not travel, since PowerSGD's factors do; 0 where it compresses nothing."""
     rank = config.parallel.powersgd_rank
     return sum(n * m - (n + m) * rank for n, m in matrices(config, bucket)) if rank else 0
 

@@ -1,9 +1,10 @@
-"""Counts what autograd functions keep, as it is kept and let go: the independent measure of the planner's activations."""
+"""Measures a step's memory: what autograd functions keep, as it is kept and let go, and what the allocator gives."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from megalite.batch import Microbatch
 from megalite.config.load import from_dict
+from megalite.config.schema import Config
+from megalite.model.parameters import padded_vocabulary
+from megalite.optimizer.adamw import AdamW
 from megalite.parallel.weight import WeightGradients
 from megalite.training import build
 from tests.distributed.jobs import mesh_of
@@ -69,21 +73,56 @@ class Ledger:
         queue.put = lambda work: watched(work) if queue.deferred else put(work)  # type: ignore[method-assign]
 
 
-def most_kept(context: Any, config: dict[str, Any]) -> dict[str, int]:
-    """The most bytes of activations and of logits that this rank keeps during one step."""
+def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Parts, list[Microbatch]]:
+    """A rank with drawn weights, and a step's microbatches of random tokens."""
     made = from_dict(config)
-    mesh = mesh_of(context, made)
-    parts = build.build_parts(made, mesh, "cpu")
+    parts = build.build_parts(made, mesh_of(context, made), "cpu")
     parts.store.initialise(0)
-    model, length, batch = made.model, made.data.sequence_length, made.train.micro_batch_size
-    head = parts.store.weights.get("head.weight")
-    vocabulary = head.tensor.shape[0] if head is not None else -1
-    ledger = Ledger([memory.weights for memory in parts.store.buckets], length * batch * vocabulary * parts.runtime.dtype.itemsize)
-    ledger.watch(parts.store.gradients)
-    tokens = torch.randint(model.vocabulary, (length, batch))
+    length, batch = made.data.sequence_length, made.train.micro_batch_size
+    tokens = torch.randint(made.model.vocabulary, (length, batch))
     batches = [Microbatch(tokens.clone(), tokens.clone(), torch.arange(batch), None) for _ in range(build.microbatch_count(made))]
+    return made, parts, batches
+
+
+def most_kept(context: Any, config: dict[str, Any]) -> tuple[int, int]:
+    """The most bytes of activations and of logits that this rank keeps during one step."""
+    made, parts, batches = made_parts(context, config)
+    vocabulary = padded_vocabulary(made.model.vocabulary, made.parallel.tp) // made.parallel.tp
+    ledger = Ledger(
+        [memory.weights for memory in parts.store.buckets], batches[0].tokens.numel() * vocabulary * parts.runtime.dtype.itemsize
+    )
+    ledger.watch(parts.store.gradients)
     parts.store.begin_step(len(batches))
     with ledger.hooks():
         parts.runtime.run(build.schedule(made, len(batches)), batches, step=1, loss_scale=1.0)
     parts.store.finish_gradients()
-    return dict(ledger.most)
+    return ledger.most["activations"], ledger.most["logits"]
+
+
+class Stepping:
+    """A rank that takes whole steps: forward, backward, reduction, update, gathering."""
+
+    def __init__(self, context: Any, config: dict[str, Any]):
+        made, self.parts, self.batches = made_parts(context, config)
+        self.schedule, self.optimizer = build.schedule(made, len(self.batches)), AdamW(self.parts.store, made.optimizer)
+
+    def step(self, number: int) -> None:
+        store = self.parts.store
+        store.begin_step(len(self.batches))
+        self.parts.runtime.run(self.schedule, self.batches, step=number, loss_scale=1.0)
+        store.finish_gradients()
+        self.optimizer.step(number, 1e-3, None)
+        store.gather()
+        store.finish_gathering()
+
+
+def most_allocated(context: Any, config: dict[str, Any]) -> int:
+    """The most bytes that the allocator has given to a step beyond what was there before it, the second step of two."""
+    from torch.profiler import ProfilerActivity, profile
+
+    rank = Stepping(context, config)
+    rank.step(1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        rank.step(2)
+    events = (event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

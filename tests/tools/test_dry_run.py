@@ -1,0 +1,85 @@
+"""pretrain.py --dry_run as its users run it: on a laptop, for 16,384 ranks, without data."""
+
+from __future__ import annotations
+
+import json
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+import pretrain
+from megalite.config.rules import RULES
+from megalite.model.parameters import model_specs
+from megalite.parallel.spec import parameter_count
+from tools.accounting import dry_run
+
+LLAMA_405B = {
+    **{"model.preset": "llama-3-70b", "model.num_hidden_layers": 126, "model.hidden_size": 16384, "model.num_attention_heads": 128},
+    **{"model.intermediate_size": 53248, "tp": 8, "pp": 16, "parallel.sequence_parallel": "true", "train.precision": "bf16"},
+    **{"data.sequence_length": 8192, "train.micro_batch_size": 1, "train.global_batch_size": 2048},
+}
+
+
+@pytest.fixture
+def say(monkeypatch, capsys, tmp_path):
+    """say(options, *words) → what pretrain.py --dry_run prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(options: dict[str, Any], *words: str) -> str:
+        given = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+        monkeypatch.setattr("sys.argv", ["pretrain.py", "--dry_run", *given, *words])
+        pretrain.main()
+        return capsys.readouterr().out
+
+    yield call
+    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
+
+
+def test_a_dry_run_of_16384_ranks_takes_seconds(say):
+    started = perf_counter()
+    found = json.loads(say(LLAMA_405B, "--world_size", "16384", "--ranks", "0,9000,16383", "--json"))
+    assert perf_counter() - started < 20
+    assert found["parameters"] == 405_853_388_800  # as published
+    assert [(rank["first_rank"], rank["ranks"]) for rank in found["ranks"]] == [(1024 * pp, 1024) for pp in range(16)]
+    assert sum(rank["optimizer"] for rank in found["ranks"]) * 1024 == pytest.approx(12 * found["parameters"], rel=1e-3)
+    assert found["flops_per_token"]["palm"]["model"] == pytest.approx(6 * found["parameters"] + 12 * 126 * 16384 * 8192, rel=0.01)
+
+
+def test_it_prints_a_line_for_pipeline_ranks_that_are_alike(say):
+    lines = say({**LLAMA_405B, "train.recompute": "full", "pp": 4, "parallel.schedule": "gpipe"}, "--world_size", "128").splitlines()
+    table = [line.split() for line in lines[2:6]]
+    assert [row[:2] for row in table] == [["pp", "rank"], ["0", "0-31"], ["1-2", "32-95"], ["3", "96-127"]]
+    assert lines[-1] == "built on the meta device, with the bytes that were planned: 8 ranks"
+
+
+@pytest.mark.parametrize(
+    "options, words, message",
+    [
+        ({"model.vocab_size": "null"}, [], "model.vocab_size = null is not known: no PREFIX.json beside data.train says it. Give --model"),
+        ({"tp": 3}, ["--world_size", "3"], "parallel.tp = 3 does not divide"),
+        ({}, ["--world_size", "12"], "parallel.dp = 1 does not fill the run's 12 processes"),
+        ({"model.vocab_size": 100}, ["--ranks", "1"], "--ranks 1 is not one of 1 ranks. Give ranks from 0 to 0."),
+        ({}, ["--ranks", "x"], "'x' is not a list of ranks such as 0,7"),
+        ({"parallel.zerro": 3}, [], "--parallel.zerro on the command line is not a known option. Nearest: --parallel.zero."),
+    ],
+)
+def test_a_wrong_dry_run_is_one_message(options, words, message, say, capsys):
+    with pytest.raises(SystemExit) as end:
+        say({"model.preset": "tiny", "model.vocab_size": 100, "parallel.dp": 1, **options}, *words)
+    printed = capsys.readouterr().err
+    assert end.value.code == 2 and message in printed and "Traceback" not in printed
+
+
+def test_the_rules_that_it_leaves_out_exist():
+    assert {rule.name for rule in RULES} >= dry_run.ABOUT_FILES
+
+
+def test_the_published_sizes():
+    """The language models as their papers and model cards count them."""
+    for name, parameters in {
+        **{"gpt2-124m": 124_439_808, "llama-3.2-1b": 1_235_814_400, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496},
+        "tiny": 2 * 100 * 128 + 4 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 352 + 2 * 128) + 128,
+    }.items():
+        config = dry_run.read(["--model.preset", name, *(["--model.vocab_size", "100"] if name == "tiny" else [])], None)
+        assert parameter_count(model_specs(config.model)) == parameters, name

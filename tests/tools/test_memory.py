@@ -1,0 +1,166 @@
+"""The planner's memory and traffic against runs: what the store allocates, what autograd keeps, what the allocator gives, what is sent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.config.load import from_dict
+from megalite.mesh import Mesh
+from megalite.training import build
+from tests.distributed import jobs_memory
+from tools.accounting import meta
+from tools.planning.memory import estimate
+from tools.planning.traffic import ring, traffic
+
+MODEL = {
+    **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 128},
+}
+GPT2 = {"norm": "layer", "gated_mlp": False, "position": "learned", "attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
+
+
+def tree(*, model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **parallel: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "model": {**MODEL, **(model or {})},
+        "parallel": {"dp": 1, "bucket_mb": 0.02, **parallel},
+        "data": {"sequence_length": 80},
+        "train": {"global_batch_size": 4 * parallel.get("pp", 1) * parallel.get("dp", 1), "micro_batch_size": 2, **(train or {})},
+    }
+
+
+ALONE = {
+    "every tensor": {},
+    "selective": {"train": {"recompute": "selective"}},
+    "full": {"train": {"recompute": "full"}},
+    "every second layer": {"train": {"recompute": "every-2"}},
+    "bf16": {"train": {"precision": "bf16"}},
+    "like GPT-2": {"model": GPT2},
+    "norms everywhere, soft caps": {"model": {"norm_placement": "both", "qk_norm": "head", "attention_softcap": 5.0, "logit_softcap": 9.0}},
+    "norms after, of queries and keys": {"model": {"norm_placement": "post", "qk_norm": "full", "sliding_window": 16}},
+}
+ON_TWO = {
+    **{f"tp, {mode}": {"tp": 2, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
+    **{f"tp and sp, {mode}": {"tp": 2, "sequence_parallel": True, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
+    **{f"pp, {name}": {"pp": 2, "schedule": name} for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")},
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_activations_are_what_autograd_keeps(case):
+    config = tree(**ALONE[case])
+    (planned,) = estimate(from_dict(config), 1, "cpu")
+    assert (planned.activations, planned.logits) == jobs_memory.most_kept(SimpleNamespace(cache={}), config)
+
+
+@pytest.mark.parametrize("case", ON_TWO)
+def test_activations_are_what_autograd_keeps_on_two_ranks(case, ranks):
+    """Of the pipeline's schedules at their peak, weight gradients that are put off included."""
+    config = tree(**ON_TWO[case])
+    planned = [(each.activations, each.logits) for each in estimate(from_dict(config), 2, "cpu") for _ in each.ranks]
+    assert planned == ranks.run(2, jobs_memory.most_kept, config)
+
+
+@pytest.mark.parametrize("changes", [{"pp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_the_peak_is_what_the_allocator_gives(changes, ranks):
+    """Temporaries and communication included, which are estimates; states are here a third of all."""
+    config = tree(model={"hidden_size": 128, "intermediate_size": 352, "vocab_size": 1000}, **changes)
+    planned = [each for each in estimate(from_dict(config), 2, "cpu") for _ in each.ranks]
+    for each, found in zip(planned, ranks.run(2, jobs_memory.most_allocated, config), strict=True):
+        assert each.total == pytest.approx(each.states.device + found, rel=0.1)
+
+
+# ---- states: built on the meta device
+
+BUILT = {
+    "one process": {},
+    "fp32 masters are the weights": {"dp": 4, "train": {"precision": "fp32"}},
+    "tied, two copies": {"pp": 2, "dp": 2, "model": {"tie_word_embeddings": True}},
+    "tied, one copy": {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 2, "model": {"tie_word_embeddings": True}},
+    "ZeRO-0": {"dp": 4, "zero": 0},
+    "ZeRO-2 in bf16": {"dp": 4, "zero": 2, "train": {"grad_dtype": "bf16"}},
+    "ZeRO-3 in groups": {"dp": 8, "zero": 3, "dp_shard": 2, "tp": 2},
+    "replicated key-value heads": {"tp": 4, "dp": 2, "sequence_parallel": True},
+    "offloaded": {"dp": 2, "offload": "cpu", "train": {"precision": "fp32"}},
+    "offloaded weights": {"dp": 2, "zero": 3, "offload_parameters": True, "train": {"precision": "fp32"}},
+    "all offloaded": {"dp": 2, "zero": 3, "offload": "cpu", "offload_parameters": True, "train": {"precision": "fp32"}},
+    "compressed": {"dp": 2, "powersgd_rank": 2, "tp": 2},
+    "fp16, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved", "train": {"precision": "fp16"}},
+}
+
+
+def bf16(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return tree(**{**case, "train": {"global_batch_size": 16, "precision": "bf16", **case.get("train", {})}})
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("case", BUILT)
+def test_states_are_what_is_built(case, device):
+    config = from_dict(bf16(BUILT[case]))
+    world = build.layout(config).world
+    meta.check_states(config, sorted({0, world // 2, world - 1}), device)
+
+
+def test_a_tied_tensor_has_two_accumulators_where_order_counts():
+    config = from_dict({**bf16({"dp": 2, "zero": 2, "model": {"tie_word_embeddings": True}}), "run": {"deterministic": True}})
+    meta.check_states(config, [0, 1], "cuda")
+    loose = from_dict(bf16({"dp": 2, "zero": 2, "model": {"tie_word_embeddings": True}}))
+    apart, shared = (estimate(each, 2)[0].gradients for each in (config, loose))
+    assert apart - shared == 4 * (2 * 104 * 32 - 104 * 32 / 2)  # two whole buffers of the table instead of half of one, in fp32
+
+
+def test_a_disagreement_names_the_part(monkeypatch):
+    honest = meta.planned
+    monkeypatch.setattr(meta, "planned", lambda *arguments: honest(*arguments)._replace(gradients=7))
+    with pytest.raises(meta.Disagreement, match=r"rank 1: gradients take [\d,]+ bytes as they are built, but 7 are planned"):
+        meta.check_states(from_dict(bf16({"dp": 2})), [1], "cuda")
+
+
+# ---- traffic: a step over torch's fake process group, which sends nothing and can be watched
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the bytes that rings send for the collectives of c10d."""
+
+    bytes = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            parts = [part for each in args for part in (each if isinstance(each, list | tuple) else [each])]
+            size = max(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+            group = next(torch.distributed.ProcessGroup.unbox(part) for part in parts if isinstance(part, torch.ScriptObject))
+            name = function._schema.name.removeprefix("c10d::")
+            whole = ring(size, group.size())
+            self.bytes += {"allreduce_": 2 * whole, "send": size, "recv_": 0}.get(name, whole)
+        return function(*args, **(kwargs or {}))
+
+
+TRAFFIC = {
+    "tp": {"tp": 4},
+    "tp and sp, recomputed": {"tp": 2, "sequence_parallel": True, "train": {"recompute": "full"}},
+    "ZeRO-0": {"dp": 2, "zero": 0},
+    "ZeRO-2": {"dp": 2, "zero": 2},
+    "ZeRO-1 in groups": {"dp": 4, "zero": 1, "dp_shard": 2},
+    "ZeRO-3": {"dp": 2, "zero": 3},
+    "ZeRO-3, kept": {"dp": 2, "zero": 3, "zero3_reshard": "step"},
+    "rounded": {"dp": 2, "reduce_dtype": "bf16"},
+    "compressed": {"dp": 2, "powersgd_rank": 2},
+    "pp, tied": {"pp": 2, "model": {"tie_word_embeddings": True}},
+    "pp, folded": {"pp": 2, "schedule": "zb-v"},
+}
+
+
+@pytest.mark.parametrize("case", TRAFFIC)
+def test_traffic_is_what_a_step_sends(case, monkeypatch):
+    config = tree(**TRAFFIC[case])
+    made = from_dict(config)
+    with meta._fake_process(0, build.layout(made).world), Sent() as sent:
+        mesh = Mesh(build.layout(made), **build.mesh_options(made))
+        monkeypatch.setattr(jobs_memory, "mesh_of", lambda context, config: mesh)
+        jobs_memory.Stepping(None, config).step(1)
+    planned = traffic(made, build.layout(made).world)[0]
+    assert sum(planned.to_dict().values()) == pytest.approx(sent.bytes, rel=1e-9)
