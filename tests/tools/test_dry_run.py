@@ -48,7 +48,7 @@ def test_a_dry_run_of_16384_ranks_takes_seconds(say):
 
 def test_it_prints_a_line_for_pipeline_ranks_that_are_alike(say):
     lines = say({**LLAMA_405B, "train.recompute": "full", "pp": 4, "parallel.schedule": "gpipe"}, "--world_size", "128").splitlines()
-    table = [line.split() for line in lines[2:6]]
+    table = [line.split() for line in lines[3:7]]
     assert [row[:2] for row in table] == [["pp", "rank"], ["0", "0-31"], ["1-2", "32-95"], ["3", "96-127"]]
     assert lines[-1] == "built on the meta device, with the bytes that were planned: 8 ranks"
 

@@ -158,7 +158,7 @@ TRAFFIC = {
 def test_traffic_is_what_a_step_sends(case, monkeypatch):
     config = tree(**TRAFFIC[case])
     made = from_dict(config)
-    with meta._fake_process(0, build.layout(made).world), Sent() as sent:
+    with meta.fake_process(0, build.layout(made).world), Sent() as sent:
         mesh = Mesh(build.layout(made), **build.mesh_options(made))
         monkeypatch.setattr(jobs_memory, "mesh_of", lambda context, config: mesh)
         jobs_memory.Stepping(None, config).step(1)

@@ -33,7 +33,7 @@ ABOUT_FILES = {
     *("init_from exists", "init_from hf exists", "kernels can run"),
 }
 """Rules that look for what a run needs and a dry run does not."""
-GIB = 1 << 30
+UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
 AXES = ("tp", "dp", "pp")
 
@@ -132,9 +132,10 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
     parallel, rows = config.parallel, content["ranks"]
     sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}"
     head = f"{content['parameters']:,} parameters on {content['world_size']:,} ranks ({sizes}), computing on {content['device']}"
-    lines = [head, "", *table(rows)]
+    unit = next((unit for unit, size in UNITS.items() if max(row["total"] for row in rows) >= size), "KiB")
+    lines = [head, f"{unit} of each rank; parts at their own peaks; sent: in a step", "", *table(rows, UNITS[unit])]
     if any(row["states"][place] for row in rows for place in ("host", "disk")):
-        away = (f"{place} {max(row['states'][place] for row in rows) / GIB:,.2f} GiB" for place in ("host", "disk"))
+        away = (f"{place} {max(row['states'][place] for row in rows) / UNITS[unit]:,.2f}" for place in ("host", "disk"))
         lines.append(f"of these at most, on a rank, elsewhere than on the device: {', '.join(away)}; peak is that of the device")
     palm, causal = (content["flops_per_token"][name] for name in ("palm", "causal"))
     lines += [
@@ -148,8 +149,8 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
     return lines
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for the pipeline ranks with equal numbers that follow each other: GiB of memory, GiB sent in a step."""
+def table(rows: list[dict[str, Any]], unit: int) -> list[str]:
+    """A line for the pipeline ranks with equal numbers that follow each other."""
     groups: list[list[dict[str, Any]]] = []
     for row in rows:
         same = [*(row[name] for name in COLUMNS), row["bytes_sent"]]
@@ -157,13 +158,13 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             groups[-1].append(row)
         else:
             groups.append([row])
-    names = ["pp rank", "ranks", *COLUMNS[:-1], "peak GiB", *(f"{axis} sent" for axis in AXES)]
+    names = ["pp rank", "ranks", *COLUMNS[:-1], "peak", *(f"{axis} sent" for axis in AXES)]
     cells = [
         [
             span(group[0]["pp_rank"], group[-1]["pp_rank"]),
             span(group[0]["first_rank"], group[-1]["first_rank"] + group[-1]["ranks"] - 1),
-            *(f"{group[0][name] / GIB:,.2f}" for name in COLUMNS),
-            *(f"{group[0]['bytes_sent'][axis] / GIB:,.2f}" for axis in AXES),
+            *(f"{group[0][name] / unit:,.2f}" for name in COLUMNS),
+            *(f"{group[0]['bytes_sent'][axis] / unit:,.2f}" for axis in AXES),
         ]
         for group in groups
     ]

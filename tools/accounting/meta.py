@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class _Nowhere(StateMemory):
 
 
 @contextmanager
-def _fake_process(rank: int, world_size: int) -> Iterator[None]:
+def fake_process(rank: int, world_size: int) -> Iterator[None]:
     """This process as one rank of a run in which nothing is ever sent."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -54,10 +55,12 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
     Args:
         device: what the ranks would compute on.
     """
-    layout, options, found = build.layout(config), build.mesh_options(config), []
+    layout, found = build.layout(config), []
+    options = build.mesh_options(config) | {"background_saves": False}  # their group would be a real one
+    config = replace(config, train=replace(config.train, kernels="auto"))  # none runs here
     everything = torch.device("meta") if config.parallel.offload_parameters else nullcontext()  # what would lie in CPU memory, too
     for rank in ranks:
-        with _fake_process(rank, layout.world) if layout.world > 1 else nullcontext(), everything:
+        with fake_process(rank, layout.world) if layout.world > 1 else nullcontext(), everything:
             mesh = Mesh(layout, **options)
             store = build.build_parts(config, mesh, "meta", state=_Nowhere(config, device)).store
             found.append(states_of(store, AdamW(store, config.optimizer)))
