@@ -53,9 +53,10 @@ def test_equals_what_torch_counts(changes: dict[str, object]) -> None:
     assert model_flops_per_token(model, 20) == counted_flops_per_token(model, 20)
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.2-1b", "llama-3-8b", "llama-3-70b"])
+@pytest.mark.parametrize("name", ["tiny", "gpt2-124m", "llama-3.2-1b", "llama-3-8b", "llama-3-70b"])
 def test_presets_cost_what_torch_counts(name: str) -> None:
     model = ModelConfig(**{**preset(name), "num_hidden_layers": 3})
+    model.vocab_size = model.vocab_size or 257
     found = per_token(model, 1024)
     assert found.model == found.hardware == counted_flops_per_token(model, 1024)
     assert per_token(model, 1024, embedding=True).model - found.model == found.head
