@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -233,6 +234,7 @@ def test_its_memory_is_reported(ranks, prefix):
     shapes = [(104, 32), *[(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)] * 4, (104, 32)]  # 101 tokens, padded
     assert expected.powersgd == 4 * sum(n * m + 2 * m for n, m in shapes)
     assert found == expected and "powersgd 0.2, together" in lines[0]
+    assert re.search(r"\(planned [\d.]+ MB; [\d.]+ MB at a step's peak\)", lines[0])
     assert "powersgd" not in ranks.run(2, memory_of, configuration(prefix, {"dp": 2, "zero": 1}, None))[0][2][0]
 
 

@@ -1,9 +1,8 @@
 """What the model's states take on each rank, measured beside what the planner says (`tools.planning.states`).
 
 Between steps: weights, accumulated gradients, the optimizer's (master weights where they are apart, two moments), and what PowerSGD keeps
-of the matrices that it compresses. While a step runs, add activations, with ZeRO-2 and 3 the buckets that are whole for the moment, and
-with PowerSGD, until the step is known to be applied, its new errors. On disk lies
-what is offloaded there, in memory but for the windows that a step walks through.
+of the matrices that it compresses. What a step adds (activations, buckets that are whole for the moment, PowerSGD's new errors) is planned
+(`tools.planning.memory`). On disk lies what is offloaded there, in memory but for the windows that a step walks through.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from megalite.parallel.sharding.powersgd import Matrix
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.training import build, plan
 from megalite.training.trainer import Trainer
+from tools.planning.memory import estimate
 from tools.planning.states import Device, model_states
 
 
@@ -76,7 +76,17 @@ def places(trainer: Trainer) -> dict[str, int]:
 
 def formula(trainer: Trainer) -> ModelStates:
     """What the planner says of this rank, from the configuration alone."""
-    return planned(trainer.config, trainer.mesh.pp.rank, "cuda" if trainer.device.type == "cuda" else "cpu")
+    return planned(trainer.config, trainer.mesh.pp.rank, _device(trainer))
+
+
+def _device(trainer: Trainer) -> Device:
+    return "cuda" if trainer.device.type == "cuda" else "cpu"
+
+
+def planned_peak(trainer: Trainer) -> int:
+    """The most bytes that the planner expects on this rank's device during a step."""
+    world, rank = trainer.mesh.world.size, trainer.mesh.pp.rank
+    return estimate(trainer.config, world, _device(trainer), trainer.schedule, [rank])[0].total
 
 
 def planned(config: Config, pp_rank: int, device: Device) -> ModelStates:
@@ -122,7 +132,7 @@ def report(trainer: Trainer) -> list[str]:
     """A line for each group of ranks with equal numbers, the same on every rank, and what else this rank needs. Collective."""
     lies = places(trainer)
     where = ", ".join(f"{size / 1e6:,.1f} MB on {place}" for place, size in lies.items() if size)
-    own = (measured(trainer), formula(trainer), f"; {where}" if trainer.config.parallel.offload != "none" else "")
+    own = (measured(trainer), formula(trainer), planned_peak(trainer), f"; {where}" if trainer.config.parallel.offload != "none" else "")
     everyone: list[Any] = [own]
     if trainer.mesh.world.size > 1:
         import torch.distributed as dist
@@ -133,6 +143,7 @@ def report(trainer: Trainer) -> list[str]:
     for rank, states in enumerate(everyone):
         ranks.setdefault(states, []).append(rank)
     return [
-        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (planned {sum(expected) / 1e6:,.1f} MB){where}"
-        for (found, expected, where), group in ranks.items()
+        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (planned {sum(expected) / 1e6:,.1f} MB; "
+        f"{peak / 1e6:,.1f} MB at a step's peak){where}"
+        for (found, expected, peak, where), group in ranks.items()
     ] + [*_describe_gathering(trainer), *_describe_copies(trainer)]

@@ -89,20 +89,22 @@ class RankMemory:
         }
 
 
-def estimate(config: Config, world_size: int, device: Device = "cuda", schedule: Schedule | None = None) -> list[RankMemory]:
+def estimate(
+    config: Config, world_size: int, device: Device = "cuda", schedule: Schedule | None = None, pp_ranks: Sequence[int] | None = None
+) -> list[RankMemory]:
     """The memory of every rank, one entry for each pipeline rank.
 
     Args:
         config: complete and checked, for this number of ranks.
         device: what the ranks compute on. It decides which attention runs, the default loss chunk, and where offloaded state lies.
         schedule: of `plan.schedule(config, …)`, where it is at hand.
+        pp_ranks: the pipeline ranks that are asked for, by default all.
     """
     config = settled(config, world_size)
     schedule = schedule or plan.schedule(config, plan.microbatch_count(config))
     count = world_size // config.parallel.pp
-    return [
-        _rank(config, schedule, pp_rank, range(pp_rank * count, (pp_rank + 1) * count), device) for pp_rank in range(config.parallel.pp)
-    ]
+    wanted = range(config.parallel.pp) if pp_ranks is None else pp_ranks
+    return [_rank(config, schedule, pp_rank, range(pp_rank * count, (pp_rank + 1) * count), device) for pp_rank in wanted]
 
 
 def settled(config: Config, world_size: int) -> Config:
