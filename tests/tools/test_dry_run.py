@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +13,7 @@ import pretrain
 from megalite.config.rules import RULES
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
-from tools.accounting import dry_run
+from tools.accounting import dry_run, meta
 
 LLAMA_405B = {
     **{"model.preset": "llama-3-70b", "model.num_hidden_layers": 126, "model.hidden_size": 16384, "model.num_attention_heads": 128},
@@ -69,6 +70,15 @@ def test_a_wrong_dry_run_is_one_message(options, words, message, say, capsys):
         say({"model.preset": "tiny", "model.vocab_size": 100, "parallel.dp": 1, **options}, *words)
     printed = capsys.readouterr().err
     assert end.value.code == 2 and message in printed and "Traceback" not in printed
+
+
+def test_a_disagreement_is_one_message(say, monkeypatch, capsys):
+    honest = meta.planned
+    monkeypatch.setattr(meta, "planned", lambda *arguments: honest(*arguments)._replace(gradients=7))
+    with pytest.raises(SystemExit) as end:
+        say({"model.preset": "tiny", "model.vocab_size": 100, "pp": 2, "parallel.dp": 1}, "--ranks", "1")
+    found = re.fullmatch(r"rank 1: gradients take [\d,]+ bytes as they are built, but 7 are planned\.\n", capsys.readouterr().err)
+    assert end.value.code == 1 and found
 
 
 def test_the_rules_that_it_leaves_out_exist():

@@ -113,13 +113,6 @@ def test_a_tied_tensor_has_two_accumulators_where_order_counts():
     assert apart - shared == 4 * (2 * 104 * 32 - 104 * 32 / 2)  # two whole buffers of the table instead of half of one, in fp32
 
 
-def test_a_disagreement_names_the_part(monkeypatch):
-    honest = meta.planned
-    monkeypatch.setattr(meta, "planned", lambda *arguments: honest(*arguments)._replace(gradients=7))
-    with pytest.raises(meta.Disagreement, match=r"rank 1: gradients take [\d,]+ bytes as they are built, but 7 are planned"):
-        meta.check_states(from_dict(bf16({"dp": 2})), [1], "cuda")
-
-
 # ---- traffic: a step over torch's fake process group, which sends nothing and can be watched
 
 

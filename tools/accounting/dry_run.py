@@ -45,7 +45,12 @@ def main(argv: list[str] | None = None) -> None:
         ranks = distinct(config, options.ranks)
     except ConfigError as error:
         exit_with(str(error))
-    content = calculate(config, ranks, options.device)
+    from tools.accounting.meta import Disagreement  # imports torch, which a wrong configuration need not wait for
+
+    try:
+        content = calculate(config, ranks, options.device)
+    except Disagreement as error:
+        exit_with(str(error), status=1)
     print(json.dumps(content) if options.json else "\n".join(describe(config, content)), flush=True)
 
 

@@ -1,1 +1,1 @@
-"""What a plan costs before it runs: bubble, memory, traffic and FLOPs, computed from configurations and schedules alone. Imports no torch."""
+"""What a plan costs before it runs: bubble, memory, traffic, FLOPs, computed from configurations and schedules alone. No torch."""

@@ -94,7 +94,9 @@ class Activations:
         kept = self._statistics_and_inputs(index) + self._attention(index, mode == "selective") + self._feed_forward(index)
         saved = self.own if mode == "full" else kept
         stash = self._layer_stash(index)
-        return Held(saved, kept - saved, sum(stash.values()), stash.get("mlp.down", 0), workspace=self._workspace())
+        freed = self.own + self._norm(self.own_tokens) if self.model.norm_placement != "pre" else 0  # by the norm behind the feed-forward
+        first = max(stash.get("mlp.down", 0) - freed, 0)
+        return Held(saved, kept - saved, sum(stash.values()), first, workspace=self._workspace())
 
     def _norm(self, tokens: int, groups: int = 1) -> int:
         """Statistics of a norm: rstd, of LayerNorm the mean too."""
