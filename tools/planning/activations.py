@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megalite.config.schema import Config
+from megalite.config.token_files import is_chat, prefixes
 from megalite.model.parameters import head_unit, kv_replicas, padded_vocabulary
 from megalite.parallel.spec import ParamSpec
 from tools.planning.states import Device, Widths
@@ -58,6 +59,7 @@ class Activations:
         adapters = (spec for spec in specs if spec.name.endswith(ADAPTER))
         self.adapters = {spec.name.removesuffix(ADAPTER): spec.local_shape(0, parallel.tp)[0] for spec in adapters}
         self.width, self.wide = widths.compute, widths.wide
+        self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions follow them
         self.sequence = config.data.sequence_length
         self.batch = config.train.micro_batch_size
         self.tokens = self.sequence * self.batch
@@ -133,7 +135,7 @@ class Activations:
         model, train = self.model, self.config.train
         if self.device == "cpu" or train.precision not in ("bf16", "fp16"):
             return False
-        options = (model.sliding_window, model.attention_softcap, model.attention_dropout or None, self.config.data.reset_positions or None)
+        options = (model.sliding_window, model.attention_softcap, model.attention_dropout or None, self.documents or None)
         plain = all(option is None for option in options) and not self.config.run.deterministic and model.head_size % 8 == 0
         return model.head_size <= WIDEST_HEAD and (plain or train.kernels != "torch")
 
@@ -204,13 +206,13 @@ class Activations:
     def stage(self, numbers: Sequence[int]) -> list[Held]:
         """The units of a stage, first to last. Where positions depend on the documents, so do a microbatch's rotary tables."""
         units = [self.unit(number) for number in numbers]
-        if self.config.data.reset_positions:
+        if self.documents:
             units[0] = replace(units[0], saved=units[0].saved + self.batch * self._rotary(numbers))
         return units
 
     def tables(self, numbers: Sequence[int]) -> int:
         """What a stage keeps for good: rotary tables."""
-        return 0 if self.config.data.reset_positions else self._rotary(numbers)
+        return 0 if self.documents else self._rotary(numbers)
 
     def _rotary(self, numbers: Sequence[int]) -> int:
         rotates = any(self.model.uses_rope(number - 1) for number in numbers if 0 < number < head_unit(self.model))
