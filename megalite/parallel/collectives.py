@@ -58,7 +58,7 @@ class Work:
             self._work.wait()
         except RuntimeError as error:
             raise self._failure(error) from error
-        self._activity.waiting = False
+        self._activity.arrived()
 
     def is_completed(self) -> bool:
         completed: bool = self._work.is_completed()
@@ -113,7 +113,7 @@ def _survive(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
     except PeerLost as error:
         peer = axis.ranks[error.peer]
         raise CommunicationError(f"rank {dist.get_rank()}: {what} over {axis.name} failed, rank {peer} is lost: {error}", peer) from error
-    axis.activity.waiting = False
+    axis.activity.arrived()
     return found
 
 

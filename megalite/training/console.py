@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,11 +31,11 @@ class Console(ExitStack):
             self._bar.start()
             self.callback(self._bar.stop)
 
-    def step(self, metrics: StepMetrics, fault: str | None = None) -> None:
-        """`fault` says why a step was skipped."""
+    def step(self, metrics: StepMetrics, fault: str | None = None, numbers: Mapping[str, Any] | None = None) -> None:
+        """`fault` says why a step was skipped; `numbers` is what was measured besides."""
         shown = metrics.step % self.interval == 0 or metrics.step in (self.start_step + 1, self.total_steps) or metrics.skipped
         if shown:
-            self.message(self._line(metrics) + (f"  skipped: {fault}" if metrics.skipped else ""))
+            self.message(self._line(metrics, numbers or {}) + (f"  skipped: {fault}" if metrics.skipped else ""))
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics.step)
 
@@ -52,7 +53,7 @@ class Console(ExitStack):
     def _step(self, step: int) -> str:
         return f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"
 
-    def _line(self, metrics: StepMetrics) -> str:
+    def _line(self, metrics: StepMetrics, numbers: Mapping[str, Any]) -> str:
         parts = [
             self._step(metrics.step),
             f"loss {metrics.loss:.4f}",
@@ -65,6 +66,9 @@ class Console(ExitStack):
             parts.append(f"mfu {metrics.mfu:.1%}")
         if metrics.bubble_fraction is not None and metrics.bubble_fraction >= 0.005:
             parts.append(f"bubble {metrics.bubble_fraction:.0%}")
+        for phase in ("data", "communication"):  # what nobody wants to see, where it can be seen
+            share = numbers.get(f"time_{phase}_s", 0.0) / metrics.step_time_s
+            parts += [f"{phase} {share:.0%}"] if share >= 0.005 else []
         return "  ".join(parts)
 
 

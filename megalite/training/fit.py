@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from typing import Any
 
 import torch
 
+from megalite.activity import BETWEEN
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.saver import Saver
 from megalite.config.rules.training import duration_seconds
@@ -15,12 +18,29 @@ from megalite.training.console import Console
 from megalite.training.flops import throughput
 from megalite.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from megalite.training.signals import StopRequest
-from megalite.training.timeline import TimelineRecorder
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.watchdog import Watchdog
 
 
-def fit(trainer: Trainer) -> None:
+class Observer:
+    """Watches a run from outside; this one sees nothing. Every rank has the same ones, and calls them alike but for `numbers`."""
+
+    def before(self, step: int) -> None:
+        """A step begins."""
+
+    def after(self, step: int) -> None:
+        """It has ended on this rank."""
+
+    def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
+        """Further keys of a step's line in metrics.jsonl. Rank 0 alone asks, when the step's result is known."""
+        return {}
+
+    def finish(self) -> list[str]:
+        """The run is over; returns lines that rank 0 prints."""
+        return []
+
+
+def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> None:
     """Train until `train.steps`, a signal or the time limit; save at the end and at every `checkpoint.interval`. Called by every rank."""
     config = trainer.config
     lead = trainer.mesh.rank == 0
@@ -30,7 +50,7 @@ def fit(trainer: Trainer) -> None:
     gc.disable()
     recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
-    timeline, activity = TimelineRecorder(trainer), trainer.mesh.activity
+    activity = trainer.mesh.activity
     with StopRequest(limit) as request, console, recording as writer, Watchdog(config, trainer.mesh, trainer.run_dir):
         if trainer.step_done:
             console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
@@ -40,17 +60,21 @@ def fit(trainer: Trainer) -> None:
             step = trainer.step_done + 1
             end = step == config.train.steps
             validating, saving = _is_due(config.validation.interval, step, end), end or _is_due(config.checkpoint.interval, step, end)
-            activity.step, activity.action = step, "between steps"
-            timeline.before(step)
+            activity.step = step
+            activity.enter(BETWEEN)
+            for each in observers:
+                each.before(step)
             trainer.faults.between_steps(step)
             results = trainer.advance(stop=request.reason is not None, wait=validating or saving)
-            timeline.after(step)
+            for each in observers:
+                each.after(step)
             stop = any(result.stop for result in results)
             if writer is not None:
                 for result in results:
                     metrics = measured(trainer, result)
-                    console.step(metrics, result.fault)
-                    writer.step(metrics)
+                    numbers = {name: number for each in observers for name, number in each.numbers(metrics).items()}
+                    console.step(metrics, result.fault, numbers)
+                    writer.step(metrics, numbers)
             if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
                 trainer.roll_back(bad[-1])
                 console.message(f"back after step {trainer.step_done}, on with sample {trainer.samples}")
@@ -60,19 +84,20 @@ def fit(trainer: Trainer) -> None:
             if validating and not stop:
                 validate(trainer, console, writer)
             if saving or stop:
-                activity.action = "saving"
+                activity.enter("saving")
                 save = trainer.begin_save()
                 if config.checkpoint.async_save:
                     console.message(f"saving {save.directory}, held {save.held:.2f} s")
             if validating and stop:  # who sends a signal may not wait for it
                 validate(trainer, console, writer)
-            activity.action = "awaiting saves"
+            activity.enter("awaiting saves")
             report_saves(trainer.saver, console, last=end or stop)
             if stop:
                 console.message(f"stopping after step {step}: {request.reason or 'another rank asked for it'}")
                 break
-        for line in timeline.report():
-            console.message(line)
+        for each in observers:
+            for line in each.finish():
+                console.message(line)
         if trainer.step_done == config.train.steps:
             console.message(f"done: {trainer.run_dir}")
 

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -82,8 +83,9 @@ class MetricsWriter(ExitStack):
                 self._tensorboard.close()
             self._tensorboard = self.enter_context(self._open_tensorboard(step))
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._write(asdict(metrics))
+    def step(self, metrics: StepMetrics, numbers: Mapping[str, Any] | None = None) -> None:
+        """`numbers`: further keys of the line."""
+        self._write(asdict(metrics) | dict(numbers or {}))
 
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "val_loss": loss})

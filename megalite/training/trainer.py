@@ -17,6 +17,7 @@ from time import perf_counter
 import torch
 
 from megalite import checkpoint
+from megalite.activity import READING, REDUCING, UPDATING
 from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.checkpoint import CheckpointError, DamagedError
 from megalite.checkpoint.agreement import all_or_none, on_rank_0
@@ -266,7 +267,7 @@ class Trainer:
         """
         step, activity = self.step_done + 1, self.mesh.activity
         update = Update(step, learning_rate(self.config, step), perf_counter(), self.loss_scale.value, self.samples)
-        activity.action = "reading its batch"
+        activity.enter(READING)
         microbatches = self.loader.step(self.samples)
         update.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
@@ -275,9 +276,10 @@ class Trainer:
         validate = None if self.closing.pending is None else self.closing.validate
         scale = update.loss_scale / max(update.tokens, 1) * self.faults.loss_factor(step)
         loss, pace = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=scale, validate=validate)
-        activity.action = "reduction, norm and update"
+        activity.enter(REDUCING)
         self.store.finish_gradients()
         self.faults.spoil(step, self.closing.norm.chunks)
+        activity.enter(UPDATING)
 
         counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)  # tp ranks hold the same loss
         self.closing.close(update, (counted, *pace, float(stop)), wait or not build.runs_ahead(self.config))

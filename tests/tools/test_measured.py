@@ -12,10 +12,10 @@ from megalite.parallel.pipeline.clock import Ran
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from megalite.training.timeline import Record
 from tools.drawing.measured import read
 from tools.planning.simulator import simulate
 from tools.timing import timeline
+from tools.timing.recording import Record
 
 DURATIONS = {"forward": [1, 2, 2, 1], "input_backward": [2, 3, 2, 2], "weight_backward": [1, 1, 2, 2], "comm": 0.25}
 FILE = {

@@ -46,6 +46,13 @@ def test_a_pipe_gets_plain_lines_at_once() -> None:
     assert text.endswith("step 10/10  validation loss 2.5000\n")
 
 
+def test_what_keeps_a_step_from_computing_is_shown_where_it_can_be_seen() -> None:
+    stream = Pipe()
+    with Console(1, stream=stream) as console:
+        console.step(example(1), numbers={"time_data_s": 0.0004, "time_communication_s": 0.021, "time_forward_s": 0.03})
+    assert stream.getvalue().endswith("0.100 s  communication 21%\n")
+
+
 def test_a_terminal_gets_the_same_lines_and_a_bar() -> None:
     text = run(Terminal())
     assert printed_steps(text) == [1, 4, 7, 8, 10]

@@ -21,13 +21,13 @@ from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.parallel.transfers import Transfer
 from megalite.training.fit import fit
-from megalite.training.timeline import Record
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs import mesh_of
 from tests.distributed.layouts import Case
 from tests.distributed.pool import RankContext
 from tools.timing import compare, describe, timeline
+from tools.timing.recording import Record, TimelineRecorder
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": False, "dropout": 0.0}
@@ -153,7 +153,7 @@ def fit_quietly(context: RankContext, config: dict[str, Any]) -> str:
     trainer = Trainer(made, mesh_of(context, made))
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            fit(trainer)
+            fit(trainer, [TimelineRecorder(trainer)])
     finally:
         trainer.close()
         gc.unfreeze()

@@ -25,8 +25,8 @@ from megalite.parallel.pipeline.clock import Ran
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from megalite.parallel.transfers import Transfer
 from megalite.training import build
-from megalite.training.timeline import RECORDS, Record
 from tools.planning.simulator import Span, Timeline, simulate
+from tools.timing.recording import RECORDS, Record
 
 TIMELINE = Path("traces", "timeline.json")
 PASSES = {Kind.FORWARD: "forward", Kind.BACKWARD: "input_backward", Kind.WEIGHT: "weight_backward"}

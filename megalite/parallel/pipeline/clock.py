@@ -58,22 +58,38 @@ class Clock:
 
 
 class HostClock(Clock):
-    """The time at which the host gets somewhere, which on a CPU is when the computation does."""
+    """The time at which the host gets somewhere, which on a CPU is when the computation does.
 
-    def mark(self) -> float:
+    `has_passed` and `seconds` never wait: the second is for marks that have been passed.
+    """
+
+    def mark(self) -> Any:
         return perf_counter()
+
+    def has_passed(self, mark: Any) -> bool:
+        return True
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """From one mark to another."""
+        return float(end - start)
 
     def read(self, marks: Iterable[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, float, float, float]]:
         return list(marks)
 
 
-class DeviceClock(Clock):
+class DeviceClock(HostClock):
     """The time at which the current CUDA stream gets somewhere."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def has_passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1000
 
     def read(self, marks: Iterable[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, float, float, float]]:
         now = self.mark()

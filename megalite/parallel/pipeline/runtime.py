@@ -147,7 +147,7 @@ class Runtime:
     def _execute(self, run: _Run, actions: Sequence[Action]) -> None:
         activity = self.mesh.activity
         for action in actions:
-            activity.action = action
+            activity.enter(action)
             if action.is_compute:
                 free = self.clock.mark()
                 self._await_input(run, action)

@@ -1,7 +1,7 @@
 """The measured timeline: when every compute action of a few steps ran, on every rank, and what travelled over data parallelism meanwhile.
 
 The runtime marks its actions in every step; here those of `profiling.steps` are kept, gathered after the last of them, and written by
-rank 0 to traces/records.json, as they were measured. `tools/timing` puts them on one clock, and beside what the simulator says.
+rank 0 to traces/records.json, as they were measured. `tools.timing` puts them on one clock, and beside what the simulator says.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megalite.parallel.pipeline.clock import DeviceClock, HostClock, Ran
 from megalite.parallel.transfers import Transfer
+from megalite.training.fit import Observer
 from megalite.training.trainer import Trainer
 
 BARRIERS = 5  # readings of each clock: those of several hosts are compared by their median
@@ -42,7 +43,7 @@ class Record:
     transfers: dict[int, list[Transfer]] = field(default_factory=dict)
 
 
-class TimelineRecorder:
+class TimelineRecorder(Observer):
     """Records `profiling.steps` on this rank, if `profiling.timeline` asks for it. Every rank calls everything alike."""
 
     def __init__(self, trainer: Trainer):
@@ -78,8 +79,8 @@ class TimelineRecorder:
             self.summary = [f"steps {steps[0]} to {steps[-1]} are recorded: {path}"]
         self.record = Record(self.record.host)
 
-    def report(self) -> list[str]:
-        """What to print when the run is over; where it ended early, of the steps recorded until then. Collective."""
+    def finish(self) -> list[str]:
+        """Where the run ended early, write the steps recorded until then. Collective."""
         self.collect()
         if self.wanted and not self.summary and self.trainer.mesh.rank == 0:
             return [f"no timeline: the run has done none of profiling.steps = {self.trainer.config.profiling.steps}"]
