@@ -20,6 +20,8 @@ def main() -> None:
         return dry_run()
     config = load_config(world_size=world_size(), read_shape=hf_shape)
 
+    import torch
+
     from megalite.checkpoint import CheckpointError
     from megalite.config.rules import check
     from megalite.data import dataset
@@ -30,9 +32,11 @@ def main() -> None:
     from megalite.training.fit import fit
     from megalite.training.guard import FaultLimit
     from megalite.training.metrics import check_packages
-    from megalite.training.timeline import RECORDS
     from megalite.training.trainer import Trainer
     from tools.accounting import report
+    from tools.instruments import links, observers
+    from tools.instruments.environment import compare_ranks, facts, set_variables
+    from tools.instruments.memory import out_of_memory
 
     device = choose_device()
     try:
@@ -43,8 +47,15 @@ def main() -> None:
     except ConfigError as error:
         exit_with(str(error))
     configure_process(device, config.run.deterministic)
-    start_process_group(device, config.run.timeout)
+    notes = set_variables(config.network)
+    try:
+        own = facts(device, local_world_size())
+        start_process_group(device, config.run.timeout, lambda *place: notes.extend(compare_ranks(own, *place)))
+    except ConfigError as error:
+        exit_with(str(error))
     mesh = build.make_mesh(config)
+    if config.network.test and mesh.world.size > 1:
+        notes.append(links.describe(links.measure(mesh, device)))
     read_weights = None
     if (config.model.init_from or "").startswith("hf:"):
         from tools.converting import starting_weights
@@ -54,23 +65,23 @@ def main() -> None:
         trainer = Trainer(config, mesh, device, read_weights)
     except (ConfigError, CheckpointError) as error:  # a checkpoint that this run must not continue: every rank finds the same
         exit_with(str(error))
+    except torch.OutOfMemoryError as error:
+        abandon(out_of_memory(error, config, device, mesh), "it ran out of memory")
     except (CommunicationError, OffloadError) as error:
         abandon(error)
-    memory = report(trainer)
+    notes += report(trainer)
     if mesh.rank == 0:
         write_config(config, trainer.run_dir)
         backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
         print(f"{describe(mesh.layout)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
-        print("\n".join(memory), flush=True)
+        print("\n".join(notes), flush=True)
     try:
-        fit(trainer)
+        fit(trainer, observers(trainer))
         trainer.close()
-        if config.profiling.timeline and mesh.rank == 0 and (trainer.run_dir / RECORDS).exists():
-            from tools.timing import compare
-
-            print("\n".join(compare(trainer.run_dir)), flush=True)
     except (CheckpointError, FaultLimit) as error:  # one that could not be written, or steps that stay bad: every rank hears of it
         exit_with(str(error), status=1)
+    except torch.OutOfMemoryError as error:
+        abandon(out_of_memory(error, config, device, mesh), "it ran out of memory")
     except (CommunicationError, OffloadError) as error:
         abandon(error)
 

@@ -339,7 +339,33 @@ class ProfilingConfig:
     timeline: bool = False
     """Record when each action of a few steps runs on each rank, and compare that with the simulator: traces/timeline.json of the run."""
     steps: list[int] = field(default_factory=lambda: [3, 5])
-    """First and last step that are recorded, counted from 1."""
+    """First and last step that are recorded and traced, counted from 1."""
+    ranks: list[int] = field(default_factory=list)
+    """Ranks on which torch.profiler traces these steps, into the run's traces/, with the pipeline's actions by name."""
+    memory_snapshot: int | None = None
+    """Write what every byte of GPU memory is used for after this step, on these ranks (by default 0), and where memory runs out."""
+
+
+@dataclass
+class NetworkConfig:
+    """How ranks reach each other. An option sets a variable of the environment before the process group starts; one set there wins."""
+
+    interface: str | None = None
+    """Network interface of NCCL and gloo, for example eth0."""
+    debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    """How much NCCL says."""
+    ib_devices: str | None = None
+    """InfiniBand devices that NCCL uses, for example mlx5_0,mlx5_1."""
+    ib_gid_index: int | None = None
+    """Global identifier that NCCL takes under RoCE, often 3."""
+    ib_timeout: int | None = None
+    """InfiniBand's acknowledgement times out after 4.096 µs * 2 ^ this; NCCL's own is 20, large networks take 22 or 23."""
+    ib_retries: int | None = None
+    """How often InfiniBand then tries again; NCCL's own is 7."""
+    variables: dict[str, Any] | None = None
+    """Any other variables, for example {NCCL_NVLS_ENABLE: 0}."""
+    test: bool = False
+    """Measure the links between ranks for 3 seconds at start, and name the slowest."""
 
 
 @dataclass
@@ -358,3 +384,4 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)

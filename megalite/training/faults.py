@@ -10,6 +10,7 @@ from math import nan, prod
 from threading import Event
 from time import sleep
 
+import torch
 from torch import Tensor
 
 from megalite.config.rules.faults import Fault, parse_faults
@@ -17,10 +18,16 @@ from megalite.mesh import Mesh
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this process by torchrun, of the job by SLURM
 
+
+def _run_out(fault: Fault) -> None:
+    raise torch.OutOfMemoryError("injected: no memory is left")
+
+
 BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
     "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda fault: os._exit(1),
     "hang": lambda fault: Event().wait(),
+    "oom": _run_out,
     "slow": lambda fault: sleep(fault.amount),
     "sigterm": lambda fault: os.kill(os.getpid(), signal.SIGTERM),
     "sigusr1": lambda fault: os.kill(os.getpid(), signal.SIGUSR1),

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from time import sleep
@@ -75,8 +76,13 @@ def configure_cpu() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def start_process_group(device: torch.device, timeout: str) -> None:
-    """Join the other ranks, where torchrun started more than one. `timeout`: a duration, see run.timeout."""
+def start_process_group(device: torch.device, timeout: str, meet: Callable[[Any, int, int], None] | None = None) -> None:
+    """Join the other ranks, where torchrun started more than one.
+
+    Args:
+        timeout: a duration, see run.timeout.
+        meet: called before, when nothing but a store of keys joins the ranks yet, with the store, this rank and their number.
+    """
     if world_size() == 1:
         return
     import torch.distributed as dist
@@ -84,34 +90,45 @@ def start_process_group(device: torch.device, timeout: str) -> None:
 
     backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=duration_seconds(timeout) or 0)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    if world_size() == local_world_size():  # torchrun's store outlives a restart, with the addresses of ranks that have died
-        store, rank, size = next(rendezvous("env://", timeout=limit))
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # on several nodes each counts for itself: docs/faults.md
-        options |= {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": size}  # type: ignore[attr-defined]
-    dist.init_process_group(backend, timeout=limit, **options)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    # torchrun's store outlives a restart, with addresses of ranks that have died; on several nodes each counts for itself: docs/faults.md
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world_size() == local_world_size() else "0"
+    store = dist.PrefixStore(f"start_{start}", store)  # type: ignore[attr-defined]
+    if meet is not None:
+        meet(store, rank, size)
+    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size, **options)
 
 
-def abandon(error: CommunicationError | OffloadError) -> NoReturn:
-    """End the process after a failure of communication or of offloaded state, status 1: nothing that needs other ranks can still be done.
+def abandon(error: CommunicationError | OffloadError | str, reason: str = "") -> NoReturn:
+    """End the process after a failure of communication, of offloaded state or of memory, status 1: nothing that needs other ranks can
+    still be done.
 
-    A rank that waits for one that has given up loses that one too, so all say whom they lost, and the message names where it began.
+    A rank that waits for one that has given up loses that one too, so all say whom they lost, and the message names where it began, with
+    the `reason` that the first one gives.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks once it has seen one end; this one does so by itself
-    print(f"{error}{_origin(getattr(error, 'peer', None))}", file=sys.stderr, flush=True)
+    print(f"{error}{_origin(error, reason)}", file=sys.stderr, flush=True)
     sleep(GRACE)  # so that those who wait for this rank can ask
     os._exit(1)
 
 
-def _origin(peer: int | None) -> str:
-    """Which rank was lost first, as far as the others have said; `peer` is the one that this rank has lost."""
+def _origin(error: object, reason: str) -> str:
+    """Which rank was lost first, as far as the others have said; `reason` is this rank's own, where it all began here."""
     import torch.distributed as dist
 
-    if peer is None:
+    if world_size() == 1 or not (reason or hasattr(error, "peer")):
         return ""
     store, rank, seen = dist.distributed_c10d._get_default_store(), dist.get_rank(), set[int]()
     with suppress(RuntimeError):  # the store may be gone too
-        store.set(f"lost/{rank}", str(peer))
+        if reason:
+            store.set("reason", f"rank {rank} was lost first: {reason}")
+            return ""
+        if (peer := getattr(error, "peer", None)) is not None:
+            store.set(f"lost/{rank}", str(peer))
         sleep(GRACE)
+        if store.check(["reason"]):
+            return f" ({store.get('reason').decode()})"
         while rank not in seen and store.check([f"lost/{rank}"]):
             seen.add(rank)
             rank = int(store.get(f"lost/{rank}"))

@@ -32,6 +32,8 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)),
     **dict.fromkeys(("data.sequence_length", "model.num_key_value_heads", "model.sliding_window", "model.intermediate_size"), (0, 1)),
     **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
+    **dict.fromkeys(("network.ib_gid_index", "network.ib_retries"), (-1, 0)),
+    "profiling.memory_snapshot": (0, 1),
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)),
     "validation.interval": (0, None),
     "parallel.virtual_stages": (0, 1),
@@ -289,6 +291,11 @@ ROWS = [
         {"profiling.steps": [2, 5]},
         ("train.steps = 2", "at most 2"),
     ),
+    Row("profiled ranks exist", {"profiling.ranks": [0, 2], "parallel.dp": 2}, {"profiling.ranks": [1]}, ("2 processes", "0 to 1")),
+    Row("snapshot of a GPU", {"profiling.memory_snapshot": 3}, {"profiling.memory_snapshot": None}, ("needs a GPU",), devices=0),
+    Row("InfiniBand's timeout", {"network.ib_timeout": 32}, {"network.ib_timeout": 23}, ("1 to 31",)),
+    Row("InfiniBand's timeout", {"network.ib_timeout": 0}, {"network.ib_timeout": 1}),
+    Row("variables have names", {"network.variables": {"NCCL ALGO": "Ring"}}, {"network.variables": {"NCCL_ALGO": "Ring"}}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Batches, precision, optimizer, checkpoints, validation and profiling."""
+"""Batches, precision, optimizer, checkpoints, validation, profiling and the network."""
 
 import importlib.util
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Facts, Rule, around, can_be_written, is_checkpoint
 
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
@@ -113,7 +114,21 @@ RULES: tuple[Rule, ...] = (
         "profiling.steps",
         lambda c: len(c.profiling.steps) != 2 or not 1 <= c.profiling.steps[0] <= c.profiling.steps[1],
     ).says("is not a first and a last step", "Give two numbers, counted from 1, for example [3, 5]."),
-    Rule("profiled steps within the run", "profiling.steps", lambda c: c.profiling.timeline and c.profiling.steps[0] > c.train.steps).says(
-        "begins after {train.steps}", lambda c: f"The first may be at most {c.train.steps}; or turn profiling.timeline off."
+    Rule(
+        "profiled steps within the run",
+        "profiling.steps",
+        lambda c: (c.profiling.timeline or c.profiling.ranks) and c.profiling.steps[0] > c.train.steps,
+    ).says("begins after {train.steps}", lambda c: f"The first may be at most {c.train.steps}; or leave timeline and ranks out."),
+    Rule("profiled ranks exist", "profiling.ranks", lambda c: not set(c.profiling.ranks) <= set(range(c.world_size))).says(
+        lambda c: f"names ranks that {c.world_size} processes do not have", lambda c: f"Choose among 0 to {c.world_size - 1}."
+    ),
+    Rule("snapshot of a GPU", "profiling.memory_snapshot", lambda c: c.profiling.memory_snapshot and c.local_devices == 0).says(
+        "needs a GPU, whose memory it shows, and this run has none", "Leave it out."
+    ),
+    Rule("InfiniBand's timeout", "network.ib_timeout", lambda c: c.network.ib_timeout not in (None, *range(1, 32))).says(
+        "is not an exponent that InfiniBand knows, of 1 to 31", range(1, 32)
+    ),
+    Rule("variables have names", "network.variables", lambda c: not all(map(_VARIABLE.fullmatch, c.network.variables or {}))).says(
+        "has a key that is no name of a variable", "Write {NAME: value}, for example {NCCL_NVLS_ENABLE: 0}."
     ),
 )

@@ -1,0 +1,33 @@
+"""The instruments of a run: what watches it without being part of it. `pretrain.py` hands them to the training loop as observers.
+
+phases.py times each step by phase, ranks.py compares the ranks, gpu.py reads the device's memory and sensors, tracing.py runs torch's
+profiler, prediction.py says at the end how far the plan was off. environment.py and links.py look at machines and network before the first
+step, memory.py says what may help where memory has run out.
+"""
+
+from collections.abc import Sequence
+
+from megalite.training.fit import Observer
+from megalite.training.trainer import Trainer
+from tools.instruments.gpu import Gpu
+from tools.instruments.phases import PhaseTimes
+from tools.instruments.prediction import Outcome, PredictStep
+from tools.instruments.ranks import RankTimes
+from tools.instruments.tracing import MemorySnapshot, Tracer
+from tools.timing import compare
+from tools.timing.recording import TimelineRecorder
+
+
+class ComparedTimeline(TimelineRecorder):
+    """Says at the end what the simulator expects of the steps that were recorded."""
+
+    def finish(self) -> list[str]:
+        lines = super().finish()
+        return [*lines, *(compare(self.trainer.run_dir) if self.summary else ())]
+
+
+def observers(trainer: Trainer, predict: PredictStep | None = None) -> Sequence[Observer]:
+    """All instruments of a run, on every rank alike. predict: how long a step should take."""
+    phases = PhaseTimes(trainer)
+    ranks = RankTimes(trainer, phases)
+    return phases, ranks, Gpu(trainer), ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer), Outcome(trainer, predict)

@@ -1,0 +1,140 @@
+"""What the ranks run on: the network's variables, and whether all ranks have the same software and hardware."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import megalite
+from megalite.config.schema import ConfigError, NetworkConfig
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+Facts = dict[str, Any]
+"""What a rank says of itself: name → value."""
+EQUAL = ("kind", "megalite", "torch", "NCCL")
+"""What must be the same everywhere: other versions compute other numbers, and a GPU can not talk to a CPU."""
+ALIKE = ("driver", "device")
+"""What should be."""
+SHARED_MEMORY = {"cuda": 64 << 20, "cpu": 4 << 20}
+"""Bytes of /dev/shm for each rank: NCCL's buffers within a machine, or messages between tensor-parallel ranks. Docker gives 64 MB."""
+
+
+def variables(network: NetworkConfig) -> dict[str, str]:
+    """The variables of the environment that the options stand for."""
+    values = {
+        "NCCL_SOCKET_IFNAME": network.interface,
+        "GLOO_SOCKET_IFNAME": network.interface,
+        "NCCL_DEBUG": network.debug,
+        "NCCL_IB_HCA": network.ib_devices,
+        "NCCL_IB_GID_INDEX": network.ib_gid_index,
+        "NCCL_IB_TIMEOUT": network.ib_timeout,
+        "NCCL_IB_RETRY_CNT": network.ib_retries,
+        **(network.variables or {}),
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Set what is not set yet. Returns a line for each variable that had another value, and keeps it."""
+    return [
+        f"{name} = {found} in the environment wins over {value} from the section network"
+        for name, value in variables(network).items()
+        if (found := environment.setdefault(name, value)) != value
+    ]
+
+
+def facts(device: torch.device, local_world_size: int) -> Facts:
+    """What this rank has."""
+    gpu = device.type == "cuda"
+    return {
+        "kind": device.type,
+        "megalite": f"{megalite.__version__} (sources {_digest(Path(megalite.__file__).parent)})",
+        "torch": torch.__version__,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
+        "driver": _driver() if gpu else None,
+        "device": torch.cuda.get_device_name(device) if gpu else "CPU",
+        "host": os.uname().nodename,
+        "shared_memory": _free_shared_memory(),
+        "wanted_shared_memory": SHARED_MEMORY[device.type] * local_world_size,
+    }
+
+
+def _digest(package: Path) -> str:
+    """Eight digits that differ where sources do."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:8]
+
+
+def _driver() -> str | None:
+    with suppress(OSError):
+        if match := re.search(r"\s(\d+\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text()):
+            return match[1]
+    return None
+
+
+def _free_shared_memory() -> int | None:
+    with suppress(OSError):
+        return shutil.disk_usage("/dev/shm").free
+    return None
+
+
+def odd_ranks(found: Sequence[Facts], names: Sequence[str]) -> list[str]:
+    """A line for each of the names in which ranks differ: what most have, and who has what else."""
+    lines = []
+    for name in names:
+        counts = Counter(each[name] for each in found)
+        (usual, count), *others = counts.most_common()
+        if others:
+            odd = (f"{value} on rank{_listed([rank for rank, each in enumerate(found) if each[name] == value])}" for value, _ in others)
+            lines.append(f"{name}: {usual} on {count} of {len(found)} ranks, but {', '.join(odd)}")
+    return lines
+
+
+def _listed(ranks: Sequence[int], most: int = 8) -> str:
+    named = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    return f" {named}" if len(ranks) == 1 else f"s {named}"
+
+
+def short_of_memory(found: Sequence[Facts]) -> list[str]:
+    """A line for each host whose /dev/shm may be too small for its ranks."""
+    hosts = {each["host"]: each for each in found}
+    return [
+        f"{host}: /dev/shm has {each['shared_memory'] / 2**20:,.0f} MiB left, and its ranks may want"
+        f" {each['wanted_shared_memory'] / 2**20:,.0f} MiB (docker run --shm-size, or --ipc host)"
+        for host, each in hosts.items()
+        if each["shared_memory"] is not None and each["shared_memory"] < each["wanted_shared_memory"]
+    ]
+
+
+def compare_ranks(own: Facts, store: Store, rank: int, size: int) -> list[str]:
+    """Tell rank 0 what this rank runs on, through the store with which ranks find each other; returns what is worth knowing.
+
+    Nothing else joins the ranks yet: where they differ, the communication itself might be what does not work.
+
+    Raises:
+        ConfigError: on every rank, where they can not work together.
+    """
+    store.set(f"facts/{rank}", json.dumps(own))
+    if rank == 0:
+        found = [json.loads(each) for each in store.multi_get([f"facts/{each}" for each in range(size)])]
+        verdict = {"different": odd_ranks(found, EQUAL), "notes": [*odd_ranks(found, ALIKE), *short_of_memory(found)]}
+        store.set("facts/verdict", json.dumps(verdict))
+    verdict = json.loads(store.get("facts/verdict"))
+    if verdict["different"]:
+        listed = "\n  ".join(verdict["different"])
+        raise ConfigError(f"Ranks differ where they must not:\n  {listed}\nInstall the same everywhere, or leave these machines out.")
+    return verdict["notes"]

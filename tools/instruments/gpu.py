@@ -1,0 +1,55 @@
+"""What rank 0's GPU says of itself: its memory, from torch's allocator, and its sensors, from the driver where nvidia-ml-py is installed.
+
+Each rank's share of the throughput stands beside it, on a CPU too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from megalite.training.fit import Observer
+from megalite.training.metrics import StepMetrics
+from megalite.training.trainer import Trainer
+
+SENSORS: dict[str, Callable[[torch.device], float]] = {
+    "gpu_utilization": lambda device: torch.cuda.utilization(device) / 100,
+    "gpu_power_w": lambda device: torch.cuda.power_draw(device) / 1000,
+    "gpu_temperature_c": torch.cuda.temperature,
+    "gpu_clock_mhz": torch.cuda.clock_rate,
+}
+"""Name in metrics.jsonl → how torch asks NVIDIA's management library for it."""
+MEMORY = {
+    "memory_allocated_bytes": "allocated_bytes.all.current",
+    "memory_reserved_bytes": "reserved_bytes.all.current",
+    "allocation_retries": "num_alloc_retries",
+}
+"""Name in metrics.jsonl → name in torch's statistics. A retry gives cached memory back and asks again, which stops the device."""
+
+
+class Gpu(Observer):
+    """Memory and sensors at `logging.interval`; on a CPU there are none."""
+
+    def __init__(self, trainer: Trainer):
+        self.device, self.interval, self.world = trainer.device, trainer.config.logging.interval, trainer.mesh.world.size
+        self.sensors = dict(SENSORS) if find_spec("pynvml") else {}
+
+    def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
+        found: dict[str, Any] = {"tokens_per_second_per_gpu": metrics.tokens_per_second / self.world}
+        if self.device.type != "cuda" or metrics.step % self.interval:
+            return found
+        statistics = torch.cuda.memory_stats(self.device)
+        return found | {name: statistics.get(key, 0) for name, key in MEMORY.items()} | self._sense()
+
+    def _sense(self) -> dict[str, float]:
+        """What each sensor reads. One that this GPU does not have, or may not be read, is not asked again."""
+        found = {}
+        for name, read in list(self.sensors.items()):
+            try:
+                found[name] = float(read(self.device))
+            except Exception:  # pynvml has an error class for each code of the library, and need not be importable
+                del self.sensors[name]
+        return found

@@ -1,0 +1,82 @@
+"""How fast the links between ranks are: `network.test`.
+
+In each round every rank sends to the one `stride` places further, for strides 1, 2, 4, …: neighbours on one machine as well as ranks on
+others. Rounds begin together, and of each link the best round counts, so a slow link is not blamed for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megalite.mesh import Mesh
+from megalite.parallel.collectives import message
+
+MESSAGE_BYTES = 8 << 20
+
+
+class Link(NamedTuple):
+    source: int
+    target: int
+    bytes_per_second: float
+
+
+def describe(links: Sequence[Link]) -> str:
+    """The slowest link beside the others."""
+    slowest = min(links, key=lambda link: link.bytes_per_second)
+    usual = median(link.bytes_per_second for link in links)
+    return (
+        f"network test: rank {slowest.source} to rank {slowest.target} is the slowest of {len(links)} links,"
+        f" {slowest.bytes_per_second / 1e9:.3g} GB/s; the median is {usual / 1e9:.3g} GB/s"
+    )
+
+
+def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[Link]:
+    """Bandwidths between ranks, the same list on every rank. Collective; takes about so many seconds, all links busy at once."""
+    strides = [2**power for power in range((mesh.world.size - 1).bit_length())]
+    best: dict[int, float] = {}
+    deadline = perf_counter() + seconds
+    going_on = True
+    while going_on:
+        for stride in strides:
+            took = _send_on(mesh, device, stride)
+            best[stride] = min(took, best.get(stride, took))
+        vote: list[Any] = [perf_counter() < deadline]
+        dist.broadcast_object_list(vote, src=0)  # rank 0's clock decides for all
+        going_on = vote[0]
+    own = [Link((mesh.rank - stride) % mesh.world.size, mesh.rank, MESSAGE_BYTES / took) for stride, took in best.items()]
+    everyone: list[Any] = [None] * mesh.world.size
+    dist.all_gather_object(everyone, own)
+    return list(_flat(everyone))
+
+
+def _flat(lists: Iterable[Iterable[Link]]) -> Iterable[Link]:
+    return (link for each in lists for link in each)
+
+
+def _send_on(mesh: Mesh, device: torch.device, stride: int) -> float:
+    """Send to the rank `stride` places further; seconds until this rank has what the one before has sent."""
+    world, group = mesh.world, mesh.world.group
+    target, source = world.ranks[(world.rank + stride) % world.size], world.ranks[(world.rank - stride) % world.size]
+    outgoing, incoming = (torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = perf_counter()
+    if device.type == "cuda":  # NCCL pairs messages of one batch only
+        batch = [dist.P2POp(dist.isend, outgoing, target, group), dist.P2POp(dist.irecv, incoming, source, group)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        torch.cuda.synchronize(device)
+        return perf_counter() - start
+    receive = message(dist.irecv, incoming, source, group, "network test", mesh.activity)
+    send = message(dist.isend, outgoing, target, group, "network test", mesh.activity)
+    receive.wait()
+    took = perf_counter() - start
+    send.wait()
+    return took

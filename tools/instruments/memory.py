@@ -1,0 +1,105 @@
+"""Memory has run out: what this very run can still change, and what the planner says that each change saves.
+
+The ladder goes from what costs little time to what costs much: smaller microbatches, recomputation, sequence parallelism, a higher ZeRO
+stage, more tensor or pipeline parallelism at the cost of data parallelism, offloading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.config.rules import check
+from megalite.config.schema import Config, ConfigError
+from megalite.mesh import Mesh
+from megalite.parallel.pipeline.schedule import ScheduleError
+from tools.instruments.tracing import write_snapshot
+
+Changes = dict[str, Any]
+"""Option → new value."""
+Peak = Callable[[Config], int]
+"""Bytes on the rank of a run that needs the most."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder, that the rules accept and that saves memory."""
+
+    changes: Changes
+    saved: int  # bytes on the fullest rank
+
+    def __str__(self) -> str:
+        options = " ".join(f"--{option} {str(value).lower()}" for option, value in self.changes.items())
+        saved = f"{self.saved / 2**30:,.1f} GiB" if self.saved >= 2**30 else f"{self.saved / 2**20:,.1f} MiB"
+        return f"{options:<48} saves {saved}"
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """A copy with other values."""
+    for option, value in changes.items():
+        section, key = option.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return config
+
+
+def candidates(config: Config) -> Iterator[Changes]:
+    """What could be changed, in the ladder's order; the rules may still refuse it."""
+    train, parallel = config.train, config.parallel
+    smaller = [size for size in range(1, train.micro_batch_size) if train.micro_batch_size % size == 0]
+    for size in reversed(smaller):
+        yield {"train.micro_batch_size": size}
+    for mode in ("selective", "full") if train.recompute == "none" else ("full",) if train.recompute != "full" else ():
+        yield {"train.recompute": mode}
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        yield {"parallel.sequence_parallel": True}
+    for stage in range(parallel.zero + 1, 4):
+        yield {"parallel.zero": stage}
+    dp = parallel.dp or 1
+    for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)) if dp % 2 == 0 else ():
+        yield {f"parallel.{axis}": 2 * size, "parallel.dp": dp // 2}
+    for place in {"none": ("cpu", "disk"), "cpu": ("disk",)}.get(parallel.offload, ()):
+        yield {"parallel.offload": place}
+
+
+def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> list[Rung]:
+    """The rungs that this run can climb, each by itself."""
+    rungs, now = [], peak(config)
+    for changes in candidates(config):
+        other = changed(config, changes)
+        try:
+            check(other, world_size, local_devices)
+            saved = now - peak(other)
+        except (ConfigError, ScheduleError):
+            continue
+        if saved > 0:
+            rungs.append(Rung(changes, saved))
+    return rungs
+
+
+def describe(place: str, error: BaseException, rungs: list[Rung]) -> str:
+    """The message for a person. place: which rank, and what it was doing."""
+    lines = [f"{place}: out of memory: {str(error).strip().splitlines()[0]}"]
+    if not rungs:
+        return f"{lines[0]}\nNothing is left that this run could change to need less: take more GPUs, or a smaller model."
+    lines.append("Each of these by itself lowers the memory of the fullest rank, by the planner's estimate:")
+    return "\n".join([*lines, *(f"  {rung}" for rung in rungs)])
+
+
+def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.device, mesh: Mesh) -> str:
+    """What to tell the user, after writing what fills the memory, where that can be seen."""
+    from tools.planning.memory import estimate
+
+    world_size, gpu = mesh.world.size, device.type == "cuda"
+
+    def peak(other: Config) -> int:
+        return max(each.total for each in estimate(other, world_size, "cuda" if gpu else "cpu"))
+
+    place = f"rank {mesh.rank} in step {mesh.activity.step}, {mesh.activity.action}"
+    message = describe(place, error, ladder(config, world_size, int(gpu), peak))
+    if not gpu:
+        return f"{message}\nWhat fills the memory can be shown on a GPU only."
+    return f"{message}\nWhat fills the memory: {write_snapshot(Path(config.run.dir, config.run.name), mesh.rank, 'out_of_memory')}"

@@ -1,0 +1,80 @@
+"""Which rank is the slowest. Ranks wait for each other, so all have the same step time; what differs is how much of it they work.
+
+Each rank hands the seconds in which it worked to all others, at `logging.interval`. They travel while the next step computes, and are
+read after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.collectives import Pending, all_gather
+from megalite.training.fit import Observer
+from megalite.training.metrics import StepMetrics
+from megalite.training.trainer import Trainer
+from tools.instruments.phases import PhaseTimes
+
+
+def compare(step: int, working: Sequence[float]) -> dict[str, Any]:
+    """The slowest and the fastest rank of a step, by the names of metrics. working: seconds in which each rank worked."""
+    order = sorted(range(len(working)), key=working.__getitem__)
+    fastest, slowest = order[0], order[-1]
+    return {
+        "ranks_of_step": step,
+        **{"slowest_rank": slowest, "slowest_rank_working_s": working[slowest]},
+        **{"fastest_rank": fastest, "fastest_rank_working_s": working[fastest]},
+    }
+
+
+class RankTimes(Observer):
+    """Compares the ranks. While torch's profiler runs nothing is under way: torch crashes where a message outlives the profiler."""
+
+    def __init__(self, trainer: Trainer, phases: PhaseTimes):
+        self.world, self.device, self.phases = trainer.mesh.world, trainer.device, phases
+        self.interval, profiling = trainer.config.logging.interval, trainer.config.profiling
+        first, last = profiling.steps
+        self.quiet = range(first - 1, last + 1) if profiling.ranks else range(0)
+        self.sent: tuple[int, Pending] | None = None
+        self.arriving: tuple[int, Tensor, Callable[[], bool]] | None = None
+        self.found: dict[str, Any] = {}
+
+    def after(self, step: int) -> None:
+        self._read()
+        self._receive()
+        if self.world.size > 1 and step % self.interval == 0 and step not in self.quiet:
+            own = torch.tensor([self.phases.working(step)], dtype=torch.float64)
+            if self.device.type == "cuda":
+                own = own.pin_memory().to(self.device, non_blocking=True)
+            self.sent = step, all_gather(own, self.world)
+
+    def _receive(self) -> None:
+        """Take what all ranks have sent a step ago; on a GPU start its way to the host, which waits for nothing either."""
+        if self.sent is None:
+            return
+        (step, pending), self.sent = self.sent, None
+        everyone = pending.wait()
+        if everyone.is_cuda:
+            there, event = torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True), torch.cuda.Event()
+            there.copy_(everyone, non_blocking=True)
+            event.record()
+            self.arriving = step, there, event.query
+        else:
+            self.arriving = step, everyone, lambda: True
+            self._read()
+
+    def _read(self) -> None:
+        if self.arriving is not None and self.arriving[2]():
+            step, everyone, _ = self.arriving
+            self.found, self.arriving = compare(step, everyone.tolist()), None
+
+    def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
+        found, self.found = self.found, {}
+        return found
+
+    def finish(self) -> list[str]:
+        self._receive()
+        return []

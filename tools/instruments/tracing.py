@@ -1,0 +1,101 @@
+"""torch's profiler on chosen steps and ranks, with the pipeline's actions by name, and the use of every byte of GPU memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.training.fit import Observer
+from megalite.training.trainer import Trainer
+
+MOST_ENTRIES = 100_000  # allocations and frees that a memory snapshot remembers, the newest
+
+
+class Tracer(Observer):
+    """Traces `profiling.steps` on `profiling.ranks`, into traces/profile_rank_00000.json of the run's directory."""
+
+    def __init__(self, trainer: Trainer):
+        options, self.trainer, self.activity = trainer.config.profiling, trainer, trainer.mesh.activity
+        first, self.last = options.steps
+        self.wanted = range(first, self.last + 1) if options.ranks else range(0)
+        self.mine = trainer.mesh.rank in options.ranks
+        self.path = trainer.run_dir / "traces" / f"profile_rank_{trainer.mesh.rank:05d}.json"
+        self.running = False
+        self.profile: Any = None
+        self.place: Any = None
+        self.range: Any = None
+
+    def __call__(self, place: Any) -> None:
+        """Name what follows in the trace. A wait is part of the action that waits."""
+        if not self.activity.waiting and place is not self.place:
+            self._end_range()
+            self.place, self.range = place, torch.autograd.profiler.record_function(str(place))
+            self.range.__enter__()
+
+    def _end_range(self) -> None:
+        if self.range is not None:
+            self.range.__exit__(None, None, None)
+            self.range = self.place = None
+
+    def before(self, step: int) -> None:
+        if step in self.wanted and not self.running:
+            self.running = True
+            if self.mine:
+                self._start()
+
+    def after(self, step: int) -> None:
+        if self.running and step >= self.last:
+            self._stop()
+
+    def finish(self) -> list[str]:
+        if self.running:
+            self._stop()
+        return []
+
+    def _start(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.trainer.device.type == "cuda" else [])]
+        self.profile = profile(activities=kinds)
+        self.profile.start()
+        self.activity.listeners += (self,)
+
+    def _stop(self) -> None:
+        """End the trace and write it. Collective: torch crashes where a message outlives the profiler that saw it start."""
+        self.running = False
+        self.trainer.saver.wait()
+        self.trainer.closing.settle()
+        self.trainer.store.finish_gathering()
+        if self.profile is None:
+            return
+        self.activity.listeners = tuple(each for each in self.activity.listeners if each is not self)
+        self._end_range()
+        self.profile.stop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.profile.export_chrome_trace(str(self.path))
+        self.profile = None
+
+
+class MemorySnapshot(Observer):
+    """Writes what GPU memory is used for after the step `profiling.memory_snapshot`; pytorch.org/memory_viz shows it."""
+
+    def __init__(self, trainer: Trainer):
+        options, self.trainer = trainer.config.profiling, trainer
+        mine = trainer.mesh.rank in (options.ranks or [0]) and trainer.device.type == "cuda"
+        self.step = options.memory_snapshot if mine else None
+        if self.step is not None:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
+
+    def after(self, step: int) -> None:
+        if step == self.step:
+            write_snapshot(self.trainer.run_dir, self.trainer.mesh.rank, f"step_{step:08d}")
+
+
+def write_snapshot(run_dir: Path, rank: int, moment: str) -> Path:
+    """Write what this process's GPU memory is used for, and where it was allocated as far as that was recorded."""
+    path = run_dir / "traces" / f"memory_rank_{rank:05d}_{moment}.pickle"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
+    return path
