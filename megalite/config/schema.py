@@ -136,6 +136,26 @@ class ModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA, Hu et al. 2021). With a rank the whole model is frozen, and they alone are trained."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains the model itself."""
+    alpha: float = 16.0
+    """An adapted weight is W + alpha / rank * B A."""
+    dropout: float = 0.0
+    """Dropout on what the adapters read."""
+    targets: list[Literal["q", "k", "v", "o", "gate", "up", "down"]] | None = None
+    """Projections that have adapters, in every layer; by default, or where none is named, all that the model has."""
+    init_from: str | None = None
+    """Directory of a PEFT adapter that starts the run at step 0, on top of model.init_from; none draws A and sets B to zero."""
+
+    def adapts(self, role: str) -> bool:
+        """Whether projections of this role have adapters."""
+        return self.rank > 0 and role != "" and (not self.targets or role in self.targets)
+
+
+@dataclass
 class ParallelConfig:
     """The mesh pp × dp × cp × tp, and how each axis is used."""
 
@@ -374,6 +394,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

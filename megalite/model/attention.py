@@ -98,12 +98,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, k, v = self.project(x, context)  # [seq, batch, heads/tp, head_dim] each
         out = _Attention.apply(q, k, v, self.operation(context))
-        return self.out(out.flatten(-2))
+        return self.out(out.flatten(-2), context.adapter_mask(Site.OUT_ADAPTER, self.layer))
 
     def project(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, normed and rotated."""
         rotary = context.rotary if self.uses_rope else None
-        packed = self.qkv(x)
+        packed = self.qkv(x, context.adapter_mask(Site.QKV_ADAPTER, self.layer))
         if self.q_norm is None or self.k_norm is None:
             return _Split.apply(packed, self, rotary)
         q, k, v = _Split.apply(packed, self, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
+from megalite.parallel.tensor.lora import Mask
 
 
 class Site(IntEnum):
@@ -20,6 +22,7 @@ class Site(IntEnum):
     ATTENTION = 1
     ATTENTION_OUTPUT = 2
     MLP_OUTPUT = 3
+    QKV_ADAPTER, OUT_ADAPTER, UP_ADAPTER, DOWN_ADAPTER = 4, 5, 6, 7
 
 
 @dataclass
@@ -39,10 +42,18 @@ class ForwardContext:
     sequence_length: int
     document_start: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    lora_dropout: float = 0.0
 
     def dropout_key(self, site: Site, layer: int) -> int:
         """The key of one mask; with the sample, position and channel it decides each bit."""
         return dropout_key(self.seed, self.step, int(site), layer)
+
+    def adapter_mask(self, site: Site, layer: int) -> Mask | None:
+        """Dropout of what an adapter reads, which is the whole sequence; None where there is none."""
+        if not self.lora_dropout or not self.training:
+            return None
+        positions = torch.arange(self.sequence_length, device=self.samples.device)
+        return partial(dropout, key=self.dropout_key(site, layer), samples=self.samples, positions=positions, p=self.lora_dropout)
 
     def positions(self) -> Tensor:
         """Position of each token in its document, [seq, batch] or [seq, 1]."""

@@ -2,14 +2,16 @@
 
 Units: 0 is the embedding, 1 … L the layers, L + 1 the final norm and the head.
 Global names are plain: `embedding.weight`, `layers.3.attention.q.weight`, `layers.3.mlp.up.weight`, `norm.weight`, `head.weight`.
+The adapters of a weight are `layers.3.attention.q.lora_a` and `layers.3.attention.q.lora_b`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import sqrt
 
-from megalite.config.schema import ModelConfig
+from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.parallel.spec import ParamSpec, Segment
 
 VOCAB_ALIGN = 8  # rows of the vocabulary per tp rank are padded to a multiple of this
@@ -61,7 +63,9 @@ class _Specs:
         """A column-parallel linear of (part name, output width, replicas) segments."""
         hidden = self.model.hidden_size
         prefix = name.rsplit(".", 1)[0]
-        weights = tuple(Segment(f"{prefix}.{part}.weight", (width, hidden), 0, copies, init_std=self.std) for part, width, copies in parts)
+        weights = tuple(
+            Segment(f"{prefix}.{part}.weight", (width, hidden), 0, copies, init_std=self.std, role=part) for part, width, copies in parts
+        )
         biases = tuple(Segment(f"{prefix}.{part}.bias", (width,), 0, copies, decay=False) for part, width, copies in parts)
         return [ParamSpec(f"{name}.weight", unit, weights), *([ParamSpec(f"{name}.bias", unit, biases)] if bias else [])]
 
@@ -79,9 +83,9 @@ class _Specs:
         )
         return _each_alone(unit, *segments)
 
-    def row(self, name: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
+    def row(self, name: str, role: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
         hidden = self.model.hidden_size
-        weight = Segment(f"{name}.weight", (hidden, width), 1, init_std=self.out_std)
+        weight = Segment(f"{name}.weight", (hidden, width), 1, init_std=self.out_std, role=role)
         addend = Segment(f"{name}.bias", (hidden,), partial=self.sequence_parallel, decay=False)
         return _each_alone(unit, weight, addend) if bias else _each_alone(unit, weight)
 
@@ -112,12 +116,12 @@ class _Specs:
                 parts: tuple[tuple[str, int, int], ...] = (("q", q, 1), ("k", kv, copies), ("v", kv, copies))
                 specs += self.column(f"{name}.attention.qkv", unit, parts, model.attention_bias)
                 specs += self.qk_norm(f"{name}.attention", unit, q, kv)
-                specs += self.row(f"{name}.attention.out", unit, q, model.attention_out_bias)
+                specs += self.row(f"{name}.attention.out", "o", unit, q, model.attention_out_bias)
             else:
                 width = model.intermediate_size
                 parts = (("gate", width, 1), ("up", width, 1)) if model.gated_mlp else (("up", width, 1),)
                 specs += self.column(f"{name}.mlp.in", unit, parts, model.mlp_bias)
-                specs += self.row(f"{name}.mlp.down", unit, width, model.mlp_bias)
+                specs += self.row(f"{name}.mlp.down", "down", unit, width, model.mlp_bias)
             if model.norm_placement != "pre":
                 specs += self.norm(f"{name}.{after}", unit)
         return specs
@@ -147,3 +151,27 @@ def model_specs(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = Fa
         else:
             specs += build.layer(unit - 1)
     return specs
+
+
+def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> list[ParamSpec]:
+    """The specs, all frozen, and those of the adapters A [rank, in] and B [out, rank]; without a rank the specs as they are."""
+    if not lora.rank:
+        return list(specs)
+    frozen = [replace(spec, segments=tuple(replace(segment, trainable=False) for segment in spec.segments)) for spec in specs]
+    return frozen + [adapter for spec in specs for adapter in _adapters(spec, lora, tp > 1)]
+
+
+def _adapters(spec: ParamSpec, lora: LoraConfig, split: bool) -> list[ParamSpec]:
+    """The A's of a stored tensor's segments, stored together since they read the same input, and their B's, one by one.
+
+    A is drawn with the variance of PEFT's uniform distribution, and B starts at zero. `split`: whether tp ranks share the tensor; which
+    gradients are partial then is said in `parallel.tensor.lora`.
+    """
+    first, second = [], []
+    for base in (segment for segment in spec.segments if lora.adapts(segment.role)):
+        name, (outputs, inputs), by_rows = base.name.removesuffix("weight"), base.shape, base.split == 0
+        a = Segment(f"{name}lora_a", (lora.rank, inputs), None if by_rows else 1, partial=split and by_rows, init_std=(3 * inputs) ** -0.5)
+        b = Segment(f"{name}lora_b", (outputs, lora.rank), 0 if by_rows else None, base.replicas, partial=split and not by_rows)
+        first.append(a)
+        second += _each_alone(spec.unit, b)
+    return [ParamSpec(spec.name.removesuffix("weight") + "lora_a", spec.unit, tuple(first)), *second] if first else []

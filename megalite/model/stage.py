@@ -67,7 +67,7 @@ class Stage(nn.Module):
         options = LayerOptions.of(config, 0, regions)
         sequence_parallel = options.sequence_parallel
         self.units, self.weights, self.dtype, self.seed = units, weights, dtype, config.run.seed
-        self.model_config = model
+        self.model_config, self.lora_dropout = model, config.lora.dropout
         last = head_unit(model)
         self.embedding = None
         if 0 in units:
@@ -89,6 +89,7 @@ class Stage(nn.Module):
         """What every unit needs to know about a microbatch; `step` keys the dropout masks."""
         length = microbatch.tokens.shape[0]
         context = ForwardContext(microbatch.samples, step, self.seed, training, length, microbatch.document_start)
+        context.lora_dropout = self.lora_dropout
         if self.model_config.position == "rope":
             context.rotary = self._rotary_tables(context)
         return context

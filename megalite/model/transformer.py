@@ -34,13 +34,14 @@ class FeedForward(nn.Module):
     def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, options: LayerOptions):
         super().__init__()
         name = f"layers.{layer}.mlp"
-        optional, sequence_parallel = weights.weights.get, options.sequence_parallel
+        self.layer, optional, sequence_parallel = layer, weights.weights.get, options.sequence_parallel
         activation = Activation(model.hidden_act, model.gated_mlp, options.regions)
         self.up = ColumnParallelLinear(weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel)
         self.down = RowParallelLinear(weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x))
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        inner = self.up(x, context.adapter_mask(Site.UP_ADAPTER, self.layer))
+        return self.down(inner, context.adapter_mask(Site.DOWN_ADAPTER, self.layer))
 
 
 class Layer(nn.Module):
@@ -72,7 +73,7 @@ class Layer(nn.Module):
         attended = self.attention(self.attention_input_norm(x), context)
         branch = self.attention_dropout(self.attention_output_norm(attended), context)
         x, normed = add_and_norm(x, branch, self.mlp_input_norm)
-        transformed = self.mlp(normed)
+        transformed = self.mlp(normed, context)
         return x + self.mlp_dropout(self.mlp_output_norm(transformed), context)
 
 

@@ -45,6 +45,7 @@ class Segment:
         trainable: whether it has a gradient and optimizer state.
         copy: whether this is the second copy of a tied tensor: neither counted nor stored.
         init_std, init_value: normal(0, init_std), or the constant init_value where init_std is 0.
+        role: of the weights of a layer's projections: q, k, v, o, gate, up or down; of others empty.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Segment:
     copy: bool = False
     init_std: float = 0.0
     init_value: float = 0.0
+    role: str = ""
 
     @property
     def numel(self) -> int:

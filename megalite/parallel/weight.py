@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megalite.parallel.spec import ParamSpec
+
+if TYPE_CHECKING:
+    from megalite.parallel.tensor.lora import Adapter
 
 
 class WeightGradients:
@@ -40,7 +44,7 @@ class Weight:
     """A stored tensor: what it is (`spec`), its value (`tensor`), and where its gradient accumulates (`grad`).
 
     `tensor` is a leaf in compute precision, a view of a flat bucket; `grad` is a view of a flat gradient bucket of the same shape, None
-    where there is none now. Without `grad_dtype` the tensor is not trained.
+    where there is none now. Without `grad_dtype` the tensor is not trained. `adapter` is what changes its products (LoRA).
     """
 
     def __init__(self, spec: ParamSpec, tensor: Tensor, grad_dtype: torch.dtype | None, queue: WeightGradients):
@@ -48,6 +52,7 @@ class Weight:
         self.tensor = tensor
         self.grad: Tensor | None = None
         self.grad_dtype = grad_dtype
+        self.adapter: Adapter | None = None
         self._queue = queue
         self._open: Callable[[], None]
         self._on_complete: Callable[[int], None]

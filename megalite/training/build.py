@@ -16,7 +16,7 @@ from megalite_kernels import dispatch
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
-from megalite.model.parameters import kv_replicas, model_specs
+from megalite.model.parameters import kv_replicas, model_specs, with_adapters
 from megalite.model.stage import Stage
 from megalite.parallel.pipeline.communication import channels
 from megalite.parallel.pipeline.generator import placement
@@ -25,6 +25,7 @@ from megalite.parallel.sharding.offload import StateMemory, check_directory, sta
 from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
+from megalite.parallel.tensor.lora import attach_adapters
 from megalite.training.plan import ends_in_turn as ends_in_turn
 from megalite.training.plan import microbatch_count as microbatch_count
 from megalite.training.plan import partition as partition
@@ -52,7 +53,8 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     own_master = dtype != wide or (device.type != "cpu" and not parallel.offload_parameters)
     copies = (parallel.dp or 1) // ((parallel.dp_shard or parallel.dp or 1) if parallel.zero else 1)
-    wanted = parameter_count(model_specs(config.model)) * wide.itemsize * (3 if own_master else 2) * copies * share
+    trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
+    wanted = parameter_count(trained) * wide.itemsize * (3 if own_master else 2) * copies * share
     check_directory(offload_directory(config), int(wanted))
 
 
@@ -106,6 +108,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         offload_parameters=parallel.offload_parameters,
         training=training,
     )
+    attach_adapters(store.weights, config.lora.alpha / max(config.lora.rank, 1), mesh.tp)
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     units = units_of(config)
     stages = {stage: Stage(config, units[stage], store, mesh, dtype) for stage, rank in enumerate(own) if rank == mesh.pp.rank}

@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import functools
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config, LoraConfig, ModelConfig
+from megalite.model.parameters import model_specs
 
 PEAKS = Path(__file__).with_name("peaks.yaml")
 
 
-def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+def model_flops_per_token(model: ModelConfig, sequence_length: int, lora: LoraConfig | None = None) -> float:
     """FLOPs of forward and backward for one token of a sequence.
 
     Two a multiply-add; backward counts twice the forward; the head counts, the embedding lookup does not. Attention counts every position
     of the sequence (of the window, where the layer has one), although a causal mask needs only half of them: the convention of Megatron-LM
-    and PaLM, under which numbers are comparable. Norms, activations and softmax are left out.
+    and PaLM, under which numbers are comparable. Norms, activations and softmax are left out. Frozen weights have no weight gradient.
     """
-    hidden, heads_width = model.hidden_size, model.num_attention_heads * model.head_size
-    projections = 2 * hidden * heads_width + 2 * hidden * model.kv_heads * model.head_size  # query and output, key and value
-    feed_forward = (3 if model.gated_mlp else 2) * hidden * model.intermediate_size
-    weights = model.num_hidden_layers * (projections + feed_forward) + hidden * model.vocabulary
-    positions = sum(min(sequence_length, model.window(layer) or sequence_length) for layer in range(model.num_hidden_layers))
-    scores_and_values = 2 * positions * heads_width  # multiply-adds of query · key and of probabilities · value
-    return 3.0 * 2.0 * (weights + scores_and_values)
+    lora, layers = lora or LoraConfig(), model.num_hidden_layers
+    projections = {segment.role: segment.shape for spec in model_specs(model, units=[1]) for segment in spec.segments if segment.role}
+    weights = layers * sum(map(prod, projections.values())) + model.hidden_size * model.vocabulary
+    adapters = layers * lora.rank * sum(sum(shape) for role, shape in projections.items() if lora.adapts(role))
+    positions = sum(min(sequence_length, model.window(layer) or sequence_length) for layer in range(layers))
+    scores_and_values = 2 * positions * projections["q"][0]  # multiply-adds of query · key and of probabilities · value
+    return 2.0 * ((2 if lora.rank else 3) * weights + 3 * (adapters + scores_and_values))
 
 
 @functools.cache
@@ -51,6 +53,6 @@ def throughput(config: Config, seconds: float, ranks: int, device_name: str) -> 
     """What a step of `seconds` achieved, by the names of metrics. Every token of the batch is computed, so every token counts, masked ones
     included."""
     tokens_per_second = config.train.global_batch_size * config.data.sequence_length / seconds
-    per_rank = tokens_per_second * model_flops_per_token(config.model, config.data.sequence_length) / ranks
+    per_rank = tokens_per_second * model_flops_per_token(config.model, config.data.sequence_length, config.lora) / ranks
     peak = peak_flops(device_name, config.train.precision)
     return {"tokens_per_second": tokens_per_second, "tflops_per_gpu": per_rank / 1e12, "mfu": None if peak is None else per_rank / peak}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import chain
 
 from megalite.config.schema import Config
-from megalite.model.parameters import model_specs, stage_units
+from megalite.model.parameters import model_specs, stage_units, with_adapters
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
@@ -47,7 +47,8 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
     parallel, units = config.parallel, units_of(config)
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     held = chain.from_iterable(units[stage] for stage in units if own[stage] == rank)
-    return model_specs(config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(held))
+    specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(held))
+    return with_adapters(specs, config.lora, parallel.tp)
 
 
 def buckets_of(config: Config, rank: int) -> list[Bucket]:

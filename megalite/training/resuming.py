@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint import CheckpointError, Manifest
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
+
+FREE = ("preset", "from_hf", "init_from", "dropout")  # options of model and lora that say nothing of what a checkpoint holds
 
 
 def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
@@ -15,10 +18,10 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     saved = from_dict(state["config"])
     allow = config.checkpoint.allow
     shape, saved_shape = (
-        {name: value for name, value in to_dict(each)["model"].items() if name not in ("preset", "from_hf", "init_from")}
+        {f"{section}.{name}": value for section in ("model", "lora") for name, value in to_dict(each)[section].items() if name not in FREE}
         for each in (config, saved)
     )
-    changed = [f"model.{name} was {saved_shape.get(name)}, is {shape[name]}" for name in shape if saved_shape.get(name) != shape[name]]
+    changed = [f"{name} was {saved_shape.get(name)}, is {shape[name]}" for name in shape if saved_shape.get(name) != shape[name]]
     if changed:
         raise ConfigError(f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run another run.name.")
     if state["fingerprint"] != fingerprint and "data" not in allow:
@@ -28,6 +31,14 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning rate would change. "
             "Accept it with checkpoint.allow = [horizon]."
         )
+
+
+def without_adapters(manifest: Manifest) -> Manifest:
+    """A checkpoint that a run starts from. Raises CheckpointError where it holds adapters, which would be left out."""
+    if from_dict(manifest.state.get("config", {})).lora.rank:
+        way_out = "Merge them with tools/convert_hf.py export and start from hf:DIR, or export them alone, for lora.init_from"
+        raise CheckpointError(f"model.init_from = {manifest.directory} holds adapters beside its weights. {way_out}.")
+    return manifest
 
 
 def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh import Mesh
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import model_specs, with_adapters
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.schedule import learning_rate
@@ -38,7 +38,7 @@ from megalite.training import build
 from megalite.training.closing import Closing, Update
 from megalite.training.faults import Injection, restarts
 from megalite.training.guard import Guard
-from megalite.training.resuming import changed_compression, check_resume
+from megalite.training.resuming import changed_compression, check_resume, without_adapters
 
 ReadWeights = Callable[[Sequence[Rectangle]], None]
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
@@ -71,7 +71,7 @@ class Trainer:
     Args:
         config: complete and checked (`megalite.config.load`).
         mesh: from `build.make_mesh(config)`.
-        read_weights: fills the rectangles of a start from model.init_from, where that is no checkpoint of ours. Raises CheckpointError.
+        read_weights: fills the rectangles of a start from lora.init_from and other model.init_from than ours. Raises CheckpointError.
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", read_weights: ReadWeights | None = None):
@@ -115,8 +115,8 @@ class Trainer:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
-        return parameter_count(model_specs(self.config.model))
+        """Parameters of the whole model, adapters included."""
+        return parameter_count(with_adapters(model_specs(self.config.model), self.config.lora))
 
     # ---- state
 
@@ -176,10 +176,12 @@ class Trainer:
         return manifest
 
     def load_weights(self, directory: Path) -> None:
-        """Take the weights alone, of any dtype, from a checkpoint or from what `read_weights` reads."""
-        read = self._read_weights or partial(checkpoint.load, self._checked(directory), convert=True)
+        """Take the weights alone, of any dtype, from a checkpoint or from what `read_weights` reads; draw adapters that nothing gives."""
+        read = self._read_weights or partial(checkpoint.load, without_adapters(self._checked(directory)), convert=True)
+        if drawn := self.config.lora.rank > 0 and self.config.lora.init_from is None:
+            self.store.initialise(self.config.run.seed, frozen=False)
         with all_or_none(self.mesh, CheckpointError):
-            read(self.store.to_load())
+            read(self.store.to_load(trained=not drawn))
         self.store.publish()
 
     def resume(self, directory: Path) -> None:

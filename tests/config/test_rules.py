@@ -51,6 +51,9 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.bucket_mb", "optimizer.eps", "faults.spike_sigma"), (0.0, 1e-9)),
     "train.loss_chunk": (-1, 0),
     **dict.fromkeys(("train.grad_clip", "train.z_loss", "optimizer.min_lr", "optimizer.weight_decay"), (-1e-9, 0.0)),
+    "lora.rank": (-1, 0),
+    "lora.alpha": (0.0, 1e-9),
+    "lora.dropout": (1.0, 0.0),
     "optimizer.lr": (float("inf"), 1.0),
     **dict.fromkeys(("fp16.loss_scale_window", "fp16.hysteresis"), (0, 1)),
     "fp16.min_loss_scale": (0.0, 1e-9),
@@ -66,6 +69,21 @@ ROWS = [
     *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
     Row("preset or from_hf", {"model.preset": "tiny", "model.from_hf": "hf"}, {"model.from_hf": None}, ("model.preset = tiny",)),
+    Row("lora has a rank", {"lora.targets": ["q"]}, {"lora.rank": 4}, ("trains the model itself",)),
+    Row("lora has a rank", {"lora.dropout": 0.1}, {"lora.rank": 4}),
+    Row(
+        "lora.targets are there",
+        {"lora.rank": 4, "lora.targets": ["gate"], "model.gated_mlp": False},
+        {"lora.targets": None},
+        ("model.gated_mlp = false", "leave lora.targets out"),
+    ),
+    Row(
+        "lora.init_from is an adapter",
+        {"lora.rank": 4, "lora.init_from": "nowhere", "model.init_from": "."},
+        {"lora.init_from": "."},
+        ("adapter_config.json, for model.init_from = .",),
+    ),
+    Row("lora.init_from is an adapter", {"lora.rank": 4, "lora.init_from": "."}, {"model.init_from": "."}, ("model.init_from = null",)),
     Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("not a checkpoint: it has no manifest.json",)),
     Row("init_from hf exists", {"model.init_from": "hf:nowhere"}, {"model.init_from": None}, ("there is no config.json", "after hf:")),
     Row("hidden size over heads", {"model.num_attention_heads": 6, "model.hidden_size": 64}, {"model.head_dim": 10}, ("4 or 8",)),
@@ -308,6 +326,7 @@ def token_files(tmp_path, monkeypatch):
         (tmp_path / f"{prefix}.bin").touch()
         (tmp_path / f"{prefix}.idx").touch()
     (tmp_path / "manifest.json").touch()  # makes . a checkpoint
+    (tmp_path / "adapter_config.json").touch()  # and an adapter
     (tmp_path / "tokens.json").write_text(json.dumps({"vocab_size": 257, "eos": 256}))
     (tmp_path / "chat.json").write_text(json.dumps({"vocab_size": 257, "eos": 256, "chat": {}}))
     (tmp_path / "other.json").write_text(json.dumps({"vocab_size": 300, "eos": 0}))

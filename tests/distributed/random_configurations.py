@@ -77,6 +77,7 @@ class Draw:
 def draw(seed: int, files: Files) -> Draw:
     random = Random(seed)
     options = legal_options(random, files)
+    options |= _lora(Random(f"adapters of {seed}"), options["model.gated_mlp"])
     world = options["parallel.tp"] * options["parallel.pp"] * options["parallel.dp"]
     if random.random() < 0.2:
         del options["parallel.dp"]
@@ -135,6 +136,19 @@ def _model(random: Random, tp: int, layers: int) -> Options:
         "model.embedding_scale": choose((None, 4.0)),
         "model.initializer_range": choose((0.02, 0.1)),
         **{f"model.{site}_dropout": choose((0.0, 0.0, 0.1, 0.6)) for site in ("embedding", "attention", "residual")},
+    }
+
+
+def _lora(random: Random, gated: bool) -> Options:
+    """A quarter of the models are frozen, and have adapters."""
+    if random.random() < 0.75:
+        return {}
+    roles = ["q", "k", "v", "o", "up", "down", *(["gate"] if gated else [])]
+    return {
+        "lora.rank": random.randint(1, 5),
+        "lora.alpha": random.choice((1.0, 8.0)),
+        "lora.dropout": random.choice((0.0, 0.0, 0.3)),
+        "lora.targets": random.choice((None, random.sample(roles, random.randint(1, len(roles))))),
     }
 
 

@@ -6,20 +6,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.presets import preset
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config, LoraConfig, ModelConfig
 from megalite.training.flops import model_flops_per_token, peak_flops, throughput
 from tools.planning.flops import per_token
 
 
-def counted_flops_per_token(model: ModelConfig, length: int) -> float:
+def counted_flops_per_token(model: ModelConfig, length: int, rank: int = 0) -> float:
     """What torch counts in the matrix products of one forward and backward of the same shapes, with nothing masked away; nothing is
-    computed."""
+    computed. With a rank everything is frozen, and every projection of a layer has an adapter."""
     from torch.utils.flop_counter import FlopCounterMode
 
     heads, kv, size, hidden = model.num_attention_heads, model.kv_heads, model.head_size, model.hidden_size
 
+    def weight(out: int, inputs: int, trained: bool = True) -> Tensor:
+        return torch.zeros(out, inputs, requires_grad=trained)
+
     def linear(x: Tensor, out: int) -> Tensor:
-        return F.linear(x, torch.zeros(out, x.shape[-1], requires_grad=True))
+        y = F.linear(x, weight(out, x.shape[-1], not rank))
+        return y + F.linear(F.linear(x, weight(rank, x.shape[-1])), weight(out, rank)) if rank else y
 
     def layer(x: Tensor) -> Tensor:
         q, k, v = (linear(x, number * size).view(length, number, size).transpose(0, 1) for number in (heads, kv, kv))
@@ -33,7 +37,7 @@ def counted_flops_per_token(model: ModelConfig, length: int) -> float:
         x = embedding(torch.zeros(length, dtype=torch.long))
         for _ in range(model.num_hidden_layers):
             x = layer(x)
-        linear(x, model.vocabulary).sum().backward()  # type: ignore[no-untyped-call]
+        F.linear(x, weight(model.vocabulary, hidden, not rank)).sum().backward()  # type: ignore[no-untyped-call]
     return float(counter.get_total_flops()) / length
 
 
@@ -51,6 +55,13 @@ def test_equals_what_torch_counts(changes: dict[str, object]) -> None:
     base = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = ModelConfig(**{**base, **changes})  # type: ignore[arg-type]
     assert model_flops_per_token(model, 20) == counted_flops_per_token(model, 20)
+    assert model_flops_per_token(model, 20, LoraConfig(rank=3)) == counted_flops_per_token(model, 20, 3)
+
+
+def test_adapters_of_some_projections_cost_as_much_as_their_parameters() -> None:
+    model = ModelConfig(vocab_size=101, num_hidden_layers=2)
+    some, all_ = (model_flops_per_token(model, 20, LoraConfig(rank=4, targets=targets)) for targets in (["q", "v"], None))  # type: ignore[list-item]
+    assert all_ - some == 6 * 2 * 4 * (2 * 2 * 256 + 3 * (256 + 688))
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt2-124m", "llama-3.2-1b", "llama-3-8b", "llama-3-70b"])

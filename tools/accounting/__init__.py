@@ -14,11 +14,13 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from megalite.config.schema import Config
+from megalite.model.parameters import model_specs, with_adapters
 from megalite.optimizer.adamw import AdamW
 from megalite.parallel.pipeline.gathering import check_gathering
 from megalite.parallel.pipeline.schedule import Kind
 from megalite.parallel.sharding.powersgd import Matrix
 from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.spec import parameter_count
 from megalite.training import build, plan
 from megalite.training.trainer import Trainer
 from tools.planning.memory import estimate
@@ -110,6 +112,15 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
     return gathered / sum(sizes), check_gathering(schedule, rank) / len(sizes)
 
 
+def _describe_frozen(trainer: Trainer) -> list[str]:
+    """How much of the model is trained, where not all of it is."""
+    specs = with_adapters(model_specs(trainer.config.model), trainer.config.lora)
+    trained = parameter_count([spec for spec in specs if spec.trainable])
+    if trained == trainer.parameters:
+        return []
+    return [f"{trained:,} parameters are trained, {trained / trainer.parameters:.2%} of all; the others are frozen"]
+
+
 def _describe_copies(trainer: Trainer) -> list[str]:
     """What running ahead takes on top, see `training.closing`."""
     if trainer.closing.chain is None or not build.runs_ahead(trainer.config):
@@ -146,4 +157,4 @@ def report(trainer: Trainer) -> list[str]:
         f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (planned {sum(expected) / 1e6:,.1f} MB; "
         f"{peak / 1e6:,.1f} MB at a step's peak){where}"
         for (found, expected, peak, where), group in ranks.items()
-    ] + [*_describe_gathering(trainer), *_describe_copies(trainer)]
+    ] + [*_describe_frozen(trainer), *_describe_gathering(trainer), *_describe_copies(trainer)]

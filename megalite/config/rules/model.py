@@ -8,6 +8,10 @@ from megalite.config.rule import CHECKPOINT_EXAMPLE, Facts, Rule, around, diviso
 from megalite.config.schema import ROPE_SCALING_KEYS
 
 
+def _is_adapter(c: Facts) -> bool:
+    return Path(c.lora.init_from or "", "adapter_config.json").is_file()
+
+
 def _layers_exist(name: str) -> Rule:
     def broken(c: Facts) -> bool:
         layers = getattr(c.model, name) or []
@@ -92,4 +96,13 @@ RULES: tuple[Rule, ...] = (
         "model.sliding_window_layers",
         lambda c: c.model.sliding_window_layers is not None and c.model.sliding_window is None,
     ).says("has no effect: model.sliding_window is not given", "Remove it, or give model.sliding_window."),
+    Rule("lora has a rank", "lora.rank", lambda c: not c.lora.rank and (c.lora.dropout or c.lora.targets or c.lora.init_from)).says(
+        "trains the model itself, and other options of lora are given", "Set it, for example to 16, or remove those."
+    ),
+    Rule("lora.targets are there", "lora.targets", lambda c: "gate" in (c.lora.targets or ()) and not c.model.gated_mlp).says(
+        "names gate, but {model.gated_mlp}", "Remove it, or leave lora.targets out: then all projections that there are have adapters."
+    ),
+    Rule("lora.init_from is an adapter", "lora.init_from", lambda c: c.lora.init_from and not (c.model.init_from and _is_adapter(c))).says(
+        "is not an adapter of PEFT's, a directory with adapter_config.json, for {model.init_from}", "Give both."
+    ),
 )

@@ -36,7 +36,7 @@ class BucketMemory:
     """A bucket's buffers. `master` covers [start, stop), the range whose optimizer state this rank keeps.
 
     In fp32 and fp64 the master weights are the weights themselves, unless optimizer state lies elsewhere; in bf16 and fp16 they are a
-    separate fp32 copy.
+    separate fp32 copy. Frozen weights have no other master, in any precision, and every rank keeps all of them, but under ZeRO-3.
     """
 
     layout: Bucket
@@ -155,20 +155,22 @@ class ParameterStore:
     ) -> BucketMemory:
         dtype, wide, grad_dtype = dtypes
         weights = torch.zeros(layout.size, dtype=dtype, device=device)
-        start, stop = layout.part(self.mesh.shard.rank, self.mesh.shard.size) if layout.trainable else (0, layout.size)
+        start, stop = layout.part(self.mesh.shard.rank, self.mesh.shard.size) if layout.trainable or self.zero == 3 else (0, layout.size)
         shard = None
-        if self.zero == 3 and layout.trainable:
+        if self.zero == 3:
             count = stop - start
             shard = pinned_zeros(count, dtype, device) if self._offload_parameters else torch.zeros(count, dtype=dtype, device=device)
         own = weights[start:stop] if shard is None else shard
-        master = own if wide == dtype and own.device.type == self.state.device.type else self.state.zeros(stop - start, wide)
+        in_place = not layout.trainable or (wide == dtype and own.device.type == self.state.device.type)
+        master = own if in_place else self.state.zeros(stop - start, wide)
         tied = keep_tied_apart and any(slot.spec.contributions > 1 for slot in layout.slots)
         zero = min(self.zero, 1) if tied else self.zero  # two accumulators are kept for the whole step, or their order would be lost
         trains = layout.trainable and training
         gradients = BucketGradients.allocate(layout, self.mesh.shard, zero, grad_dtype, device) if trains else None
         memory = BucketMemory(layout, weights, gradients, start, stop, master, shard)
         for index, slot in enumerate(layout.slots):
-            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(trains)
+            # Frozen weights are part of the graph, too: it must reach the adapters behind them.
+            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(training)
             weight = Weight(slot.spec, tensor, grad_dtype if trains else None, self.gradients)
             self.weights[slot.spec.name] = weight
             if gradients is not None:
@@ -186,23 +188,25 @@ class ParameterStore:
     # ---- the values of weights
 
     def fill(self, values: Callable[[Segment], Iterable[Tensor]]) -> None:
-        """Set every weight; `values` gives this rank's part of a segment, in its local shape, by blocks of rows."""
+        """Set weights; `values` gives this rank's part of a segment, in its local shape, by blocks of rows, or nothing."""
         for memory, segment, start in self._segment_ranges():
             for block in values(segment):
                 self._write(memory, start, block.reshape(-1))
                 start += block.numel()
             self.state.release(memory.master)
 
-    def initialise(self, seed: int) -> None:
-        """Draw every weight, keyed by its global name: the same model under every mesh."""
-        self.fill(lambda segment: rng.initial_values(segment, self.mesh.tp.rank, self.mesh.tp.size, seed))
+    def initialise(self, seed: int, frozen: bool = True) -> None:
+        """Draw every weight, or those that are not frozen, keyed by its global name: the same model under every mesh."""
+        tp = self.mesh.tp
+        self.fill(lambda each: rng.initial_values(each, tp.rank, tp.size, seed) if frozen or each.trainable else ())
 
-    def to_load(self) -> list[Rectangle]:
-        """The master weights that this rank keeps, for a checkpoint to fill; `publish` then makes them the weights."""
+    def to_load(self, trained: bool = True) -> list[Rectangle]:
+        """The master weights that this rank keeps, or the frozen ones, for a checkpoint to fill; `publish` then makes them the weights."""
         return [
             memory.rectangle("weight", memory.master, flat, offset)
             for memory in self.buckets
             for flat, offset in self.held(memory, memory.start, memory.stop)
+            if trained or not flat.segment.trainable
         ]
 
     def _segment_ranges(self) -> Iterator[tuple[BucketMemory, Segment, int]]:
@@ -276,7 +280,7 @@ class ParameterStore:
         _sum_coalesced(self._replicated, self.mesh.kv_replica)
         if self.mesh.tied_pair is not None:
             for memory in self.buckets:
-                if memory.layout.slots[0].spec.tied:
+                if memory.layout.slots[0].spec.tied and memory.gradients is not None:
                     owned = memory.owned_grads
                     all_reduce(owned, self.mesh.tied_pair, owned).wait()
 

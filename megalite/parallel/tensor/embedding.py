@@ -41,6 +41,8 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         layer, grad = ctx.layer, grads[0]
+        if not layer.weight.trainable:
+            return None, None, None, None
         rows, outside, positions = ctx.saved_tensors
         if layer.positions is not None:
             places = positions.expand(grad.shape[:2]).reshape(-1)

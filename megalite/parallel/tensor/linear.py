@@ -6,11 +6,13 @@
     row          forward  all-reduce of the output                 forward  reduce-scatter along the sequence
                  backward none                                     backward all-gather of the output gradient
 
-The column layer starts its input gradient's communication, computes its weight gradient, and only then waits.
+The column layer starts its input gradient's communication, computes its weight gradient, and only then waits. Where nothing of it is
+trained, its input is not kept, nor gathered again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.regions import Regions
+from megalite.parallel.tensor.lora import Mask
 from megalite.parallel.weight import Weight
 
 
@@ -33,40 +36,47 @@ def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(grad.reshape(-1, grad.shape[-1]), weight).view(*grad.shape[:-1], weight.shape[1])
 
 
-def _accumulate_linear(weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor) -> None:
+def _accumulate_linear(weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor, rest: Callable[[Tensor], None] | None) -> None:
+    """`rest` does the same for the adapter."""
     rows = grad.reshape(-1, grad.shape[-1])
     if bias is not None and bias.trainable:
         bias.accumulate(rows.sum(0, dtype=bias.grad_dtype))
     weight.accumulate_product(rows, inputs.reshape(-1, inputs.shape[-1]))
+    if rest is not None:
+        rest(inputs)
 
 
 class _Column(torch.autograd.Function):
     """y = x Wᵀ + b with W split along its outputs. Communication: see the module."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ColumnParallelLinear) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ColumnParallelLinear, mask: Mask | None) -> Tensor:
+        ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
         full = all_gather(x, layer.tp).wait() if layer.sequence_parallel else x
-        return _matmul(full, weight, None if layer.bias is None else layer.bias.tensor)
+        out = _matmul(full, weight, None if layer.bias is None else layer.bias.tensor)
+        inner = None if adapter is None else adapter.forward(full, out, mask)
+        ctx.save_for_backward(x if layer.weight.trainable or adapter is not None else None, inner)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        layer, grad = ctx.layer, grads[0]
-        (x,) = ctx.saved_tensors
-        gathering = all_gather(x, layer.tp) if layer.sequence_parallel else None
-        reduction = None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        layer, grad, adapter = ctx.layer, grads[0], ctx.layer.weight.adapter
+        x, inner = ctx.saved_tensors
+        gathering = all_gather(x, layer.tp) if layer.sequence_parallel and x is not None else None
+        reduction = rest = None
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(grad, layer.weight.tensor)
+            rest = None if adapter is None else adapter.backward(grad, dx, inner, ctx.mask)
             reduction = reduce_scatter(dx, layer.tp) if layer.sequence_parallel else all_reduce(dx, layer.tp, disposable=True)
-        _accumulate_linear(layer.weight, layer.bias, grad, x if gathering is None else gathering.wait())
-        return (None if reduction is None else reduction.wait()), None, None
+        if x is not None:
+            _accumulate_linear(layer.weight, layer.bias, grad, x if gathering is None else gathering.wait(), rest)
+        return (None if reduction is None else reduction.wait()), None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
     """Linear layer whose outputs are split over tp: [seq, batch, in] -> [seq, batch, out/tp].
 
-    With sequence parallelism the input is [seq/tp, batch, in] and is gathered first.
+    With sequence parallelism the input is [seq/tp, batch, in] and is gathered first. `mask` drops elements of what an adapter reads.
     """
 
     def __init__(self, weight: Weight, bias: Weight | None, tp: MeshAxis, sequence_parallel: bool):
@@ -74,8 +84,8 @@ class ColumnParallelLinear(nn.Module):
         self.weight, self.bias, self.tp = weight, bias, tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.weight.tensor, self)
+    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
+        return _Column.apply(x, self.weight.tensor, self, mask)
 
 
 class Activation:
@@ -98,27 +108,29 @@ class _Row(torch.autograd.Function):
     """y = Σ_tp act(x) Wᵀ + b with W split along its inputs. Communication: see the module."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        out = _matmul(x if layer.activation is None else layer.activation.forward(x), weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear, mask: Mask | None) -> Tensor:
+        ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
+        active = x if layer.activation is None else layer.activation.forward(x)
+        out = _matmul(active, weight)
+        ctx.save_for_backward(x, None if adapter is None else adapter.forward(active, out, mask))
         summed = reduce_scatter(out, layer.tp) if layer.sequence_parallel else all_reduce(out, layer.tp, disposable=True)
         out = summed.wait()
         return out if layer.bias is None else out.add_(layer.bias.tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        layer, grad = ctx.layer, grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        layer, grad, adapter = ctx.layer, grads[0], ctx.layer.weight.adapter
         if layer.bias is not None and layer.bias.trainable:
             layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad_dtype))
         if layer.sequence_parallel:
             grad = all_gather(grad, layer.tp).wait()
-        (inputs,) = ctx.saved_tensors
+        inputs, inner = ctx.saved_tensors
         dx = _input_gradient(grad, layer.weight.tensor)
+        rest = None if adapter is None else adapter.backward(grad, dx, inner, ctx.mask)
         if layer.activation is not None:
             dx, inputs = layer.activation.backward(dx, inputs)
-        _accumulate_linear(layer.weight, None, grad, inputs)
-        return dx, None, None
+        _accumulate_linear(layer.weight, None, grad, inputs, rest)
+        return dx, None, None, None
 
 
 class RowParallelLinear(nn.Module):
@@ -134,5 +146,5 @@ class RowParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Row.apply(x, self.weight.tensor, self)
+    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
+        return _Row.apply(x, self.weight.tensor, self, mask)

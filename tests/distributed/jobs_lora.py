@@ -1,0 +1,37 @@
+"""LoRA runs on the pool's ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.config.load import from_dict
+from megalite.training.trainer import Trainer
+from tests.distributed.jobs import mesh_of
+from tools.accounting import ModelStates, formula, measured
+from tools.verifying import global_tensors
+
+
+def train(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train some steps; every rank returns losses and gradient norms, rank 0 also the whole global weights before and after."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        before = global_tensors(trainer)
+        results = [trainer.step() for _ in range(steps)]
+        found = {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
+        return found | {"before": before, "tensors": global_tensors(trainer)}
+    finally:
+        trainer.close()
+
+
+def states(context: Any, config: dict[str, Any]) -> tuple[ModelStates, ModelStates]:
+    """What a rank's states take after a step, and what they should."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        trainer.step()
+        trainer.store.finish_gathering()
+        trainer.store.gather()
+        return measured(trainer), formula(trainer)
+    finally:
+        trainer.close()

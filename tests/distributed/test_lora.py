@@ -1,0 +1,123 @@
+"""LoRA: every layout trains the adapters that one process trains, on the same frozen weights, and keeps no other optimizer state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import jobs_lora, jobs_training
+from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.layouts import Case
+
+STEPS, BATCH = 4, 32
+LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
+MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}
+LAYOUTS: dict[str, Case] = {
+    "tp 2, replicated keys": {"tp": 2, "microbatches": 2},
+    "tp 2, sequence parallel, zb-h1": {"tp": 2, "schedule": "zb-h1", "sequence_parallel": True, "microbatches": 2, "recompute": "every-2"},
+    "pp 2, zb-v": {"pp": 2, "schedule": "zb-v", "microbatches": 4},
+    "dp 2, ZeRO-3": {"dp": 2, "zero": 3, "microbatches": 2, "recompute": "full"},
+    "tp 2, pp 2, sequence parallel, interleaved": {
+        **{"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "interleaved-2", "microbatches": 4, "recompute": "selective"}
+    },
+    "pp 2, dp 2, ZeRO-3, offloaded": {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2, "offload": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), MODEL["vocab_size"], count=3000)
+
+
+def configuration(case: Case, prefix: str, precision: str = "fp64", **lora: Any) -> dict[str, Any]:
+    config = config_of({**MODEL, **case}, prefix, precision, lora=LORA | lora, optimizer={"lr": 3e-3 if precision == "fp64" else 3e-4})
+    config["parallel"]["zero3_reshard"] = "step" if case.get("pp", 1) > 1 else "action"
+    return config
+
+
+@pytest.fixture(scope="module")
+def single(ranks, prefix):
+    """The run of one process in each precision."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def run(precision: str) -> dict[str, Any]:
+        if precision not in known:
+            config = configuration({}, prefix, precision)
+            known[precision] = ranks.run(1, jobs_lora.train, config, STEPS)[0]
+        return known[precision]
+
+    return run
+
+
+@pytest.mark.parametrize(("layout", "precision"), [*((layout, "fp64") for layout in LAYOUTS), ("tp 2, sequence parallel, zb-h1", "fp32")])
+def test_trains_like_one_process(layout, precision, ranks, prefix, single):
+    case, expected = {**MODEL, **LAYOUTS[layout]}, single(precision)
+    relative, absolute = (1e-9, 1e-9) if precision == "fp64" else (1e-5, 2e-5)
+    got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs_lora.train, configuration(LAYOUTS[layout], prefix, precision), STEPS)
+    for rank in got:
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=relative, abs=0)
+        assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=relative, abs=0)
+    before, after = got[0]["before"], got[0]["tensors"]
+    assert after.keys() == expected["tensors"].keys()
+    for name, value in after.items():
+        assert (value - expected["tensors"][name]).abs().max() <= absolute, name
+        assert torch.equal(value, before[name]) is not ("lora" in name), f"{name}: adapters are trained, and nothing else is"
+
+
+def test_dropout_is_on_the_adapters_alone_and_makes_a_difference(ranks, prefix, single):
+    without = ranks.run(1, jobs_lora.train, configuration({}, prefix, dropout=0.0), 2)[0]["losses"]
+    assert without[0] == single("fp64")["losses"][0], "B starts at zero: what A reads does not show"
+    assert without[1] != single("fp64")["losses"][1]
+
+
+def test_communicates_no_more_than_training_the_model(ranks, prefix):
+    case: Case = {"tp": 2, "sequence_parallel": True, "microbatches": 2}
+    base, adapted = (
+        ranks.run(2, jobs_training.communication_of_a_step, configuration(case, prefix, "fp32", rank=rank, dropout=0.0))[0]["traffic"]
+        for rank in (0, 4)
+    )
+    assert adapted.keys() <= base.keys() and all(count <= base[kind] for kind, count in adapted.items())
+
+
+def test_targets_choose_projections(ranks, prefix):
+    got = ranks.run(1, jobs_lora.train, configuration({}, prefix, targets=["q", "v", "down"]), 2)[0]
+    trained = {name for name, value in got["tensors"].items() if not torch.equal(value, got["before"][name])}
+    assert trained == {
+        f"weight/layers.{layer}.{part}.lora_{half}"
+        for layer in range(4)
+        for part in ("attention.q", "attention.v", "mlp.down")
+        for half in "ab"
+    }
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_optimizer_state_is_that_of_the_adapters_alone(zero, ranks, prefix):
+    """The numbers by hand: hidden size 32, 2 of 4 heads' width for keys, 48 inner channels, 4 layers, rank 4."""
+    adapters = 4 * 4 * sum((32 + 32, 32 + 16, 32 + 16, 32 + 32, 32 + 48, 32 + 48, 48 + 32))
+    frozen = 2 * 104 * 32 + 32 + 4 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32)
+    case: Case = {"dp": 2, "zero": zero, "tied": False, "kv_heads": 2, "microbatches": 2}
+    config = configuration(case, prefix, "bf16")
+    config["parallel"]["bucket_mb"] = 25
+    for found, expected in ranks.run(2, jobs_lora.states, config):
+        assert found.optimizer == expected.optimizer == adapters * 12 / 2
+        assert found.gradients == expected.gradients == adapters * 4 / (2 if zero == 3 else 1)
+        assert expected.weights == (adapters + frozen) * 2 / (2 if zero == 3 else 1)
+        assert found.weights == pytest.approx(expected.weights, rel=0.02), "buckets are filled up"
+
+
+def test_resumes_bitwise_and_refuses_other_adapters(ranks, prefix, tmp_path):
+    case: Case = {"dp": 2, "zero": 3, "microbatches": 2}
+    config = configuration(case, prefix, "bf16")
+    config["run"] = {"dir": str(tmp_path), "name": "saved"}
+    expected = ranks.run(2, jobs_training.train_and_save, config, 2, 2)[0]
+    assert {name.split("/")[1] for name in expected["tensors"] if name.startswith("exp_avg/")} == {
+        name.removeprefix("weight/") for name in expected["tensors"] if "lora" in name and name.startswith("weight/")
+    }
+    config["checkpoint"]["load"] = expected["directory"]
+    for got in ranks.run(2, jobs_training.resume, config, 2):
+        assert got["losses"] == expected["losses"][2:]
+        assert all(torch.equal(value, expected["tensors"][name]) for name, value in got["tensors"].items())
+    config["lora"]["alpha"] = 4.0
+    assert "lora.alpha was 8.0, is 4.0" in ranks.run(2, jobs_training.refusal, config)[0]
