@@ -57,10 +57,10 @@ def main() -> None:
     if config.network.test and mesh.world.size > 1:
         notes.append(links.describe(links.measure(mesh, device)))
     read_weights = None
-    if (config.model.init_from or "").startswith("hf:"):
-        from tools.converting import starting_weights
+    if (config.model.init_from or "").startswith("hf:") or config.lora.init_from:
+        from tools.adapters import starting_weights
 
-        read_weights = starting_weights(config.model)
+        read_weights = starting_weights(config)
     try:
         trainer = Trainer(config, mesh, device, read_weights)
     except (ConfigError, CheckpointError) as error:  # a checkpoint that this run must not continue: every rank finds the same

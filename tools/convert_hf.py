@@ -2,10 +2,11 @@
 
     python tools/convert_hf.py import HF_DIR CHECKPOINT_DIR
     python tools/convert_hf.py export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
+    python tools/convert_hf.py adapter-export CHECKPOINT_DIR PEFT_DIR
     python tools/convert_hf.py check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 where the logits differ
 
-A run's directory stands for its newest checkpoint. What our model can not compute is refused by name before anything is written, and a
-directory has its name only when it is whole.
+A run's directory stands for its newest checkpoint; adapters are exported merged into its weights, or alone. What our model can not compute
+is refused by name before anything is written, and a directory has its name only when it is whole.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     from megalite.training.launch import configure_cpu
 
     configure_cpu()  # blocks use the same memory again: half the time of an export
-    commands = {"import": bring_in, "export": bring_out, "check": check}
+    commands = {"import": bring_in, "export": bring_out, "adapter-export": bring_adapter_out, "check": check}
     return answer(tool, options, commands, CheckpointError, ConfigError, DataError)
 
 
@@ -44,7 +45,7 @@ def parser() -> Parser:
     made = Parser(prog="convert_hf.py", description=__doc__)
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    commands = made.add_subparsers(dest="command", required=True, metavar="import|export|check")
+    commands = made.add_subparsers(dest="command", required=True, metavar="import|export|adapter-export|check")
 
     def command(name: str, description: str, *paths: str) -> Callable[..., Any]:
         added = commands.add_parser(name, parents=[common], help=description)
@@ -63,6 +64,7 @@ def parser() -> Parser:
     add("--family", choices=list(families().rows), help="by default that of where it came from, or the first that can express the model")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="by default each tensor keeps the one that it is stored in")
     add("--shard_size", type=size, default="5GB", metavar="SIZE", help="bytes of a file at most, for example 500MB (default 5GB)")
+    command("adapter-export", "adapters (LoRA) of a checkpoint to PEFT directory", "CHECKPOINT_DIR", "PEFT_DIR")
     add = command("check", "logits of a checkpoint and of transformers; exit status 1 where they differ", "CHECKPOINT_DIR", "HF_DIR")
     add("--text", action="append", default=[], help="also on this text, through the tokenizer in HF_DIR; may be given again")
     add("--tokens", type=count, default=64, help="random tokens of a row (default 64)")
@@ -100,6 +102,15 @@ def bring_out(options: argparse.Namespace) -> Answer:
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     asked = {"like": options.like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     return _written(export_model(find(options.checkpoint_dir), options.hf_dir, **asked), options.hf_dir)
+
+
+def bring_adapter_out(options: argparse.Namespace) -> Answer:
+    from tools.adapters import export_adapter
+    from tools.inspecting import find
+
+    content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
+    text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
+    return content | {"written": str(options.peft_dir)}, [f"{options.peft_dir}: {text} for {len(content['modules'])} modules"], 0
 
 
 def _written(content: dict[str, Any], place: Path) -> Answer:

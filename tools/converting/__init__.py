@@ -35,6 +35,7 @@ from megalite.config.schema import Config, ConfigError, ModelConfig
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 from tools.converting.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
+from tools.converting.merging import Adapters
 from tools.converting.names import FAMILY_NAMES, Place, places
 from tools.converting.vocabulary import check_vocabulary, companions
 from tools.exporting import meaning, misfit, to_hf_config
@@ -265,6 +266,12 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
     return name if name in rows and misfit(model, rows[name]) is None else None
 
 
+def places_of(model: ModelConfig, directory: Path) -> dict[str, Place]:
+    """Where a model's tensors lie in the family that it came from, or in the first that can express it; `directory` is its checkpoint's."""
+    like = _origin(directory, model)
+    return places(model, to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
+
+
 def _stored(manifest: Manifest, found: dict[str, Place]) -> dict[str, StoredTensor]:
     missing = [name for name in found if WEIGHT + name not in manifest.tensors]
     if missing:
@@ -281,14 +288,14 @@ def _write_weights(
     limit: int,
 ) -> None:
     """The safetensors files and, where there are several, their index."""
-    shards = list(_shards(found, dtypes, limit))
+    adapters, shards = Adapters(manifest), list(_shards(found, dtypes, limit))
     names = [SAFETENSORS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     index = {}
     for file_name, own in zip(names, shards, strict=True):
         tensors = {theirs: (dtypes[parts[0]], found[parts[0]].shape) for theirs, parts in own.items()}
         with closing(NewFile(directory / file_name, tensors)) as file:
             for theirs, parts in own.items():
-                _write_tensor(file, manifest, {name: stored[name] for name in parts}, found, dtypes[parts[0]])
+                _write_tensor(file, adapters, {name: stored[name] for name in parts}, found, dtypes[parts[0]])
                 index[theirs] = file_name
     if len(shards) > 1:
         total = sum(place.numel * dtypes[name].itemsize for name, place in found.items())
@@ -312,14 +319,14 @@ def _shards(found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int)
     yield shard
 
 
-def _write_tensor(file: NewFile, manifest: Manifest, parts: dict[str, StoredTensor], found: dict[str, Place], dtype: torch.dtype) -> None:
-    """One of their tensors: chunk by chunk where all chunks are whole rows of it, otherwise put together in memory first."""
+def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTensor], found: dict[str, Place], dtype: torch.dtype) -> None:
+    """One of their tensors, adapters merged: chunk by chunk where all chunks are whole rows, otherwise put together in memory first."""
     place = found[next(iter(parts))]
     by_rows = not place.transposed and all(chunk.sizes[1:] == each.shape[1:] for each in parts.values() for chunk in each.chunks)
     whole = None if by_rows else torch.empty(place.shape, dtype=dtype)
     for name, tensor in parts.items():
-        for chunk, data in manifest.read(tensor.chunks):
-            values = torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(chunk.sizes)
+        for chunk, data in adapters.manifest.read(tensor.chunks):
+            values = adapters.merged(name, chunk, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(chunk.sizes))
             if whole is None:
                 row = found[name].start + chunk.offsets[0]
                 file.write(place.theirs, values.to(dtype), row * prod(place.shape[1:]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -107,17 +107,17 @@ class PickledFile:
 
 
 class Weights(Mapping[str, Tensor]):
-    """All tensors of a directory, from one file or from those that an index lists; safetensors where there are both."""
+    """All tensors of a directory, from one file or from those that an index lists; of the first of `names` that is there."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, names: Sequence[str] = (SAFETENSORS, PICKLED)):
         self.directory = directory
         self._files: dict[str, SafetensorsFile | PickledFile] = {}
-        for file, names in _files_of(directory).items():
+        for file, listed in _files_of(directory, names).items():
             opened = SafetensorsFile(directory / file) if file.endswith(".safetensors") else PickledFile(directory / file)
-            missing = [name for name in names if name not in opened.names]
+            missing = [name for name in listed if name not in opened.names]
             if missing:
                 raise ConversionError(f"{directory / file} lacks {missing[0]}, which the index says it holds")
-            self._files |= dict.fromkeys(names or opened.names, opened)
+            self._files |= dict.fromkeys(listed or opened.names, opened)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._files[name][name]
@@ -142,15 +142,15 @@ def _size_of(path: Path) -> int:
         raise ConversionError(f"{path} can not be read: {error.strerror}. Is the download complete?") from None
 
 
-def _files_of(directory: Path) -> dict[str, list[str]]:
+def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """File → the tensors that the index says it holds; none without an index. Raises ConversionError."""
-    for single in (SAFETENSORS, PICKLED):
+    for single in names:
         index = directory / f"{single}{INDEX}"
         if index.is_file():
             return _shards(index)
         if (directory / single).is_file():
             return {single: []}
-    raise ConversionError(f"{directory} holds no weights: neither {SAFETENSORS} nor {PICKLED}, nor an index of several files")
+    raise ConversionError(f"{directory} holds no weights: neither {' nor '.join(names)}, nor an index of several files")
 
 
 def _shards(index: Path) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.training import build
 from megalite.training.launch import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
-from tools.converting import starting_weights
+from tools.adapters import starting_weights
 
 RANK = Path(__file__).with_name("__main__.py")  # what each rank runs
 
@@ -57,7 +57,7 @@ def record(config: Config, steps: int, directory: Path) -> None:
     device = choose_device()
     configure_process(device, config.run.deterministic)
     start_process_group(device, config.run.timeout)
-    trainer = Trainer(config, build.make_mesh(config), device, starting_weights(config.model))
+    trainer = Trainer(config, build.make_mesh(config), device, starting_weights(config))
     scalars = []
     for _ in range(steps):
         result = trainer.step()

@@ -1,0 +1,158 @@
+"""Adapters against PEFT: logits of the same adapter, merged and not; one training step; the way in and out; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite import checkpoint
+from megalite.checkpoint import CheckpointError
+from megalite.config.load import from_dict
+from megalite.config.schema import LoraConfig
+from megalite.data.indexed import IndexedTokens
+from megalite.training.build import make_mesh
+from megalite.training.trainer import Trainer
+from tests.distributed.configs import write_tokens
+from tests.tools.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
+from tools import convert_hf
+from tools.adapters import starting_weights
+from tools.converting.checking import load_stage, our_logits
+from tools.families import from_hf_config, hf_config
+from tools.verifying import global_tensors
+
+SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
+NAMES = {"llama, one key-value head": None, "phi3": None, "gpt2": ["q", "v", "down"]}  # with lora.targets
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {name: write(CASES[name], place / str(number)) for number, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens"), VOCAB, count=2000)
+
+
+def trainer_of(directory: Path, prefix: str, place: Path, start: str | None = None, **lora: Any) -> Trainer:
+    config = {
+        "run": {"dir": str(place), "name": "run"},
+        "model": from_hf_config(hf_config(directory)) | {"init_from": start or f"hf:{directory}", "from_hf": str(directory)},
+        "lora": {"rank": 4, "alpha": 6.0} | lora,
+        "parallel": {"dp": 1},
+        "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
+        "train": {"steps": 2, "global_batch_size": BATCH, "micro_batch_size": BATCH, "grad_clip": 0.0},
+        "optimizer": {"lr": LR, "decay": "constant", "weight_decay": DECAY, "eps": EPS},
+        "checkpoint": {"load": "none"},
+    }
+    made = from_dict(config)
+    return Trainer(made, make_mesh(made), read_weights=starting_weights(made))
+
+
+def peft_logits(base: Path, adapter: Path, ids: Tensor) -> Tensor:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    model = PeftModel.from_pretrained(model, adapter).eval()
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_goes_out_merged_and_alone_and_comes_in_again(name, models, prefix, tmp_path: Path):
+    trainer = trainer_of(models[name], prefix, tmp_path, targets=NAMES[name])
+    trainer.step(), trainer.step()
+    saved = trainer.save()
+    trained = global_tensors(trainer)
+    trainer.close()
+    ids = random_ids(tokens=SEQUENCE)
+    ours = our_logits(load_stage(checkpoint.manifest_of(saved)), ids)
+    assert (ours - logits_of(models[name], ids)).abs().max() > 1e-2, "the adapter does something"
+    assert convert_hf.main(["adapter-export", str(saved), str(tmp_path / "adapter")]) == 0
+    assert convert_hf.main(["export", str(saved), str(tmp_path / "merged")]) == 0
+    assert (peft_logits(models[name], tmp_path / "adapter", ids) - ours).abs().max() <= 1e-4
+    assert (logits_of(tmp_path / "merged", ids) - ours).abs().max() <= 1e-4
+    again = trainer_of(models[name], prefix, tmp_path / "again", targets=NAMES[name], init_from=str(tmp_path / "adapter"))
+    assert all(torch.equal(value, trained[key]) for key, value in global_tensors(again).items())
+    again.close()
+
+
+def test_starts_alike_from_a_directory_and_from_a_checkpoint(models, prefix, tmp_path: Path):
+    directory = models["phi3"]
+    assert convert_hf.main(["import", str(directory), str(tmp_path / "imported")]) == 0
+
+    def start(base: str, **lora: Any) -> tuple[float, float, Path]:
+        trainer = trainer_of(directory, prefix, tmp_path / str(len(base)), base, **lora)
+        first, second = trainer.step(), trainer.step()
+        saved = trainer.save()
+        trainer.close()
+        return first.loss, second.loss, saved
+
+    *losses, saved = start(f"hf:{directory}")
+    assert start(str(tmp_path / "imported"))[:2] == tuple(losses)
+    assert convert_hf.main(["adapter-export", str(saved), str(tmp_path / "adapter")]) == 0
+    *losses, _ = start(f"hf:{directory}", init_from=str(tmp_path / "adapter"))
+    assert start(str(tmp_path / "imported"), init_from=str(tmp_path / "adapter"))[:2] == tuple(losses)
+
+
+def test_one_step_from_an_adapter_is_one_step_of_peft(models, prefix, tmp_path: Path):
+    import peft
+
+    directory = models["llama, one key-value head"]
+    options = {"r": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+    model = peft.get_peft_model(make(CASES["llama, one key-value head"]), peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+    trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    torch.manual_seed(1)
+    for key, value in trained.items():
+        if "lora_B" in key:
+            torch.nn.init.normal_(value, std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    lora = {"alpha": 12.0, "targets": ["q", "v", "o", "up", "down"], "init_from": str(tmp_path / "adapter")}  # 12 / 4 = 6 / sqrt(4)
+    trainer = trainer_of(directory, prefix, tmp_path, **lora)
+    result = trainer.step()
+    saved = trainer.save()
+    trainer.close()
+    tokens = torch.from_numpy(IndexedTokens(prefix).tokens[: BATCH * SEQUENCE + 1].astype("int64"))
+    logits = model(input_ids=tokens[:-1].view(BATCH, SEQUENCE)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:])
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=DECAY).step()
+    assert convert_hf.main(["adapter-export", str(saved), str(tmp_path / "out")]) == 0
+    ours = peft.load_peft_weights(str(tmp_path / "out"), device="cpu")
+    assert {key.replace(".default", "") for key in trained} == set(ours)
+    for key, value in trained.items():
+        assert (ours[key.replace(".default", "")] - value).abs().max() <= 2e-5, key
+
+
+def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path):
+    directory = models["phi3"]
+    trainer = trainer_of(directory, prefix, tmp_path, targets=["q", "k"])
+    trainer.step(), trainer.step()
+    saved = trainer.save()
+    trainer.close()
+    adapter = tmp_path / "adapter"
+    assert convert_hf.main(["adapter-export", str(saved), str(adapter)]) == 0
+
+    def refusal(**lora: Any) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            trainer_of(directory, prefix, tmp_path / "other", init_from=str(adapter), **lora)
+        return str(caught.value)
+
+    assert "layers.0.self_attn.o_proj.lora_A.weight is missing" in refusal(targets=["q", "k", "o"])
+    assert "model.layers.0.self_attn.qkv_proj has rank 8, and lora.rank = 2" in refusal(targets=["q", "k"], rank=2)
+    assert "model.layers.0.self_attn.qkv_proj adapts outputs that are not among lora.targets" in refusal(targets=["q"], rank=8)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
+    assert "adapter_config.json has use_dora = True, which is not handled" in refusal(targets=["q", "k"])
+    made = trainer.config
+    made.model.init_from, made.lora = str(saved), LoraConfig()
+    with pytest.raises(CheckpointError, match="holds adapters beside its weights. Merge them"):
+        Trainer(made, make_mesh(made))

@@ -1,0 +1,46 @@
+"""The adapters of a checkpoint (LoRA), and what they make of the weights that they adapt: W + alpha / rank · B A, in fp32 at least."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import Manifest
+from megalite.checkpoint.manifest import Chunk
+from megalite.config.load import from_dict
+from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.model.parameters import model_specs
+from tools.inspecting import WEIGHT, whole
+
+
+def adapted(model: ModelConfig, lora: LoraConfig) -> list[str]:
+    """Names of the weights that have adapters, in the model's order."""
+    return [segment.name for spec in model_specs(model) for segment in spec.segments if lora.adapts(segment.role)]
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Names of A and B of a weight."""
+    return weight.removesuffix("weight") + "lora_a", weight.removesuffix("weight") + "lora_b"
+
+
+class Adapters:
+    """The adapters of a checkpoint by the weight that they adapt: A [rank, in] and B [out, rank], as stored. None without lora.rank."""
+
+    def __init__(self, manifest: Manifest):
+        config = from_dict(manifest.state["config"])
+        self.manifest, self.lora = manifest, config.lora
+        self.scale = config.lora.alpha / max(config.lora.rank, 1)
+        self.pairs = {name: (self._read(a), self._read(b)) for name in adapted(config.model, config.lora) for a, b in [adapter_names(name)]}
+
+    def _read(self, name: str) -> Tensor:
+        stored = self.manifest.tensors[WEIGHT + name]
+        return torch.from_numpy(whole(self.manifest, stored)).view(getattr(torch, stored.dtype)).squeeze(-1)
+
+    def merged(self, name: str, chunk: Chunk, values: Tensor) -> Tensor:
+        """A chunk's values with what its adapter adds."""
+        if name not in self.pairs:
+            return values
+        a, b = self.pairs[name]
+        rows, columns = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        wide = torch.promote_types(torch.promote_types(values.dtype, a.dtype), torch.float32)
+        return torch.addmm(values.to(wide), b[rows].to(wide), a[:, columns].to(wide), alpha=self.scale)
