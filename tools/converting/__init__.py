@@ -217,7 +217,7 @@ def export_model(
     manifest = checkpoint.manifest_of(directory)
     manifest.check_files()
     model = model_of(manifest)
-    like = like or _origin(directory, model)
+    like = like or origin(directory, model)
     base = hf_config(like) if like else {}
     family = family or _family_like(model, base)
     config = to_hf_config(model, family)
@@ -251,7 +251,7 @@ def model_of(manifest: Manifest) -> ModelConfig:
     return from_dict(manifest.state["config"]).model
 
 
-def _origin(directory: Path, model: ModelConfig) -> Path | None:
+def origin(directory: Path, model: ModelConfig) -> Path | None:
     """The directory with what a model came with: in the checkpoint, in the one that it started from, or in Hugging Face's own."""
     start = model.init_from or ""
     started = Path(start.removeprefix(HF)) if start.startswith(HF) else Path(start or directory) / COMPANIONS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megalite.model.stage import Stage
 from megalite.training import build
 from tools.converting import model_of
 from tools.converting.files import ConversionError
-from tools.generating import in_one_process
+from tools.generating.sources import for_inference
 
 SEED = 0
 
@@ -94,8 +94,7 @@ def load_stage(manifest: Manifest) -> Stage:
     """The whole model of a checkpoint in this process, in fp32, for forward passes alone."""
     if "config" not in manifest.state:
         raise CheckpointError(f"{manifest.directory} holds no configuration")
-    config = in_one_process(from_dict(manifest.state["config"]))
-    config = replace(config, train=replace(config.train, precision="fp32"))
+    config = for_inference(from_dict(manifest.state["config"]))
     parts = build.build_parts(config, build.make_mesh(config), "cpu", training=False)
     checkpoint.load(manifest, parts.store.to_load(), convert=True)
     parts.store.publish()

@@ -80,9 +80,9 @@ def hf_shape(directory: str) -> dict[str, Any]:
         raise ConfigError(f"model.from_hf = {directory}: {error}") from None
 
 
-def hf_config(directory: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face model's directory. Raises ConfigError where there is none that can be read."""
-    path = Path(directory) / "config.json"
+def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any]:
+    """The config.json of a Hugging Face model's directory, or another such file. Raises ConfigError where it can not be read."""
+    path = Path(directory) / name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,106 +1,229 @@
-"""Text from a trained model: weights of any checkpoint in one process, next-token logits, sampling.
+"""Text from a trained model: the weights of any source spread over tensor- and pipeline-parallel ranks, next-token logits, generation.
 
-First form: every token runs the whole window through the model again, since there is no key-value cache yet, and the model lies in one
-process; tensor- and pipeline-parallel generation comes with the cache.
+Every rank runs the same calls in the same order (SPMD). Tokens and lengths are known to all, so that nobody asks for a shape; what travels:
+
+    each pass     activations up the pipeline, stage by stage, through the mesh's forward channel, and what tp sums within a stage
+    its end       the parts of the vocabulary, gathered over tp on the last stage
+    each draw     the last stage's first rank draws, and tells the token to all: no rounding can make two ranks disagree
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megalite import checkpoint
 from megalite.batch import Microbatch
-from megalite.config.load import from_dict
-from megalite.config.schema import Config, ParallelConfig
+from megalite.checkpoint import CheckpointError
+from megalite.checkpoint.agreement import all_or_none
+from megalite.mesh import Mesh
+from megalite.model.context import ForwardContext
 from megalite.model.stage import Stage
+from megalite.parallel.collectives import Work, all_gather, message
 from megalite.training import build
+from tools.generating.cache import CachedAttention, CachedContext, KeyValueCache
+from tools.generating.sampling import Sampling, draw, uniform
+from tools.generating.sources import check_layout, for_inference, open_source
+
+__all__ = ["LanguageModel", "Sampling"]
 
 ROUND_UP = 64  # lengths are padded to multiples of this: few shapes occur, so rotary tables and product kernels are used again
+CHUNK = 512  # tokens whose logits are in memory at once where tokens are scored
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn.
-
-    Attributes:
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw among this many most likely tokens; 0 draws among all.
-        seed: of the draws.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 50
-    seed: int = 0
+Rows = Sequence[Sequence[int]]
 
 
 class LanguageModel:
-    """The whole model of a checkpoint in this process, for forward passes alone: no gradients, no optimizer state."""
+    """This rank's part of a model, for forward passes alone: no gradients, no optimizer state. Calls are collective over the mesh.
 
-    def __init__(self, directory: Path, device: torch.device | str = "cpu"):
-        """Load a checkpoint that any topology wrote. Raises CheckpointError or ConfigError where it can not be used."""
-        manifest = checkpoint.manifest_of(directory)
-        state = manifest.state
-        if "config" not in state:
-            raise checkpoint.CheckpointError(f"{directory} holds no configuration. Give one that pretrain.py wrote.")
-        self.step: int = state.get("step", 0)
-        self.config, self.device = in_one_process(from_dict(state["config"])), torch.device(device)
-        parts = build.build_parts(self.config, build.make_mesh(self.config), self.device, training=False)
-        checkpoint.load(manifest, parts.store.to_load(), convert=True)
+    Args:
+        name: a checkpoint that any topology wrote, a run's directory for its newest one, or hf:DIR.
+        tp, pp: the layout, which must fill the ranks that were started.
+        precision: fp32, bf16 or fp64, in which the weights are kept, too.
+        mesh: of that layout, where there is one already (`build.make_mesh`).
+
+    Raises:
+        CheckpointError: it can not be read; while weights are read, on every rank.
+        ConfigError: it has no model of ours, or one that does not fit on the layout.
+    """
+
+    def __init__(
+        self,
+        name: Path | str,
+        device: torch.device | str = "cpu",
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        precision: str = "fp32",
+        mesh: Mesh | None = None,
+    ):
+        self.source = open_source(name)
+        self.step = self.source.step
+        self.config = for_inference(self.source.config, tp=tp, pp=pp, precision=precision)
+        check_layout(self.config)
+        self.mesh, self.device = mesh or build.make_mesh(self.config), torch.device(device)
+        parts = build.build_parts(self.config, self.mesh, self.device, training=False)
+        with all_or_none(self.mesh, CheckpointError):
+            self.source.read(parts.store.to_load())
         parts.store.publish()
-        self._stage: Stage = parts.stages[0]
+        self._stage: Stage = parts.stages[self.mesh.pp.rank]
+        for layer in self._stage.layers.values():
+            layer.attention = CachedAttention(layer.attention)
+        self._speaker = self.mesh.layout.rank({"pp": pp - 1, "dp": 0, "cp": 0, "tp": 0})  # the rank that draws
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the model sees at most."""
+        return self.config.model.max_position_embeddings
+
+    # ---- generation
+
+    def continuations(self, prompts: Rows, count: int, sampling: Sampling, *, vocab_size: int | None = None) -> Iterator[list[int]]:
+        """The next token of every row, `count` times or as long as they are asked for, by all ranks alike. Prompts are not empty.
+
+        A row that does not fit into `longest` positions any more goes on with the later half of what was seen, read from position 0 on.
+        vocab_size: only tokens below it are drawn, where the tokenizer knows fewer than the model.
+        """
+        rows = [list(prompt) for prompt in prompts]
+        starts = [max(len(row) - self.longest, 0) for row in rows]  # of what is seen of each
+        cache = self.new_cache(len(rows), min(self.longest, max(map(len, rows)) + count))
+        logits = self.read(cache, [row[start:] for row, start in zip(rows, starts, strict=True)])
+        for step in range(count):
+            tokens = self._drawn(logits, sampling, [len(row) for row in rows], vocab_size)
+            yield tokens
+            for row, token in zip(rows, tokens, strict=True):
+                row.append(token)
+            if step < count - 1:
+                logits = self._next(cache, rows, starts)
+
+    def continuation(self, prompt: Sequence[int], count: int, sampling: Sampling, *, vocab_size: int | None = None) -> Iterator[int]:
+        """`continuations` of one row."""
+        return (token for (token,) in self.continuations([prompt], count, sampling, vocab_size=vocab_size))
+
+    def _next(self, cache: KeyValueCache, rows: Rows, starts: list[int]) -> Tensor | None:
+        """Logits of what follows rows whose last token has not been read yet; moves the starts of those that have become too long."""
+        lengths = [len(row) - start for row, start in zip(rows, starts, strict=True)]
+        if max(lengths) <= self.longest:
+            return self.extend(cache, [row[-1] for row in rows], [length - 1 for length in lengths])
+        for number, length in enumerate(lengths):
+            if length > self.longest:
+                starts[number] = len(rows[number]) - max(self.longest // 2, 1)
+        return self.read(cache, [row[start:] for row, start in zip(rows, starts, strict=True)])
+
+    def new_cache(self, rows: int, capacity: int) -> KeyValueCache:
+        return KeyValueCache(self._stage, rows, capacity, self.device)
 
     @torch.no_grad()
-    def next_logits(self, tokens: Sequence[int]) -> Tensor:
-        """Logits of the token that follows `tokens`, [vocabulary] in fp32 or fp64. Only the last `max_position_embeddings` are seen."""
-        assert self._stage.head is not None
-        longest = self.config.model.max_position_embeddings
-        window = torch.tensor(tokens[-longest:], dtype=torch.int64, device=self.device).unsqueeze(1)
-        count = len(window)
-        length = min(-(-count // ROUND_UP) * ROUND_UP, longest)
-        padded = torch.nn.functional.pad(window, (0, 0, 0, length - count))  # after the last token: causal attention never looks there
-        microbatch = Microbatch(padded, padded, torch.zeros(1, dtype=torch.int64, device=self.device))
+    def read(self, cache: KeyValueCache, rows: Rows) -> Tensor | None:
+        """Read rows from their beginning into the cache. Logits of the token after each, [rows, vocabulary]; None off the last stage."""
+        lengths = [len(row) for row in rows]
+        tokens, context = self._padded(rows)
+        cache.begin_prompts(lengths, len(tokens))
+        x = self._activations(tokens, CachedContext(**vars(context), cache=cache))
+        if x is None:
+            return None
+        last = torch.tensor(lengths, device=self.device) - 1
+        return self._logits(x[last, torch.arange(len(rows), device=self.device)].unsqueeze(0))[0]
+
+    @torch.no_grad()
+    def extend(self, cache: KeyValueCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
+        """Read one more token of each row, at these positions. Logits of the token after each, [rows, vocabulary]; None off the last stage."""
+        row = torch.tensor([tokens, [-position for position in positions]], device=self.device)
+        microbatch = self._microbatch(row[:1], document_start=row[1:])  # the row's first token lies so far before this one
+        cache.begin_tokens(list(positions))
         context = self._stage.context(microbatch, step=0, training=False)
-        last = self._stage.trunk(padded, context)[count - 1 : count]
-        return self._stage.head.logits(last)[0, 0, : self.config.model.vocabulary]
+        x = self._activations(microbatch.tokens, CachedContext(**vars(context), cache=cache))
+        return None if x is None else self._logits(x)[0]
 
-    def generate(self, prompt: Sequence[int], count: int, sampling: Sampling, *, eos: int | None = None, vocab_size: int = 0) -> list[int]:
-        """Up to `count` tokens that follow a non-empty prompt, ending with `eos` where it is drawn.
+    def _drawn(self, logits: Tensor | None, sampling: Sampling, positions: list[int], vocab_size: int | None) -> list[int]:
+        """The next token of every row, the same on every rank."""
+        tokens = torch.empty(len(positions), dtype=torch.int64, device=self.device)
+        if self.mesh.rank == self._speaker:
+            assert logits is not None
+            numbers = [uniform(sampling.seed, row, position) for row, position in enumerate(positions)]
+            tokens = draw(logits[:, :vocab_size], sampling, numbers)
+        return self._told(tokens, "drawn tokens").tolist()
 
-        vocab_size: draw only tokens below it, where the tokenizer knows fewer than the model (0: all of the model's).
+    # ---- without a cache
+
+    @torch.no_grad()
+    def logits(self, rows: Rows) -> Tensor | None:
+        """Logits after each token of each row, [longest row, rows, vocabulary], of no meaning behind a row's end; None off the last stage.
+
+        The whole logits exist at once; where only some are wanted, `log_probabilities` takes less memory.
         """
-        draws = torch.Generator().manual_seed(sampling.seed)
-        tokens = list(prompt)
-        while len(tokens) < len(prompt) + count:
-            logits = self.next_logits(tokens)[: vocab_size or None]
-            tokens.append(draw(logits.cpu(), sampling, draws))
-            if tokens[-1] == eos:
-                break
-        return tokens[len(prompt) :]
+        tokens, context = self._padded(rows)
+        x = self._activations(tokens, context)
+        return None if x is None else self._logits(x[: max(map(len, rows))])
 
+    @torch.no_grad()
+    def log_probabilities(self, rows: Rows, places: Sequence[tuple[int, int]], targets: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of each target: its log-probability after rows[row][: position + 1], and whether no other token is more likely there.
 
-def draw(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
-    """One token from logits [vocabulary]."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    values, indices = logits.topk(min(sampling.top_k or len(logits), len(logits)))
-    scores = (values - values[0]) / sampling.temperature  # the largest is 0, which no tiny temperature overflows
-    return int(indices[torch.multinomial(torch.softmax(scores, 0), 1, generator=draws)])
+        places: (position, row) of each target. Returns two tensors [targets] on every rank, the first in at least fp32. Of the logits only
+        those at the places are computed.
+        """
+        tokens, context = self._padded(rows)
+        x = self._activations(tokens, context)
+        found = torch.zeros(2, len(targets), dtype=torch.promote_types(self._stage.dtype, torch.float32), device=self.device)
+        if x is not None:
+            where = torch.tensor(places, device=self.device).reshape(-1, 2)
+            wanted = torch.tensor(targets, dtype=torch.int64, device=self.device)
+            chosen = x[where[:, 0], where[:, 1]].unsqueeze(1)  # [targets, 1, hidden]
+            for part, its, out in zip(chosen.split(CHUNK), wanted.split(CHUNK), found.split(CHUNK, dim=1), strict=True):
+                logits = self._logits(part)[:, 0].to(found.dtype)
+                out[0] = logits.log_softmax(-1).gather(1, its.unsqueeze(1)).squeeze(1)
+                out[1] = logits.argmax(-1) == its
+        values, greedy = self._told(found, "log-probabilities")
+        return values, greedy.bool()
 
+    # ---- passes
 
-def in_one_process(config: Config) -> Config:
-    """The same model without parallelism, one row at a time. Computes in the precision that the checkpoint stores."""
-    train = replace(config.train, global_batch_size=1, micro_batch_size=1, recompute="none", compile=False)
-    if train.precision in ("bf16", "fp16"):
-        train.precision = "fp32"
-    return replace(config, parallel=ParallelConfig(dp=1, zero=0), train=train)
+    def _padded(self, rows: Rows) -> tuple[Tensor, ForwardContext]:
+        """Rows side by side, [seq, rows], padded behind their ends, where causal attention never looks."""
+        longest = max(map(len, rows))
+        if longest > self.longest or not all(rows):
+            raise ValueError(f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}")
+        length = min(-(-longest // ROUND_UP) * ROUND_UP, self.longest)
+        tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device).t().contiguous()
+        return tokens, self._stage.context(self._microbatch(tokens), step=0, training=False)
 
+    def _microbatch(self, tokens: Tensor, document_start: Tensor | None = None) -> Microbatch:
+        samples = torch.zeros(tokens.shape[1], dtype=torch.int64, device=self.device)  # the key of dropout, of which there is none
+        return Microbatch(tokens, tokens, samples, document_start)
 
-def tokenizer_prefix(config: Config) -> str | None:
-    """The token file PREFIX of the training data, of which the tokenizer is known; the first where there are several."""
-    train = config.data.train
-    return train if train is None or isinstance(train, str) else next(iter(train), None)
+    def _activations(self, tokens: Tensor, context: ForwardContext) -> Tensor | None:
+        """The last stage's activations [seq, rows, hidden], before the head; None on the others."""
+        stage, pipeline = self._stage, self.mesh.pp
+        x = tokens
+        if stage.embedding is None:
+            x = torch.empty(*tokens.shape, self.config.model.hidden_size, dtype=stage.dtype, device=self.device)
+            self._pass("irecv", x, pipeline.ranks[pipeline.rank - 1])
+        x = stage.trunk(x, context)
+        if stage.head is not None:
+            return x
+        self._pass("isend", x.contiguous(), pipeline.ranks[pipeline.rank + 1])
+        return None
+
+    def _pass(self, operation: str, x: Tensor, peer: int) -> None:
+        import torch.distributed as dist
+
+        channel = self.mesh.channels["forward_up"]
+        message(getattr(dist, operation), x, peer, channel, "activations of a pass", self.mesh.activity).wait()
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """[seq, rows, vocabulary] of the last stage's activations, without padded columns."""
+        assert self._stage.head is not None
+        parts = all_gather(self._stage.head.logits(x).unsqueeze(0), self.mesh.tp).wait()  # [tp, seq, rows, vocabulary/tp]
+        return parts.movedim(0, -2).flatten(-2)[..., : self.config.model.vocabulary]
+
+    def _told(self, x: Tensor, what: str) -> Tensor:
+        """What the speaker says, on every rank."""
+        import torch.distributed as dist
+
+        world = self.mesh.world
+        if world.size > 1:
+            Work(lambda: dist.broadcast(x, self._speaker, group=world.group, async_op=True), what, world.activity).wait()
+        return x

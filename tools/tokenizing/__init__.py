@@ -19,16 +19,19 @@ Placed = list[tuple[int, int, int]]
 
 
 class Tokenizer(Protocol):
-    """What preparation and generation ask of a tokenizer.
+    """What preparation, generation and evaluation ask of a tokenizer.
 
-    Attributes: `name` is what `load` takes; `vocab_size` counts every id, special ones included; `eos` ends a document; `files` are what
-    it was read from. `chat_template` is its own, or None; `special_tokens` are the names by which a template spells control tokens, and
-    `controls` all texts that `encode_rendered` takes for one.
+    Attributes: `name` is what `load` takes; `vocab_size` counts every id, special ones included; `eos` ends a document; `bos` begins a
+    text where the tokenizer has such a token, and `adds_bos` says whether those who use its library get one before every text; `files`
+    are what it was read from. `chat_template` is its own, or None; `special_tokens` are the names by which a template spells control
+    tokens, and `controls` all texts that `encode_rendered` takes for one.
     """
 
     name: str
     vocab_size: int
     eos: int
+    bos: int | None
+    adds_bos: bool
     files: list[Path]
     chat_template: str | None
     special_tokens: dict[str, Any]
@@ -45,7 +48,8 @@ class ByteTokenizer:
     """A byte is its value; EOS is 256."""
 
     def __init__(self) -> None:
-        self.name, self.vocab_size, self.eos = "byte", 257, 256
+        self.name, self.vocab_size, self.eos, self.adds_bos = "byte", 257, 256, False
+        self.bos: int | None = None
         self.files: list[Path] = []
         self.chat_template, self.special_tokens, self.controls = _no_chat()
 
@@ -74,7 +78,7 @@ class SentencePieceTokenizer:
         self.name, self.files, self.vocab_size, self.eos = str(path), [path], self._model.vocab_size(), self._model.eos_id()
         if self.eos < 0:
             raise DataError(f"--tokenizer {path} has no end-of-sentence piece, in which every document must end. Train it with an eos_id.")
-
+        self.bos, self.adds_bos = self._model.bos_id() if self._model.bos_id() >= 0 else None, False
         self.chat_template, self.special_tokens, self.controls = _no_chat()
 
     def encode(self, text: str) -> list[int]:
@@ -108,6 +112,8 @@ class HuggingFaceTokenizer:
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"--tokenizer {path} names no eos_token, in which every document must end. Set it in tokenizer_config.json.")
         self.name, self.eos, self.vocab_size = str(path), self._tokenizer.eos_token_id, len(self._tokenizer)
+        self.bos = self._tokenizer.bos_token_id
+        self.adds_bos = self.bos is not None and self._tokenizer.encode("")[:1] == [self.bos]
         self.files = sorted(path.glob("*token*")) + sorted(path.glob("vocab*")) + sorted(path.glob("merges*"))
         template = self._tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template

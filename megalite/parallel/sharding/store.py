@@ -97,7 +97,7 @@ class ParameterStore:
         state: where master weights and the optimizer's moments lie; by default beside the weights.
         offload_parameters: with 3, shards of weights lie in CPU memory; then they are freed after use on a single rank, too.
         keep_tied_apart: see `Weight.keep_apart`.
-        training: False holds weights alone, without gradient buffers.
+        training: False holds weights alone, in `dtype`: no gradient buffers and no masters.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class ParameterStore:
             count = stop - start
             shard = pinned_zeros(count, dtype, device) if self._offload_parameters else torch.zeros(count, dtype=dtype, device=device)
         own = weights[start:stop] if shard is None else shard
-        in_place = not layout.trainable or (wide == dtype and own.device.type == self.state.device.type)
+        trains = layout.trainable and training
+        in_place = not trains or (wide == dtype and own.device.type == self.state.device.type)
         master = own if in_place else self.state.zeros(stop - start, wide)
         tied = keep_tied_apart and any(slot.spec.contributions > 1 for slot in layout.slots)
         zero = min(self.zero, 1) if tied else self.zero  # two accumulators are kept for the whole step, or their order would be lost
-        trains = layout.trainable and training
         gradients = BucketGradients.allocate(layout, self.mesh.shard, zero, grad_dtype, device) if trains else None
         memory = BucketMemory(layout, weights, gradients, start, stop, master, shard)
         for index, slot in enumerate(layout.slots):

@@ -1,0 +1,138 @@
+"""Keys and values of the tokens that a model has read: a further token of a row then costs one position, not the whole row.
+
+Position p of a row lies in slot p mod slots. A layer whose attention sees a sliding window has no more slots than that: a token takes the
+place of the one that has just left the window. So what the next token of a row sees is the first min(length, slots) slots, whatever the
+layer. In which order they lie does not matter: keys are rotated before they are kept.
+
+Rows may have different lengths. Prompts are read with the attention of training, padded behind their ends, where no token looks.
+Nothing here communicates: each tp rank keeps the heads that it computes, each stage its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from megalite_kernels.attention import attention
+from torch import Tensor, nn
+
+from megalite.model.attention import Attention
+from megalite.model.context import ForwardContext
+from megalite.model.stage import Stage
+
+
+class _Kept(NamedTuple):
+    """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim]; the last slot takes what is not to be kept."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def slots(self) -> int:
+        return self.keys.shape[2] - 1
+
+
+class _Place(NamedTuple):
+    """Where the tokens of one pass go in layers with one number of slots, and what they see there."""
+
+    rows: Tensor  # [batch, 1]
+    slot: Tensor  # [batch, seq]
+    empty: Tensor | None  # [batch, 1, 1, used slots]: which hold nothing yet; None for prompts, which see only themselves
+
+
+class KeyValueCache:
+    """What one stage keeps of a batch of rows, in memory that is allocated once.
+
+    Args:
+        rows: how many.
+        capacity: positions of a row, at most.
+    """
+
+    def __init__(self, stage: Stage, rows: int, capacity: int, device: torch.device):
+        self.rows, self.capacity, self.device = rows, capacity, device
+        self._layers: dict[int, _Kept] = {}
+        for module in stage.layers.values():
+            layer = cast(CachedAttention, module.attention).attention
+            slots = min(layer.model_config.window(layer.layer) or capacity, capacity)
+            shape = (rows, layer.kv_heads, slots + 1, layer.model_config.head_size)
+            self._layers[layer.layer] = _Kept(*(torch.zeros(shape, dtype=stage.dtype, device=device) for _ in range(2)))
+        self._places: dict[int, _Place] = {}  # by number of slots, for the pass under way
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.keys.nbytes + kept.values.nbytes for kept in self._layers.values())
+
+    def begin_prompts(self, lengths: list[int], padded: int) -> None:
+        """The next pass reads every row from its beginning, `lengths` tokens each, padded to one length. What was kept is forgotten."""
+        stop = self._column(lengths)
+        position = torch.arange(padded, device=self.device)
+
+        def place(slots: int) -> tuple[Tensor, None]:
+            last = (position < stop) & (position >= stop - slots)
+            return torch.where(last, position % slots, slots), None
+
+        self._begin(place)
+
+    def begin_tokens(self, positions: list[int]) -> None:
+        """The next pass reads one token of each row, at these positions; everything before them has been read."""
+        position = self._column(positions)
+
+        def place(slots: int) -> tuple[Tensor, Tensor]:
+            used = torch.arange(min(max(positions) + 1, slots), device=self.device)
+            return position % slots, (used > position)[:, None, None]
+
+        self._begin(place)
+
+    def _begin(self, place: Callable[[int], tuple[Tensor, Tensor | None]]) -> None:
+        rows = self._column(list(range(self.rows)))
+        self._places = {slots: _Place(rows, *place(slots)) for slots in {kept.slots for kept in self._layers.values()}}
+
+    def _column(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.device).unsqueeze(1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """Keep k and v [seq, batch, kv_heads/tp, head_dim], and what q [seq, batch, heads/tp, head_dim] sees: the same shape as q.
+
+        options: those of the attention operation.
+        """
+        kept = self._layers[layer]
+        place = self._places[kept.slots]
+        kept.keys[place.rows, :, place.slot], kept.values[place.rows, :, place.slot] = k.transpose(0, 1), v.transpose(0, 1)
+        if place.empty is None:
+            return attention(q, k, v, **options)[0]
+        used = place.empty.shape[-1]
+        return _attend(q, kept.keys[:, :, :used], kept.values[:, :, :used], place.empty, options["scale"], options["softcap"])
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """softmax(scale · q kᵀ) v for one query of each row, q [1, batch, heads, head_dim]; scores in at least fp32."""
+    query = q[0].unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, heads of a group, head_dim]
+    scores = (query @ keys.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    probabilities = torch.softmax(scores.masked_fill_(empty, -torch.inf), -1).to(q.dtype)
+    return (probabilities @ values).flatten(1, 2).unsqueeze(0)
+
+
+@dataclass(kw_only=True)
+class CachedContext(ForwardContext):
+    """A forward pass that reads and extends a cache."""
+
+    cache: KeyValueCache
+
+
+class CachedAttention(nn.Module):
+    """Stands in for a layer's attention: with a `CachedContext` through its cache, otherwise as it is."""
+
+    def __init__(self, attention: Attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        if not isinstance(context, CachedContext):
+            return self.attention(x, context)
+        q, k, v = self.attention.project(x, context)
+        out = context.cache.attend(self.attention.layer, q, k, v, self.attention.operation(context))
+        return self.attention.out(out.flatten(-2))

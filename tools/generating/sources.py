@@ -1,0 +1,122 @@
+"""Where a model comes from, a checkpoint of ours or a Hugging Face directory, and what comes with it: tokenizer and ends of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megalite import checkpoint
+from megalite.checkpoint import CheckpointError
+from megalite.config.load import from_dict
+from megalite.config.rule import Facts
+from megalite.config.rules import model as model_rules
+from megalite.config.rules import numbers
+from megalite.config.rules import parallel as parallel_rules
+from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.parallel.spec import Rectangle
+from tools import tokenizing
+from tools.converting import HF, Source, origin, starting_weights
+from tools.families import hf_config
+from tools.inspecting import find
+from tools.tokenizing import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be loaded.
+
+    Attributes:
+        name: the checkpoint's directory, or hf:DIR.
+        config: what it was trained with; of a Hugging Face directory the model alone.
+        step: after which it was saved; 0 where that is not known.
+        read: fills a rank's rectangles of the weights, reading no more than their bytes. Raises CheckpointError.
+        companions: the Hugging Face directory with tokenizer and generation settings that came with the weights, where there is one.
+    """
+
+    name: str
+    config: Config
+    step: int
+    read: Callable[[Sequence[Rectangle]], None]
+    companions: Path | None
+
+    @property
+    def trained_here(self) -> bool:
+        """Whether our own training data made it what it is: documents that each end with EOS, and begin with nothing."""
+        return self.config.data.train is not None
+
+
+def open_source(name: Path | str) -> ModelSource:
+    """What a checkpoint, a run's directory (its newest one) or hf:DIR holds. Raises CheckpointError or ConfigError. Reads no weights."""
+    if str(name).startswith(HF):
+        directory = Path(str(name).removeprefix(HF))
+        model = replace(Source.of(directory).model, init_from=str(name))
+        read = starting_weights(model)
+        assert read is not None
+        return ModelSource(str(name), Config(model=model), 0, read, directory)
+    directory = find(Path(name))
+    manifest = checkpoint.manifest_of(directory)
+    if "config" not in manifest.state:
+        raise CheckpointError(f"{directory} holds no configuration. Give one that pretrain.py or convert_hf.py wrote.")
+    config = from_dict(manifest.state["config"])
+    read = partial(checkpoint.load, manifest, convert=True)
+    return ModelSource(str(directory), config, manifest.state.get("step", 0), read, origin(directory, config.model))
+
+
+def for_inference(config: Config, *, tp: int = 1, pp: int = 1, precision: str = "fp32") -> Config:
+    """The same model for forward passes alone, on a layout of its own; on what it was trained does not matter."""
+    train = replace(config.train, global_batch_size=1, micro_batch_size=1, recompute="none", compile=False, grad_dtype="wide")
+    train.precision = precision  # type: ignore[assignment]
+    saving = replace(config.checkpoint, async_save=False)
+    return replace(config, parallel=ParallelConfig(tp=tp, pp=pp, dp=1, zero=0), train=train, checkpoint=saving)
+
+
+def check_layout(config: Config) -> None:
+    """Raise ConfigError where a model does not fit on its layout."""
+    parallel = config.parallel
+    facts = Facts(model=config.model, parallel=parallel, world_size=parallel.tp * parallel.pp)
+    for rule in (*numbers.RULES, *model_rules.RULES, *parallel_rules.RULES):
+        if rule.broken(facts):
+            raise ConfigError(rule.message(facts))
+
+
+def tokenizer_of(source: ModelSource, name: str | None) -> Tokenizer:
+    """The tokenizer that is given by name, else that of the training data, else the one that came with the weights.
+
+    Raises ConfigError where there is none or it does not fit.
+    """
+    found = tokenizing.load(name) if name is not None else _own_tokenizer(source)
+    vocabulary = source.config.model.vocabulary
+    if found.vocab_size > vocabulary:
+        raise ConfigError(
+            f"the tokenizer {found.name} has {found.vocab_size} tokens, the model only {vocabulary}. "
+            "Give the one that made its training data with --tokenizer."
+        )
+    return found
+
+
+def _own_tokenizer(source: ModelSource) -> Tokenizer:
+    train = source.config.data.train
+    prefix = train if train is None or isinstance(train, str) else next(iter(train), None)  # the first where there are several
+    if prefix is None and source.companions is None:
+        raise ConfigError("the checkpoint names no training data, so its tokenizer is unknown. Give it with --tokenizer.")
+    try:
+        return tokenizing.load_for(prefix) if prefix is not None else tokenizing.load(source.companions or "")
+    except ConfigError as error:
+        what = "the training data's tokenizer" if prefix is not None else f"the tokenizer in {source.companions}"
+        raise ConfigError(f"{what} can not be read: {error} Or give another with --tokenizer.") from None
+
+
+def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
+    """What stands before a prompt: BOS where the tokenizer sets one and the model has learned from texts that begin with it."""
+    return [tokenizer.bos] if tokenizer.adds_bos and tokenizer.bos is not None and not source.trained_here else []
+
+
+def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's EOS, and those that generation_config.json, or else config.json, names."""
+    named = None
+    for file in ("generation_config.json", "config.json"):
+        if named is None and source.companions is not None and (source.companions / file).is_file():
+            named = hf_config(source.companions, file).get("eos_token_id")
+    return frozenset((tokenizer.eos, *(named if isinstance(named, list) else [] if named is None else [named])))
