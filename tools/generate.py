@@ -1,9 +1,12 @@
-"""Continue a text with a trained model.
+"""Continue texts with a trained model.
 
-    python tools/generate.py runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50 --seed 0]
+    python tools/generate.py runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50 --top_p 1 --seed 0]
+    python tools/generate.py hf:DIR --prompts FILE --tp 2 --pp 2 --json
+    python tools/generate.py hf:DIR --chat [--system TEXT]
 
-Takes a checkpoint (step_00000100), or a run's directory for its newest one, whatever topology wrote it, and runs in one process. Prints
-the continuation alone; it ends after --tokens tokens, or where the model ends the document.
+Takes a checkpoint (step_00000100), a run's directory for its newest one, whatever topology wrote it, or hf:DIR for a Hugging Face model.
+Prints the continuation alone; it ends after --tokens tokens, before a --stop text, or where the model ends the document. With --tp and --pp
+the model is spread over ranks, which torchrun has started, or else the tool starts.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,93 +24,190 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint import CheckpointError
+from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 from tools import Parser
 
 if TYPE_CHECKING:
-    from tools.generating import LanguageModel
+    from tools.generating import LanguageModel, Sampling
+    from tools.generating.text import Reply
     from tools.tokenizing import Tokenizer
 
+SHOWN = 60  # characters of a prompt that stand before its continuation, where there are several
 
-def main(argv: list[str] | None = None) -> None:
+
+def main(argv: list[str] | None = None) -> int:
     tool = parser()
-    options = tool.parse_args(argv)
-    if options.tokens < 1:
-        tool.error(f"--tokens {options.tokens}: there must be at least one token to generate.")
-    if not (math.isfinite(options.temperature) and options.temperature >= 0):
-        tool.error(f"--temperature {options.temperature} is not a number from 0 up. 0 always takes the most likely token.")
-    if options.top_k < 0:
-        tool.error(f"--top_k {options.top_k} is negative. Give the number of tokens to draw among, or 0 for all.")
+    words = sys.argv[1:] if argv is None else argv
+    options = tool.parse_args(words)
     try:
-        result = run(options)
+        check(options)
+        ranks = options.tp * options.pp
+        if ranks > 1 and "WORLD_SIZE" not in os.environ:
+            check_source(options)
+            from tools.ranks import run_ranks
+
+            return run_ranks(ranks, [str(Path(__file__).resolve()), *words])
+        run(options)
     except (CheckpointError, ConfigError, OSError) as error:
-        tool.error(str(error))
-    print(json.dumps(result) if options.json else result["continuation"])
+        exit_with(f"{tool.prog}: {error}")
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def parser() -> Parser:
     made = Parser(prog="generate.py", description=__doc__)
     add = made.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a checkpoint, or the directory of a run")
-    add("--prompt", required=True, metavar="TEXT", help="the text to continue; empty starts a document")
+    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="what continues the text")
+    add("--prompt", action="append", metavar="TEXT", help="the text to continue; empty starts a document. Give it again for more at once")
+    add("--prompts", type=Path, metavar="FILE", help="a text to continue in each line; of FILE.jsonl, a string or an object with `prompt`")
+    add("--chat", action="store_true", help="answer what is typed, through the tokenizer's chat template, until the input ends")
+    add("--system", metavar="TEXT", help="the system message of a chat")
     add("--tokens", type=int, default=100, help="at most so many tokens (default 100)")
     add("--temperature", type=float, default=0.8, help="0 always takes the most likely token (default 0.8)")
     add("--top_k", type=int, default=50, help="draw among so many most likely tokens, 0 among all (default 50)")
+    add("--top_p", type=float, default=1.0, help="draw among the most likely tokens that together have this probability (default 1)")
     add("--seed", type=int, default=0, help="of the draws (default 0)")
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="instead of the one that made the training data")
-    add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
+    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="instead of the one that belongs to the model")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
+    add("--pp", type=int, default=1, help="pipeline stages (default 1)")
+    add("--precision", choices=["fp32", "bf16"], help="of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
+    add("--stream", action=argparse.BooleanOptionalAction, help="print text as it is made (default: one prompt, on a terminal)")
+    add("--json", action="store_true", help="print one JSON object, a list of them for several prompts, and nothing else, on stdout")
     return made
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The continuation and what belongs to it."""
-    from megalite.training.launch import choose_device, configure_process
-    from tools.generating import LanguageModel, Sampling
-    from tools.inspecting import find
+def check(options: argparse.Namespace) -> None:
+    """Raise ConfigError where options are wrong by themselves."""
 
+    def need(condition: bool, message: str) -> None:
+        if not condition:
+            raise ConfigError(message)
+
+    need(options.tokens >= 1, f"--tokens {options.tokens}: there must be at least one token to generate.")
+    temperature = options.temperature
+    need(math.isfinite(temperature) and temperature >= 0, f"--temperature {temperature} is not a number from 0 up. 0 is greedy.")
+    need(options.top_k >= 0, f"--top_k {options.top_k} is negative. Give the number of tokens to draw among, or 0 for all.")
+    need(0 < options.top_p <= 1, f"--top_p {options.top_p} is not a probability above 0. 1 draws among all tokens.")
+    need("" not in options.stop, '--stop "" is before every text. Give the text at which to end.')
+    for axis in ("tp", "pp"):
+        need(getattr(options, axis) >= 1, f"--{axis} {getattr(options, axis)}: an axis has at least one rank.")
+    given = (options.prompt is not None) + (options.prompts is not None) + options.chat
+    need(given == 1, f"{'nothing' if given == 0 else 'too much'} to do: give --prompt, --prompts or --chat, one of the three.")
+    need(options.system is None or options.chat, "--system belongs to --chat.")
+    need(not (options.json and (options.chat or options.stream)), "--json prints everything at the end: leave out --chat or --stream.")
+    world, ranks = int(os.environ.get("WORLD_SIZE", options.tp * options.pp)), options.tp * options.pp
+    need(world == ranks, f"--tp {options.tp} and --pp {options.pp} need {ranks} ranks, but {world} were started.")
+
+
+def check_source(options: argparse.Namespace) -> None:
+    """Raise CheckpointError or ConfigError where no rank could do what is asked for: before any is started."""
+    from tools.generating.sources import check_layout, for_inference, open_source
+
+    check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
+    prompts_of(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """What one rank does; the first one prints."""
+    from megalite.parallel.collectives import CommunicationError
+    from megalite.training.launch import abandon, choose_device, configure_process, start_process_group
+    from tools.generating import LanguageModel, Sampling
+    from tools.generating.sources import TIMEOUT, tokenizer_of
+
+    prompts = prompts_of(options)
     device = choose_device()
     configure_process(device)
-    directory = find(options.checkpoint)
-    model = LanguageModel(directory, device)
-    tokenizer = tokenizer_of(model, options.tokenizer)
-    prompt = tokenizer.encode(options.prompt) or [tokenizer.eos]
-    sampling = Sampling(options.temperature, options.top_k, options.seed)
-    started = perf_counter()
-    tokens = model.generate(prompt, options.tokens, sampling, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size)
-    seconds = perf_counter() - started
-    return {
-        "checkpoint": str(directory),
-        "step": model.step,
-        "prompt": options.prompt,
-        "continuation": tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :],  # alone it may lose its leading space
-        "tokens": tokens,
-        "ended_document": tokens[-1] == tokenizer.eos,
-        "tokens_per_second": len(tokens) / seconds,
-    }
+    start_process_group(device, TIMEOUT)
+    precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
+    try:
+        model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
+        tokenizer = tokenizer_of(model.source, options.tokenizer)
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        if options.chat:
+            chat(options, model, tokenizer, sampling)
+        else:
+            write(options, model, tokenizer, sampling, prompts)
+    except CommunicationError as error:
+        abandon(error)
 
 
-def tokenizer_of(model: LanguageModel, name: str | None) -> Tokenizer:
-    """The tokenizer that is given by name, or that of the training data. Raises ConfigError where there is none or it does not fit."""
-    from tools import tokenizing
-    from tools.generating import tokenizer_prefix
-
-    prefix = tokenizer_prefix(model.config)
-    if name is not None:
-        found = tokenizing.load(name)
-    elif prefix is None:
-        raise ConfigError("the checkpoint names no training data, so its tokenizer is unknown. Give it with --tokenizer.")
-    else:
-        try:
-            found = tokenizing.load_for(prefix)
-        except ConfigError as error:
-            raise ConfigError(f"the training data's tokenizer can not be read: {error} Or give it with --tokenizer.") from None
-    if found.vocab_size > model.config.model.vocabulary:
+def prompts_of(options: argparse.Namespace) -> list[str]:
+    """The texts to continue. Raises ConfigError where their file can not be understood."""
+    path: Path | None = options.prompts
+    if path is None:
+        return options.prompt or []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        found = [line.removesuffix("\r") for line in lines if line.strip()]
+        if path.suffix == ".jsonl":
+            found = [each["prompt"] if isinstance(each, dict) else each for each in map(json.loads, found)]
+    except (ValueError, KeyError) as error:
         raise ConfigError(
-            f"the tokenizer {found.name} has {found.vocab_size} tokens, the model only {model.config.model.vocabulary}. "
-            "Give the one that made its training data with --tokenizer."
-        )
+            f"--prompts {path} can not be read: {type(error).__name__}: {error}. Each line is a text, as JSON in .jsonl."
+        ) from None
+    if not found or not all(isinstance(each, str) for each in found):
+        raise ConfigError(f"--prompts {path} holds {'no' if not found else 'something that is no'} text. Each line is one prompt.")
     return found
 
 
+def chat(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:
+    from tools.generating.chat import converse
+    from tools.generating.sources import end_tokens
+
+    ends, show = end_tokens(model.source, tokenizer), printer(model)
+    converse(model, tokenizer, options.tokens, sampling, ends=ends, stops=options.stop, system=options.system, show=show)
+
+
+def write(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling, prompts: list[str]) -> None:
+    """Continue the prompts, and print what they become: as it is made, at the end, or as JSON."""
+    from tools.generating.sources import end_tokens, opening
+    from tools.generating.text import reply_to
+
+    ends, before, show = end_tokens(model.source, tokenizer), opening(model.source, tokenizer), printer(model)
+    streams = sys.stdout.isatty() and not options.json and len(prompts) == 1 if options.stream is None else options.stream
+    if streams and len(prompts) > 1:
+        raise ConfigError(f"--stream shows one text as it is made, and there are {len(prompts)} prompts. Leave it out.")
+    rows = [(before + tokenizer.encode(prompt)) or [tokenizer.eos] for prompt in prompts]
+    started = perf_counter()
+    shown = {"show": show} if streams else {}
+    replies = reply_to(model, tokenizer, rows, options.tokens, sampling, ends=ends, stops=options.stop, **shown)
+    seconds = perf_counter() - started
+    results = [described(model, *each, seconds) for each in zip(prompts, replies, strict=True)]
+    if options.json:
+        show(json.dumps(results[0] if len(results) == 1 else results) + "\n")
+    elif streams:
+        show("\n")
+    elif len(results) == 1:
+        show(replies[0].text + "\n")
+    else:
+        show("".join(f"--- {prompt[:SHOWN]!r}\n{reply.text}\n" for prompt, reply in zip(prompts, replies, strict=True)))
+
+
+def described(model: LanguageModel, prompt: str, reply: Reply, seconds: float) -> dict[str, Any]:
+    return {
+        "checkpoint": model.source.name,
+        "step": model.step,
+        "prompt": prompt,
+        "continuation": reply.text,
+        "tokens": reply.tokens,
+        "ended_document": reply.ended,
+        "stopped": reply.stopped,
+        "tokens_per_second": len(reply.tokens) / seconds,
+    }
+
+
+def printer(model: LanguageModel) -> Callable[[str], object]:
+    """What prints a piece of text at once, on the first rank."""
+    return (lambda piece: print(piece, end="", flush=True)) if model.mesh.rank == 0 else (lambda piece: None)
+
+
 if __name__ == "__main__":
-    main()
+    status = main()
+    if "WORLD_SIZE" in os.environ and status == 0:
+        from megalite.training.launch import leave
+
+        leave()
+    sys.exit(status)

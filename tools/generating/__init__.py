@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from megalite.batch import Microbatch
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import all_or_none
 from megalite.mesh import Mesh
+from megalite.model.attention import Attention
 from megalite.model.context import ForwardContext
 from megalite.model.stage import Stage
 from megalite.parallel.collectives import Work, all_gather, message
@@ -70,7 +72,7 @@ class LanguageModel:
         parts.store.publish()
         self._stage: Stage = parts.stages[self.mesh.pp.rank]
         for layer in self._stage.layers.values():
-            layer.attention = CachedAttention(layer.attention)
+            layer.attention = CachedAttention(cast(Attention, layer.attention))
         self._speaker = self.mesh.layout.rank({"pp": pp - 1, "dp": 0, "cp": 0, "tp": 0})  # the rank that draws
 
     @property
@@ -129,7 +131,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def extend(self, cache: KeyValueCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
-        """Read one more token of each row, at these positions. Logits of the token after each, [rows, vocabulary]; None off the last stage."""
+        """Read one more token of each row, at these positions. Logits of the token after each as from `read`."""
         row = torch.tensor([tokens, [-position for position in positions]], device=self.device)
         microbatch = self._microbatch(row[:1], document_start=row[1:])  # the row's first token lies so far before this one
         cache.begin_tokens(list(positions))

@@ -22,6 +22,8 @@ from tools.families import hf_config
 from tools.inspecting import find
 from tools.tokenizing import Tokenizer
 
+TIMEOUT = "24h"  # a conversation waits for its user; where a rank dies, what started the ranks ends the others
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -69,7 +71,8 @@ def for_inference(config: Config, *, tp: int = 1, pp: int = 1, precision: str = 
     train = replace(config.train, global_batch_size=1, micro_batch_size=1, recompute="none", compile=False, grad_dtype="wide")
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)
-    return replace(config, parallel=ParallelConfig(tp=tp, pp=pp, dp=1, zero=0), train=train, checkpoint=saving)
+    parallel = ParallelConfig(tp=tp, pp=pp, dp=1, zero=0)
+    return replace(config, run=replace(config.run, timeout=TIMEOUT), parallel=parallel, train=train, checkpoint=saving)
 
 
 def check_layout(config: Config) -> None:

@@ -1,10 +1,14 @@
-"""The text of a growing row of tokens, piece by piece: whole characters alone, and nothing of a stop text."""
+"""The text of what a model says, piece by piece: whole characters alone, and nothing of a text that stops it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from tools.tokenizing import Tokenizer
+
+if TYPE_CHECKING:
+    from tools.generating import LanguageModel, Sampling
 
 CONTEXT = 8  # tokens of the prompt that are decoded with the first one: by itself it may lose its leading space
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and tokens where each is a byte
@@ -12,50 +16,93 @@ UNFINISHED = "\ufffd"  # what bytes that are no whole character decode to
 
 
 class Reply:
-    """What a model answers to a prompt, as text.
+    """What a model says to a prompt.
+
+    Args:
+        ends: tokens that end it, and are no text.
+        stops: texts that end it where they begin, wherever tokens are cut.
 
     Attributes:
-        text: what may be shown so far; it ends where a stop text begins.
-        stopped: whether a stop text has been found.
+        tokens: all that were drawn, the one that ended it included.
+        text: what may be shown so far.
+        ended: whether a token of `ends` has ended it; `stopped`: whether a text of `stops` has.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
-        self._tokenizer, self._stops = tokenizer, stops
-        self._tokens = list(prompt[-CONTEXT:])
-        self._start, self._read = 0, len(self._tokens)  # what lies between has been decoded, and is context for what follows
-        self._held = ""  # decoded too, but it may be the beginning of a stop text
-        self.text, self.stopped = "", False
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], ends: Collection[int] = (), stops: Sequence[str] = ()):
+        self._tokenizer, self._ends, self._stops = tokenizer, ends, stops
+        self._read = list(prompt[-CONTEXT:])  # decoded: context for what follows
+        self._unread: list[int] = []
+        self._held = ""  # decoded, but it may be the beginning of a stop text
+        self.tokens: list[int] = []
+        self.text, self.ended, self.stopped = "", False, False
+
+    @property
+    def done(self) -> bool:
+        return self.ended or self.stopped
 
     def push(self, token: int) -> str:
         """Add a token; returns what can be shown now: mostly its own text, less or more where something was held back."""
-        self._tokens.append(token)
-        new = self._decode()
-        if new.endswith(UNFINISHED) and len(self._tokens) - self._read < LONGEST_CHARACTER:
+        self.tokens.append(token)
+        if token in self._ends:
+            self.ended = True
+            return self.finish()
+        self._unread.append(token)
+        new = self._decoded()
+        if new.endswith(UNFINISHED) and len(self._unread) < LONGEST_CHARACTER:
             return ""
-        self._start, self._read = self._read, len(self._tokens)
+        self._read, self._unread = self._unread, []
         return self._show(new)
 
     def finish(self) -> str:
         """No token follows any more; returns the rest of the text."""
-        rest = "" if self.stopped else self._show(self._decode()) + self._held
-        self.text += self._held
-        self._held = ""
-        return rest
+        shown = self._show(self._decoded()) if self._unread else ""
+        rest, self._held, self._unread = self._held, "", []
+        self.text += rest
+        return shown + rest
 
-    def _decode(self) -> str:
-        """The text of the tokens that have not been read yet."""
-        before = self._tokenizer.decode(self._tokens[self._start : self._read])
-        return self._tokenizer.decode(self._tokens[self._start :])[len(before) :]
+    def _decoded(self) -> str:
+        """The text of the tokens that have not been read."""
+        return self._tokenizer.decode(self._read + self._unread)[len(self._tokenizer.decode(self._read)) :]
 
     def _show(self, new: str) -> str:
         text = self._held + new
         found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        shown = min(found) if found else len(text) - self._beginning_of_stop(text)
         self.stopped = bool(found)
-        self._held = "" if found else text[shown:]
-        self.text += text[:shown]
-        return text[:shown]
+        shown = text[: min(found) if found else len(text) - self._beginning_of_stop(text)]
+        self._held = "" if found else text[len(shown) :]
+        self.text += shown
+        return shown
 
     def _beginning_of_stop(self, text: str) -> int:
         """How many characters at the end of a text are the first ones of a stop text."""
         return max((size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+
+
+def reply_to(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sampling: Sampling,
+    *,
+    ends: Collection[int] = (),
+    stops: Sequence[str] = (),
+    show: Callable[[str], object] = lambda piece: None,
+) -> list[Reply]:
+    """Replies of at most `count` tokens to prompts, which are not empty, all at once. `show` gets the pieces of the first one's text.
+
+    Collective, with the same arguments on every rank.
+    """
+    replies = [Reply(tokenizer, prompt, ends, stops) for prompt in prompts]
+    for tokens in model.continuations(prompts, count, sampling, vocab_size=tokenizer.vocab_size):
+        for number, (reply, token) in enumerate(zip(replies, tokens, strict=True)):
+            piece = "" if reply.done else reply.push(token)
+            if piece and number == 0:
+                show(piece)
+        if all(reply.done for reply in replies):
+            break
+    for number, reply in enumerate(replies):
+        rest = "" if reply.done else reply.finish()
+        if rest and number == 0:
+            show(rest)
+    return replies

@@ -1,0 +1,69 @@
+"""A tool on several ranks of this machine, started by the tool itself where torchrun has not.
+
+The first rank to fail ends the others, and its exit status is the tool's: bad input found by a rank is one message, without a launcher's
+report around it. Ranks share the terminal; they find each other through a store in the process that started them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+POLL_S, GRACE_S = 0.05, 5.0
+
+
+def run_ranks(count: int, command: Sequence[str]) -> int:
+    """Run `python COMMAND …` as ranks 0 … count − 1. Returns 0, or the status of the first rank that failed."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)  # the terminal interrupts the ranks, and they end
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(count):
+            ranks.append(subprocess.Popen([sys.executable, *command], env=_environment(rank, count, store.port)))
+        return _wait(ranks)
+    finally:
+        _stop(ranks)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun would set."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    own = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return {**os.environ, **own, **threads, **{name: str(number) for name, number in numbers.items()}}
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+    while True:
+        statuses = [rank.poll() for rank in ranks]
+        failed = [status for status in statuses if status]
+        if failed or None not in statuses:
+            return failed[0] if failed else 0
+        time.sleep(POLL_S)
+
+
+def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    for rank in ranks:
+        try:
+            rank.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
