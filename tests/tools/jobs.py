@@ -13,6 +13,8 @@ from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
 from tests.distributed.jobs import mesh_of
 from tools.converting import starting_weights
+from tools.generating import LanguageModel, Sampling
+from tools.generating.sources import for_inference, open_source
 
 
 def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:
@@ -71,3 +73,21 @@ def step_from_hf(context: Any, config: dict[str, Any]) -> str:
         return str(trainer.save())
     finally:
         trainer.close()
+
+
+def continued(context: Any, sources: list[str], layout: dict[str, int], rows: list[list[int]], count: int) -> list[dict[str, Any]]:
+    """What each model, spread over the layout, makes of the rows: greedy and drawn tokens, and how likely it finds each row's tokens."""
+    found = []
+    for name in sources:
+        config = for_inference(open_source(name).config, **layout)
+        model = LanguageModel(name, **layout, mesh=mesh_of(context, config))
+        places = [(position, row) for row, tokens in enumerate(rows) for position in range(len(tokens) - 1)]
+        targets = [token for tokens in rows for token in tokens[1:]]
+        found.append(
+            {
+                "greedy": list(model.continuations(rows, count, Sampling(0.0))),
+                "drawn": list(model.continuations(rows, count, Sampling(1.0, top_k=40, top_p=0.9, seed=5))),
+                "likely": model.log_probabilities(rows, places, targets),
+            }
+        )
+    return found

@@ -1,0 +1,235 @@
+"""tools/generating: cached logits and tokens against transformers, under every layout, in batches; draws; and text piece by piece."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.load import from_dict
+from tests.distributed.pool import RankContext, RankPool
+from tests.tools.hf_models import CASES, VOCAB, random_ids, write
+from tests.tools.jobs import continued
+from tools.generating import LanguageModel, Sampling
+from tools.generating.sampling import draw, uniform
+from tools.generating.sources import end_tokens, for_inference, open_source
+from tools.generating.text import Reply
+from tools.tokenizing import ByteTokenizer
+
+COUNT = 12  # tokens: more than any window
+LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows
+SPREAD = ["llama, one key-value head", "gemma2, caps that act", "gpt2"]  # one key-value head is held by both tp ranks
+NAMES = [*SPREAD, "llama, yarn rope", "qwen3, tied", "olmo2", "smollm3, windows"]
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [row[:length] for row, length in zip(random_ids(len(LENGTHS)).tolist(), LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """hf:DIR of each of `NAMES`, in fp32."""
+    place = tmp_path_factory.mktemp("models")
+    return {name: f"hf:{write(CASES[name]._replace(dtype=torch.float32), place / str(i))}" for i, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def alone(sources: dict[str, str], prompts: list[list[int]]) -> list[dict]:
+    """What one process makes of the prompts with each model of `SPREAD`."""
+    return continued(RankContext(0, 1), [sources[name] for name in SPREAD], {}, prompts, COUNT)
+
+
+def theirs(source: str, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
+    """transformers' greedy tokens and their logits [count, vocabulary], with its cache."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source.removeprefix("hf:"), dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": count, "do_sample": False, "use_cache": True, "output_logits": True, "return_dict_in_generate": True}
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    return made.sequences[0, len(prompt) :].tolist(), torch.cat(made.logits)
+
+
+def steps(model: LanguageModel, rows: list[list[int]], tokens: list[list[int]]) -> Tensor:
+    """Logits of each step, [count, rows, vocabulary], when `tokens` follow the rows."""
+    cache = model.new_cache(len(rows), max(map(len, rows)) + len(tokens))
+    found = [model.read(cache, rows)]
+    memory = [kept.keys.data_ptr() for kept in cache._layers.values()]
+    for step, following in enumerate(tokens[:-1]):
+        found.append(model.extend(cache, following, [len(row) + step for row in rows]))
+    assert memory == [kept.keys.data_ptr() for kept in cache._layers.values()], "the cache was allocated again"
+    assert not any(each.requires_grad for each in found)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_and_logits_are_those_of_transformers(name: str, sources: dict[str, str], prompts: list[list[int]]) -> None:
+    """Rows of unequal lengths side by side, against transformers on each alone; and the same logits without a cache."""
+    model = LanguageModel(sources[name])
+    tokens = list(model.continuations(prompts, COUNT, Sampling(temperature=0.0)))
+    cached = steps(model, prompts, tokens)
+    whole = model.logits([[*prompt, *(step[row] for step in tokens)] for row, prompt in enumerate(prompts)])
+    assert whole is not None
+    for row, prompt in enumerate(prompts):
+        their_tokens, their_logits = theirs(sources[name], prompt, COUNT)
+        assert [step[row] for step in tokens] == their_tokens
+        assert (cached[:, row] - their_logits).abs().max() <= 1e-4
+        assert (cached[:, row] - whole[len(prompt) - 1 : len(prompt) - 1 + COUNT, row]).abs().max() <= 1e-5
+
+
+def test_a_row_is_the_same_in_a_batch_as_alone(sources: dict[str, str], prompts: list[list[int]]) -> None:
+    model = LanguageModel(sources["gemma2, caps that act"])
+    tokens = [[5] * len(prompts), [7] * len(prompts), [11] * len(prompts)]
+    together = steps(model, prompts, tokens)
+    for row, prompt in enumerate(prompts):
+        assert (together[:, [row]] - steps(model, [prompt], [each[:1] for each in tokens])).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_says_the_same(layout: dict[str, int], sources, prompts, alone, ranks: RankPool) -> None:
+    """Greedy and drawn tokens on every rank, and log-probabilities."""
+    names = [sources[name] for name in SPREAD]
+    for found in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT):
+        for got, expected in zip(found, alone, strict=True):
+            assert got["greedy"] == expected["greedy"]
+            assert got["drawn"] == expected["drawn"] != expected["greedy"]
+            assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
+            assert got["likely"][1].equal(expected["likely"][1])
+
+
+def test_log_probabilities_are_those_of_the_logits(sources: dict[str, str], prompts: list[list[int]], alone: list[dict]) -> None:
+    for name, found in zip(SPREAD, alone, strict=True):
+        logits = LanguageModel(sources[name]).logits(prompts)
+        assert logits is not None
+        at = 0
+        for row, tokens in enumerate(prompts):
+            for position, token in enumerate(tokens[1:]):
+                probabilities = torch.softmax(logits[position, row], 0)
+                assert found["likely"][0][at].item() == pytest.approx(math.log(probabilities[token].item()), abs=1e-5)
+                assert found["likely"][1][at].item() == (probabilities.argmax().item() == token)
+                at += 1
+
+
+def test_memory_is_the_window_and_the_precision_that_is_asked_for(sources: dict[str, str]) -> None:
+    """A window's layers keep that many positions (and one that takes what is not kept); bf16 weights have no copy in fp32."""
+    model = LanguageModel(sources["smollm3, windows"], precision="bf16")
+    windows = [model.config.model.window(layer) for layer in range(3)]
+    assert None in windows and 5 in windows
+    per_slot = 2 * model.config.model.kv_heads * model.config.model.head_size * 2
+    assert model.new_cache(4, 60).nbytes == 4 * per_slot * sum((window or 60) + 1 for window in windows)
+    assert {memory.master.data_ptr() for memory in model._stage.weights.buckets} == {
+        memory.weights.data_ptr() for memory in model._stage.weights.buckets
+    }
+    (token,) = next(model.continuations([[1, 2, 3]], 1, Sampling(temperature=0.0)))
+    assert 0 <= token < VOCAB
+
+
+def test_training_options_do_not_matter() -> None:
+    trained = {"train": {"precision": "bf16", "recompute": "full"}, "parallel": {"tp": 4, "pp": 2, "dp": 2, "zero": 3}}
+    made = for_inference(from_dict(trained), pp=3)
+    assert (made.train.precision, made.train.recompute, made.parallel.tp, made.parallel.pp, made.parallel.zero) == ("fp32", "none", 1, 3, 0)
+
+
+def test_texts_end_where_the_generation_settings_say(sources: dict[str, str], tmp_path: Path) -> None:
+    source = open_source(sources["gpt2"])
+    assert source.companions is not None
+    assert end_tokens(source, ByteTokenizer()) == {256, 2}
+    settings = source.companions / "generation_config.json"
+    before = settings.read_text()
+    settings.write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert end_tokens(source, ByteTokenizer()) == {256, 7, 9}
+    settings.write_text("{}")
+    assert end_tokens(source, ByteTokenizer()) == {256, 2}, "config.json's"
+    settings.write_text(before)
+
+
+# ---- draws
+
+
+def expected_probabilities(logits: list[float], sampling: Sampling) -> list[float]:
+    """Plainly: the most likely tokens that top_k and then top_p leave, by their probability at the temperature."""
+    weights = [math.exp(value / sampling.temperature) for value in logits]
+    order = sorted(range(len(logits)), key=lambda token: -weights[token])[: sampling.top_k or None]
+    total, kept, covered = sum(weights[token] for token in order), [], 0.0
+    for token in order:
+        if covered < sampling.top_p:
+            kept.append(token)
+        covered += weights[token] / total
+    return [weights[token] / sum(weights[each] for each in kept) if token in kept else 0.0 for token in range(len(logits))]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0, 0), Sampling(0.5, 4), Sampling(2.0, 0, 0.7), Sampling(1.3, 6, 0.5), Sampling(1.0, 0, 1e-9)], ids=str
+)
+def test_draws_have_the_probabilities_of_the_logits(sampling: Sampling) -> None:
+    """Numbers that are spread evenly over [0, 1) give each token as often as it is likely."""
+    logits = [0.3, -1.0, 2.0, 1.9, 0.0, -2.5, 1.1, 0.9]
+    count = 4000
+    drawn = draw(torch.tensor([logits]).expand(count, -1), sampling, [(i + 0.5) / count for i in range(count)]).tolist()
+    for token, probability in enumerate(expected_probabilities(logits, sampling)):
+        assert drawn.count(token) / count == pytest.approx(probability, abs=1 / count)
+
+
+def test_a_draw_never_gives_what_has_no_probability() -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 1.0]] * 3)
+    assert set(draw(logits, Sampling(1.0, 0), [0.0, 0.5, 1 - 2**-53]).tolist()) == {1, 3}
+    assert draw(logits[:1], Sampling(1e-30, 0), [0.25]).tolist() in ([1], [3])
+
+
+def test_a_draw_depends_on_seed_row_and_position_alone() -> None:
+    keys = [(seed, row, position) for seed in range(4) for row in range(8) for position in range(50)]
+    numbers = [uniform(*key) for key in keys]
+    assert len(set(numbers)) == len(numbers) and numbers == [uniform(*key) for key in keys]
+    assert min(numbers) >= 0 and max(numbers) < 1
+    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.03)
+
+
+# ---- text
+
+
+def pieces(reply: Reply, tokens: list[int]) -> list[str]:
+    return [*(reply.push(token) for token in tokens), reply.finish()]
+
+
+def test_characters_appear_when_they_are_whole() -> None:
+    reply = Reply(ByteTokenizer(), [], ends={256})
+    assert pieces(reply, list("é🎉x".encode())) == ["", "é", "", "", "", "🎉", "x", ""]
+    assert reply.text == "é🎉x"
+
+
+def test_what_is_no_character_is_not_held_for_ever() -> None:
+    reply = Reply(ByteTokenizer(), [])
+    shown = pieces(reply, [0x80] * 9)
+    assert "".join(shown) == reply.text == "\ufffd" * 9
+    assert shown[3] == "\ufffd" * 4, "a character has four bytes at most"
+    cut = Reply(ByteTokenizer(), [])
+    assert "".join(pieces(cut, list("aé".encode())[:-1])) == cut.text == "a\ufffd"
+
+
+def test_a_stop_text_ends_it_wherever_tokens_are_cut() -> None:
+    tokens = list(b"one\nQ: two\nQ. three")
+    reply = Reply(ByteTokenizer(), [], stops=["\nQ.", "END"])
+    shown = []
+    for token in tokens:
+        shown.append(reply.push(token))
+        if reply.done:
+            break
+    assert reply.stopped and not reply.ended
+    assert "".join(shown) == reply.text == "one\nQ: two"
+    assert reply.tokens == list(b"one\nQ: two\nQ.")
+    assert shown[3:6] == ["", "", "\nQ:"], "what may become a stop text is held back until it can not"
+    unfinished = Reply(ByteTokenizer(), [], stops=["END"])
+    assert pieces(unfinished, list(b"the EN")) == ["t", "h", "e", " ", "", "", "EN"]
+
+
+def test_an_end_token_is_no_text_and_releases_what_was_held() -> None:
+    reply = Reply(ByteTokenizer(), list(b"before"), ends={256, 10}, stops=["END"])
+    assert [reply.push(token) for token in [69, 78, 256]] == ["", "", "EN"]
+    assert reply.ended and reply.tokens == [69, 78, 256] and reply.text == "EN"
