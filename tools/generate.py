@@ -149,7 +149,7 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
             f"--prompts {path} can not be read: {type(error).__name__}: {error}. Each line is a text, as JSON in .jsonl."
         ) from None
     if not found or not all(isinstance(each, str) for each in found):
-        raise ConfigError(f"--prompts {path} holds {'no' if not found else 'something that is no'} text. Each line is one prompt.")
+        raise ConfigError(f"--prompts {path} holds {'no' if not found else 'something that is no'} text. Each line is a prompt.")
     return found
 
 

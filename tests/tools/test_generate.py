@@ -1,30 +1,35 @@
-"""tools/generate.py: a model that knows one sentence by heart, trained on tensor- and pipeline-parallel ranks, says it in one process."""
+"""tools/generate.py: a model that knows one sentence by heart, trained on tensor-parallel ranks, says it on any."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from megalite.batch import Microbatch
 from megalite.checkpoint.manifest import encode
-from megalite.config.load import from_dict
 from tests.distributed.pool import RankPool
+from tests.tools.hf_models import CASES, write
 from tests.tools.jobs import train_and_save
-from tools.generating import LanguageModel, Sampling, draw, in_one_process
+from tools.generating import LanguageModel, Sampling
+from tools.generating.text import reply_to
 from tools.preparing.writing import IndexedWriter
-from tools.tokenizing import ByteTokenizer
+from tools.tokenizing import ByteTokenizer, HuggingFaceTokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
 SENTENCE = "Every café at six: quick brown foxes jump over lazy dogs."
 LONGEST = 40
+GREEDY = ("--temperature", "0")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +44,12 @@ def checkpoint(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
     config = {
         "run": {"dir": str(directory), "name": "run"},
         "model": {**model, "max_position_embeddings": LONGEST, "tie_word_embeddings": True},
-        "parallel": {"tp": 2, "pp": 2, "dp": 1, "sequence_parallel": True},
+        "parallel": {"tp": 2, "dp": 1, "sequence_parallel": True},
         "data": {"train": str(directory / "sentence"), "sequence_length": LONGEST},
-        "train": {"steps": 120, "global_batch_size": 8, "micro_batch_size": 4},
+        "train": {"steps": 120, "global_batch_size": 8, "micro_batch_size": 8},
         "optimizer": {"lr": 2e-2, "warmup_steps": 5, "weight_decay": 0.0},
     }
-    saved, loss = ranks.run(4, train_and_save, config)[0]
+    saved, loss = ranks.run(2, train_and_save, config)[0]
     assert loss < 0.3, "the model has not learned the sentence"
     return Path(saved)
 
@@ -54,68 +59,85 @@ def model(checkpoint: Path) -> LanguageModel:
     return LanguageModel(checkpoint)
 
 
-def tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
+    monkeypatch.syspath_prepend(TOOL.parent)
+    return importlib.import_module("generate").main
 
 
 @pytest.fixture
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def generate(main: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """generate(*arguments) → what a run in this process prints."""
+
+    def call(*arguments: str | Path) -> str:
+        assert main(list(map(str, arguments))) == 0
+        return capfd.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def refusal(main: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """refusal(*arguments) → the one message of a run that must end with status 2 and print nothing else."""
-    monkeypatch.syspath_prepend(TOOL.parent)
-    main = importlib.import_module("generate").main
 
     def call(*arguments: str | Path) -> str:
         with pytest.raises(SystemExit) as caught:
-            main([*map(str, arguments), "--prompt", "x"])
-        out, err = capsys.readouterr()
+            main(list(map(str, arguments)))
+        out, err = capfd.readouterr()
         assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
         return err
 
     return call
 
 
-def test_the_sentence_continues_greedily_to_its_end(checkpoint: Path) -> None:
-    """From the run's directory, past the longest sequence that the model takes at once (a few letters more than it), until EOS."""
-    done = tool(checkpoint.parents[1], "--prompt", "Every caf", "--temperature", "0", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_the_sentence_continues_greedily_to_its_end(checkpoint: Path, generate: Callable[..., str]) -> None:
+    """From the run's directory, past the longest sequence that the model takes at once, until EOS; and up to a stop text."""
+    run = checkpoint.parents[1]
+    result = json.loads(generate(run, "--prompt", "Every caf", *GREEDY, "--json"))
     assert result["continuation"] == SENTENCE.removeprefix("Every caf")
     assert result["tokens"][-1] == 256
-    assert result["ended_document"]
-    assert result["step"] == 120
+    assert (result["ended_document"], result["stopped"], result["step"]) == (True, False, 120)
+    assert generate(run, "--prompt", "Every caf", *GREEDY, "--stop", "nothing", "--stop", "quick b") == "é at six: \n"
 
 
-def test_the_continuation_alone_is_printed_and_is_as_long_as_asked(checkpoint: Path) -> None:
-    done = tool(checkpoint, "--prompt", "Every c", "--temperature", "0", "--tokens", "5", "--tokenizer", "byte")
-    assert (done.returncode, done.stdout) == (0, "afé \n"), done.stderr  # é is two bytes
+def test_the_continuation_alone_is_printed_and_is_as_long_as_asked(checkpoint: Path, generate: Callable[..., str]) -> None:
+    arguments = (checkpoint, "--prompt", "Every c", *GREEDY, "--tokens", "5", "--tokenizer", "byte")
+    assert generate(*arguments) == generate(*arguments, "--stream") == "afé \n"  # é is two bytes
+
+
+def test_ranks_that_the_tool_starts_say_what_one_process_says(checkpoint: Path, tmp_path: Path, generate: Callable[..., str]) -> None:
+    """Two prompts from a file, side by side, on two stages that are processes of their own."""
+    (tmp_path / "prompts.jsonl").write_text('"Every caf"\n\n{"prompt": "quick brown f", "other": 1}\n')
+    words = [checkpoint, "--prompts", tmp_path / "prompts.jsonl", "--tokens", "30", "--temperature", "1.5", "--json"]
+    found, expected = json.loads(generate(*words, "--pp", "2")), json.loads(generate(*words))
+    assert [each["prompt"] for each in found] == ["Every caf", "quick brown f"]
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]
+    assert [each["continuation"] for each in found] == [each["continuation"] for each in expected]
+
+
+def test_several_prompts_are_printed_with_their_continuations(checkpoint: Path, generate: Callable[..., str]) -> None:
+    printed = generate(checkpoint, "--prompt", "Every c", "--prompt", "quick br", *GREEDY, "--tokens", "5")
+    assert printed == "--- 'Every c'\nafé \n--- 'quick br'\nown f\n"
 
 
 def test_a_long_prompt_counts_only_in_its_last_window(model: LanguageModel) -> None:
-    """The window is all that the model has positions for; inside it every token counts."""
+    """The window is all that the model has positions for; inside it every token counts. Beyond it half of the window goes on."""
     tokens = ByteTokenizer().encode(3 * SENTENCE)
-    logits = model.next_logits(tokens)
-    assert logits.shape == (257,)
-    assert logits.equal(model.next_logits(tokens[-LONGEST:]))
-    assert not logits.equal(model.next_logits(tokens[1 - LONGEST :]))
-
-
-def test_padding_behind_the_last_token_changes_nothing(model: LanguageModel) -> None:
-    """Each prefix gives the logits that the model computes for it at its own length, without padding."""
-    ids = ByteTokenizer().encode(SENTENCE)[:LONGEST]
-    for count in (1, 7, LONGEST - 1, LONGEST):
-        tokens = torch.tensor(ids[:count]).unsqueeze(1)
-        stage = model._stage
-        with torch.no_grad():
-            context = stage.context(Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64)), 0, False)
-            expected = stage.logits(tokens, context)[-1, 0, :257]
-        torch.testing.assert_close(model.next_logits(ids[:count]), expected, rtol=1e-5, atol=1e-5)
+    sampling = Sampling(temperature=0.0)
+    assert next(model.continuations([tokens], 1, sampling)) == next(model.continuations([tokens[-LONGEST:]], 1, sampling))
+    second = list(model.continuation(tokens, 2, sampling))
+    assert second[1] == next(model.continuation([*tokens, second[0]][-LONGEST // 2 :], 1, sampling))
+    seen = [model.logits([tokens[-count:]])[count - 1, 0] for count in (LONGEST - 1, LONGEST)]
+    assert not seen[0].equal(seen[1])
+    with pytest.raises(ValueError, match="the model takes 1 to 40"):
+        model.logits([tokens])
 
 
 def test_draws_follow_their_seed_and_their_limits(model: LanguageModel) -> None:
     prompt = ByteTokenizer().encode("Eve")
 
-    def generate(temperature: float, top_k: int, seed: int, vocab_size: int = 0) -> list[int]:
-        return model.generate(prompt, 24, Sampling(temperature, top_k, seed), vocab_size=vocab_size)
+    def generate(temperature: float, top_k: int, seed: int, vocab_size: int | None = None) -> list[int]:
+        return list(model.continuation(prompt, 24, Sampling(temperature, top_k, seed=seed), vocab_size=vocab_size))
 
     assert generate(9.0, 0, 1) == generate(9.0, 0, 1)
     assert generate(9.0, 0, 1) != generate(9.0, 0, 2)
@@ -124,30 +146,63 @@ def test_draws_follow_their_seed_and_their_limits(model: LanguageModel) -> None:
     assert max(generate(1e6, 0, 1)) >= 100 > max(generate(1e6, 0, 1, vocab_size=100))
 
 
-def test_draws_have_the_probabilities_of_the_logits() -> None:
-    """Frequencies of many draws against softmax(logits / temperature) over the two most likely of three tokens."""
-    logits = torch.tensor([2.0, -1.0, 1.0])
-    draws = torch.Generator().manual_seed(0)
-    drawn = [draw(logits, Sampling(temperature=2.0, top_k=2), draws) for _ in range(4000)]
-    expected = 1 / (1 + 2.718281828 ** ((1.0 - 2.0) / 2.0))
-    assert drawn.count(0) / len(drawn) == pytest.approx(expected, abs=0.03)
-    assert drawn.count(1) == 0
+@pytest.fixture(scope="module")
+def assistant(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face model with a tokenizer of bytes, a chat template, and a BOS before every text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>"]
+    raw = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    case = CASES["llama, one key-value head"]
+    directory = write(case._replace(fields=case.fields | {"vocab_size": 258}), tmp_path_factory.mktemp("assistant") / "hf")
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
+    made.save_pretrained(directory)
+    return directory
 
 
-def test_only_weights_are_allocated(model: LanguageModel) -> None:
-    assert all(memory.gradients is None and not memory.weights.requires_grad for memory in model._stage.weights.buckets)
-    bf16 = from_dict({"train": {"precision": "bf16"}, "parallel": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True}})
-    assert in_one_process(bf16).train.precision == "fp32"  # master weights are what a checkpoint holds
+def test_a_conversation_goes_through_the_chat_template(
+    assistant: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two turns and a system message: what the model is given, and how its answers come back."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi!\n\nAnd now?\n"))
+    printed = generate(f"hf:{assistant}", "--chat", "--system", "S", "--tokens", "4", *GREEDY)
+    tokenizer, model = HuggingFaceTokenizer(assistant), LanguageModel(f"hf:{assistant}")
+    said = ""
+    texts = []
+    for turn in ("Hi!", "And now?"):
+        said += f"<user>{turn}<assistant>"
+        tokens = tokenizer.library.encode(f"<system>S{said}", add_special_tokens=False)
+        (reply,) = reply_to(model, tokenizer, [tokens], 4, Sampling(temperature=0.0), ends=[2, 257])
+        texts.append(reply.text)
+        said += f"{reply.text}</s>"
+    assert printed == "".join(f"{text}\n" for text in texts)
+
+
+def test_a_prompt_of_a_hugging_face_model_begins_as_its_tokenizer_begins_texts(assistant: Path, generate: Callable[..., str]) -> None:
+    found = json.loads(generate(f"hf:{assistant}", "--prompt", "Hi", "--tokens", "3", "--json", *GREEDY))
+    tokenizer = HuggingFaceTokenizer(assistant)
+    prompt = [256, *tokenizer.encode("Hi")]
+    assert found["tokens"] == list(LanguageModel(f"hf:{assistant}").continuation(prompt, 3, Sampling(temperature=0.0)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "0"], "--tokens 0: there must be at least one token"),
-        (["--temperature", "-1"], "--temperature -1.0 is not a number from 0 up"),
-        (["--temperature", "nan"], "--temperature nan is not a number from 0 up"),
-        (["--top_k", "-3"], "--top_k -3 is negative"),
-        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--prompt", "x", "--tokens", "0"], "--tokens 0: there must be at least one token"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature -1.0 is not a number from 0 up"),
+        (["--prompt", "x", "--temperature", "nan"], "--temperature nan is not a number from 0 up"),
+        (["--prompt", "x", "--top_k", "-3"], "--top_k -3 is negative"),
+        (["--prompt", "x", "--top_p", "0"], "--top_p 0.0 is not a probability above 0"),
+        (["--prompt", "x", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--prompt", "x", "--stop", ""], '--stop "" is before every text'),
+        (["--prompt", "x", "--tp", "0"], "--tp 0: an axis has at least one rank"),
+        (["--prompt", "x", "--system", "s"], "--system belongs to --chat"),
+        (["--chat", "--json"], "--json prints everything at the end"),
+        (["--chat", "--prompt", "x"], "too much to do: give --prompt, --prompts or --chat"),
+        ([], "nothing to do: give --prompt, --prompts or --chat"),
     ],
 )
 def test_wrong_options_end_with_one_message(arguments: list[str], message: str, refusal: Callable[..., str]) -> None:
@@ -156,10 +211,20 @@ def test_wrong_options_end_with_one_message(arguments: list[str], message: str, 
 
 def test_what_can_not_be_loaded_ends_with_one_message(checkpoint: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
     (tmp_path / "manifest.json").write_text(encode({}, {}))
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "wrong.jsonl").write_text('{"text": "x"}\n')
     wrong: dict[str, list[str | Path]] = {
-        "is not a checkpoint: there is no such directory": [tmp_path / "nowhere"],
-        "holds no configuration": [tmp_path],
-        "--tokenizer none.model does not exist": [checkpoint, "--tokenizer", "none.model"],
+        "is not a checkpoint: there is no such directory": [tmp_path / "nowhere", "--prompt", "x"],
+        "holds no configuration": [tmp_path, "--prompt", "x"],
+        "config.json can not be read": [f"hf:{tmp_path}", "--prompt", "x"],
+        "--tokenizer none.model does not exist": [checkpoint, "--prompt", "x", "--tokenizer", "none.model"],
+        "parallel.tp = 3 does not divide model.num_attention_heads = 2": [checkpoint, "--prompt", "x", "--tp", "3"],
+        "parallel.pp = 3 makes 3 stages": [checkpoint, "--prompt", "x", "--pp", "3"],
+        "holds no text. Each line is a prompt": [checkpoint, "--prompts", tmp_path / "empty"],
+        "can not be read (KeyError('prompt'))": [checkpoint, "--prompts", tmp_path / "wrong.jsonl"],
+        "No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
+        "--stream shows one text as it is made, and there are 2 prompts": [checkpoint, "--prompt", "x", "--prompt", "y", "--stream"],
+        "--chat: the tokenizer byte has no chat template": [checkpoint, "--chat"],
     }
     for message, arguments in wrong.items():
         assert message in refusal(*arguments)
