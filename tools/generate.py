@@ -145,9 +145,8 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
         if path.suffix == ".jsonl":
             found = [each["prompt"] if isinstance(each, dict) else each for each in map(json.loads, found)]
     except (ValueError, KeyError) as error:
-        raise ConfigError(
-            f"--prompts {path} can not be read: {type(error).__name__}: {error}. Each line is a text, as JSON in .jsonl."
-        ) from None
+        way = "an object with `prompt`, or a JSON string" if path.suffix == ".jsonl" else "a text in UTF-8"
+        raise ConfigError(f"--prompts {path} can not be read ({error!r}). Each line is {way}.") from None
     if not found or not all(isinstance(each, str) for each in found):
         raise ConfigError(f"--prompts {path} holds {'no' if not found else 'something that is no'} text. Each line is a prompt.")
     return found

@@ -221,7 +221,7 @@ def test_what_can_not_be_loaded_ends_with_one_message(checkpoint: Path, tmp_path
         "parallel.tp = 3 does not divide model.num_attention_heads = 2": [checkpoint, "--prompt", "x", "--tp", "3"],
         "parallel.pp = 3 makes 3 stages": [checkpoint, "--prompt", "x", "--pp", "3"],
         "holds no text. Each line is a prompt": [checkpoint, "--prompts", tmp_path / "empty"],
-        "can not be read (KeyError('prompt'))": [checkpoint, "--prompts", tmp_path / "wrong.jsonl"],
+        "can not be read (KeyError('prompt')). Each line is an object with `prompt`": [checkpoint, "--prompts", tmp_path / "wrong.jsonl"],
         "No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
         "--stream shows one text as it is made, and there are 2 prompts": [checkpoint, "--prompt", "x", "--prompt", "y", "--stream"],
         "--chat: the tokenizer byte has no chat template": [checkpoint, "--chat"],

@@ -25,13 +25,12 @@ from megalite.model.context import ForwardContext
 from megalite.model.stage import Stage
 from megalite.parallel.collectives import Work, all_gather, message
 from megalite.training import build
-from tools.generating.cache import CachedAttention, CachedContext, KeyValueCache
+from tools.generating.cache import CachedAttention, CachedContext, KeyValueCache, padded
 from tools.generating.sampling import Sampling, draw, uniform
 from tools.generating.sources import check_layout, for_inference, open_source
 
 __all__ = ["LanguageModel", "Sampling"]
 
-ROUND_UP = 64  # lengths are padded to multiples of this: few shapes occur, so rotary tables and product kernels are used again
 CHUNK = 512  # tokens whose logits are in memory at once where tokens are scored
 
 Rows = Sequence[Sequence[int]]
@@ -188,7 +187,7 @@ class LanguageModel:
         longest = max(map(len, rows))
         if longest > self.longest or not all(rows):
             raise ValueError(f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}")
-        length = min(-(-longest // ROUND_UP) * ROUND_UP, self.longest)
+        length = min(padded(longest), self.longest)
         tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device).t().contiguous()
         return tokens, self._stage.context(self._microbatch(tokens), step=0, training=False)
 

@@ -22,6 +22,13 @@ from megalite.model.attention import Attention
 from megalite.model.context import ForwardContext
 from megalite.model.stage import Stage
 
+ROUND_UP = 64
+
+
+def padded(length: int) -> int:
+    """A length rounded up. Few shapes occur then: rotary tables and the kernels of products, made for a shape, are used again."""
+    return -(-length // ROUND_UP) * ROUND_UP
+
 
 class _Kept(NamedTuple):
     """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim]; the last slot takes what is not to be kept."""
@@ -80,7 +87,7 @@ class KeyValueCache:
         position = self._column(positions)
 
         def place(slots: int) -> tuple[Tensor, Tensor]:
-            used = torch.arange(min(max(positions) + 1, slots), device=self.device)
+            used = torch.arange(min(padded(max(positions) + 1), slots), device=self.device)
             return position % slots, (used > position)[:, None, None]
 
         self._begin(place)
