@@ -205,8 +205,10 @@ def printer(model: LanguageModel) -> Callable[[str], object]:
 
 if __name__ == "__main__":
     status = main()
-    if "WORLD_SIZE" in os.environ and status == 0:
-        from megalite.training.launch import leave
+    if "WORLD_SIZE" not in os.environ:
+        sys.exit(status)
+    if status:
+        os._exit(status)  # tearing communication down would wait for the others
+    from megalite.training.launch import leave
 
-        leave()
-    sys.exit(status)
+    leave()

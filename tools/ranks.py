@@ -51,9 +51,13 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
     while True:
         statuses = [rank.poll() for rank in ranks]
-        failed = [status for status in statuses if status]
-        if failed or None not in statuses:
-            return failed[0] if failed else 0
+        for rank, status in enumerate(statuses):
+            if status:
+                if status < 0:  # it could not say so itself
+                    print(f"rank {rank} was ended by signal {-status} ({signal.strsignal(-status)})", file=sys.stderr, flush=True)
+                return status if status > 0 else 128 - status
+        if None not in statuses:
+            return 0
         time.sleep(POLL_S)
 
 
