@@ -62,7 +62,8 @@ def parser() -> Parser:
     add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="what continues the text")
     add("--prompt", action="append", metavar="TEXT", help="the text to continue; empty starts a document. Give it again for more at once")
     add("--prompts", type=Path, metavar="FILE", help="a text to continue in each line; of FILE.jsonl, a string or an object with `prompt`")
-    add("--chat", action="store_true", help="answer what is typed, through the tokenizer's chat template, until the input ends")
+    add("--chat", action="store_true", help="answer what is typed, line by line, through a chat template, until the input ends")
+    add("--chat_template", type=Path, metavar="FILE", help="Jinja source instead of the training data's template, or the tokenizer's")
     add("--system", metavar="TEXT", help="the system message of a chat")
     add("--tokens", type=int, default=100, help="at most so many tokens (default 100)")
     add("--temperature", type=float, default=0.8, help="0 always takes the most likely token (default 0.8)")
@@ -96,7 +97,8 @@ def check(options: argparse.Namespace) -> None:
         need(getattr(options, axis) >= 1, f"--{axis} {getattr(options, axis)}: an axis has at least one rank.")
     given = (options.prompt is not None) + (options.prompts is not None) + options.chat
     need(given == 1, f"{'nothing' if given == 0 else 'too much'} to do: give --prompt, --prompts or --chat, one of the three.")
-    need(options.system is None or options.chat, "--system belongs to --chat.")
+    for name in ("system", "chat_template"):
+        need(getattr(options, name) is None or options.chat, f"--{name} belongs to --chat.")
     need(not (options.json and (options.chat or options.stream)), "--json prints everything at the end: leave out --chat or --stream.")
     world, ranks = int(os.environ.get("WORLD_SIZE", options.tp * options.pp)), options.tp * options.pp
     need(world == ranks, f"--tp {options.tp} and --pp {options.pp} need {ranks} ranks, but {world} were started.")
@@ -154,10 +156,12 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
 
 def chat(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:
     from tools.generating.chat import converse
-    from tools.generating.sources import end_tokens
+    from tools.generating.sources import chat_template, end_tokens
 
+    template = chat_template(model.source, tokenizer, options.tokenizer is not None, options.chat_template)
     ends, show = end_tokens(model.source, tokenizer), printer(model)
-    converse(model, tokenizer, options.tokens, sampling, ends=ends, stops=options.stop, system=options.system, show=show)
+    settings: dict[str, Any] = {"ends": ends, "stops": options.stop, "system": options.system}
+    converse(model, tokenizer, template, options.tokens, sampling, show=show, **settings)
 
 
 def write(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling, prompts: list[str]) -> None:

@@ -167,18 +167,32 @@ def test_a_conversation_goes_through_the_chat_template(
     assistant: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two turns and a system message: what the model is given, and how its answers come back."""
+    from transformers import AutoTokenizer
+
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi!\n\nAnd now?\n"))
     printed = generate(f"hf:{assistant}", "--chat", "--system", "S", "--tokens", "4", *GREEDY)
     tokenizer, model = HuggingFaceTokenizer(assistant), LanguageModel(f"hf:{assistant}")
-    said = ""
-    texts = []
+    theirs = AutoTokenizer.from_pretrained(assistant)
+    said, texts = "<system>S", []
     for turn in ("Hi!", "And now?"):
         said += f"<user>{turn}<assistant>"
-        tokens = tokenizer.library.encode(f"<system>S{said}", add_special_tokens=False)
+        tokens = theirs.encode(said, add_special_tokens=False)
         (reply,) = reply_to(model, tokenizer, [tokens], 4, Sampling(temperature=0.0), ends=[2, 257])
         texts.append(reply.text)
         said += f"{reply.text}</s>"
     assert printed == "".join(f"{text}\n" for text in texts)
+
+
+def test_a_conversation_forgets_its_oldest_turns_when_the_context_is_full(
+    checkpoint: Path, tmp_path: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template of a file; 40 positions hold one of the turns and its answer, and the system message, but not two."""
+    (tmp_path / "short.jinja").write_text("{% for message in messages %}{{ message.content }}|{% endfor %}")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a line of eighteen\nEvery café at\n"))
+    options = ("--chat", "--chat_template", tmp_path / "short.jinja", "--system", "S", "--tokens", "6", *GREEDY)
+    _, second = generate(checkpoint, *options).splitlines()
+    alone = json.loads(generate(checkpoint, "--prompt", "S|Every café at|", "--tokens", "6", "--json", *GREEDY))
+    assert second == alone["continuation"]
 
 
 def test_a_prompt_of_a_hugging_face_model_begins_as_its_tokenizer_begins_texts(assistant: Path, generate: Callable[..., str]) -> None:
@@ -200,6 +214,7 @@ def test_a_prompt_of_a_hugging_face_model_begins_as_its_tokenizer_begins_texts(a
         (["--prompt", "x", "--stop", ""], '--stop "" is before every text'),
         (["--prompt", "x", "--tp", "0"], "--tp 0: an axis has at least one rank"),
         (["--prompt", "x", "--system", "s"], "--system belongs to --chat"),
+        (["--prompt", "x", "--chat_template", "s"], "--chat_template belongs to --chat"),
         (["--chat", "--json"], "--json prints everything at the end"),
         (["--chat", "--prompt", "x"], "too much to do: give --prompt, --prompts or --chat"),
         ([], "nothing to do: give --prompt, --prompts or --chat"),
@@ -224,7 +239,7 @@ def test_what_can_not_be_loaded_ends_with_one_message(checkpoint: Path, tmp_path
         "can not be read (KeyError('prompt')). Each line is an object with `prompt`": [checkpoint, "--prompts", tmp_path / "wrong.jsonl"],
         "No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
         "--stream shows one text as it is made, and there are 2 prompts": [checkpoint, "--prompt", "x", "--prompt", "y", "--stream"],
-        "--chat: the tokenizer byte has no chat template": [checkpoint, "--chat"],
+        "no_such.jinja": [checkpoint, "--chat", "--chat_template", "no_such.jinja"],
     }
     for message, arguments in wrong.items():
         assert message in refusal(*arguments)

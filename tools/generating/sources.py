@@ -1,4 +1,4 @@
-"""Where a model comes from, a checkpoint of ours or a Hugging Face directory, and what comes with it: tokenizer and ends of text."""
+"""Where a model comes from, a checkpoint of ours or a Hugging Face directory, and what comes with it: tokenizer, chat template, ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from megalite.config.rules import model as model_rules
 from megalite.config.rules import numbers
 from megalite.config.rules import parallel as parallel_rules
 from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.data.indexed import IndexedTokens
 from megalite.parallel.spec import Rectangle
 from tools import tokenizing
+from tools.chatting import ChatTemplate
 from tools.converting import HF, Source, origin, starting_weights
 from tools.families import hf_config
 from tools.inspecting import find
@@ -99,9 +101,14 @@ def tokenizer_of(source: ModelSource, name: str | None) -> Tokenizer:
     return found
 
 
-def _own_tokenizer(source: ModelSource) -> Tokenizer:
+def _training_data(source: ModelSource) -> str | None:
+    """PREFIX of the token file that a model was trained on, the first where there are several."""
     train = source.config.data.train
-    prefix = train if train is None or isinstance(train, str) else next(iter(train), None)  # the first where there are several
+    return train if train is None or isinstance(train, str) else next(iter(train), None)
+
+
+def _own_tokenizer(source: ModelSource) -> Tokenizer:
+    prefix = _training_data(source)
     if prefix is None and source.companions is None:
         raise ConfigError("the checkpoint names no training data, so its tokenizer is unknown. Give it with --tokenizer.")
     try:
@@ -123,3 +130,15 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
         if named is None and source.companions is not None and (source.companions / file).is_file():
             named = hf_config(source.companions, file).get("eos_token_id")
     return frozenset((tokenizer.eos, *(named if isinstance(named, list) else [] if named is None else [named])))
+
+
+def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: Path | None) -> ChatTemplate:
+    """How the model is spoken to: as the file says, else as in its training data, else as its tokenizer says, else by our default.
+
+    named: whether the tokenizer was given by name, and takes its own template with it. Raises OSError or ConfigError where a file can
+    not be read.
+    """
+    prefix = None if named else _training_data(source)
+    if file is not None:
+        return ChatTemplate(tokenizer, file.read_text(encoding="utf-8"))
+    return ChatTemplate(tokenizer, None if prefix is None else IndexedTokens(prefix).metadata.get("chat", {}).get("template"))

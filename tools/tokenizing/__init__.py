@@ -136,11 +136,6 @@ class HuggingFaceTokenizer:
             at += len(part) + 1
         return found
 
-    @property
-    def library(self) -> Any:
-        """transformers' own tokenizer, for what only it can do: chat templates."""
-        return self._tokenizer
-
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
