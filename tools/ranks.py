@@ -11,15 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 POLL_S, GRACE_S = 0.05, 5.0
 
 
-def run_ranks(count: int, command: Sequence[str]) -> int:
-    """Run `python COMMAND …` as ranks 0 … count − 1. Returns 0, or the status of the first rank that failed."""
+def run_ranks(count: int, command: Sequence[str], *, variables: Mapping[str, str] | None = None, output: IO[bytes] | None = None) -> int:
+    """Run `python COMMAND …` as ranks 0 … count − 1. Returns 0, or the status of the first rank that failed.
+
+    variables: of their environment, besides this process's. output: what takes all that they write, by default the terminal.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -28,7 +31,8 @@ def run_ranks(count: int, command: Sequence[str]) -> int:
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(count):
-            ranks.append(subprocess.Popen([sys.executable, *command], env=_environment(rank, count, store.port)))
+            own = _environment(rank, count, store.port) | dict(variables or {})
+            ranks.append(subprocess.Popen([sys.executable, *command], env=own, stdout=output, stderr=output))
         return _wait(ranks)
     finally:
         _stop(ranks)

@@ -268,7 +268,7 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, Place]:
     """Where a model's tensors lie in the family that it came from, or in the first that can express it; `directory` is its checkpoint's."""
-    like = _origin(directory, model)
+    like = origin(directory, model)
     return places(model, to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
 
 

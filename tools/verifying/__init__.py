@@ -7,9 +7,7 @@ which rectangle. The comparison then names the first step, tensor and rank that 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.training import build
 from megalite.training.launch import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
+from tools import ranks
 from tools.adapters import starting_weights
 
 RANK = Path(__file__).with_name("__main__.py")  # what each rank runs
@@ -101,18 +100,15 @@ def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[
 
 
 def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False) -> None:
-    """Start the configuration's ranks with torchrun, each calling `record`. Raises ConfigError with the ranks' output where they fail."""
+    """Start the configuration's ranks, each calling `record`. Raises ConfigError with the ranks' output where they fail."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(to_dict(config)))
-    ranks = build.layout(config).world
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(RANK), str(directory), str(steps)]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    if on_cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"the run on {ranks} ranks failed:\n{done.stderr[-4000:]}")
+    count = build.layout(config).world
+    with tempfile.TemporaryFile() as output:
+        variables = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+        if ranks.run_ranks(count, [str(RANK), str(directory), str(steps)], variables=variables, output=output):
+            output.seek(0)
+            raise ConfigError(f"the run on {count} ranks failed:\n{output.read().decode(errors='replace')[-4000:]}")
 
 
 def compare(directory: Path, reference: Path, relative: float, absolute: float) -> Difference | None:
