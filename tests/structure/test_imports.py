@@ -78,7 +78,7 @@ def test_nothing_heavy_is_imported_while_training(first_step, module: str):
 
 
 def test_everything_imports_without_triton_and_the_packages_of_extras():
-    extras = ("triton", "transformers", "datasets", "sentencepiece", "pyarrow", "matplotlib", "tensorboard", "wandb")
+    extras = ("triton", "transformers", "datasets", "sentencepiece", "pyarrow", "matplotlib", "tensorboard", "wandb", "lm_eval")
     python(WITHOUT + EVERY_MODULE, *extras)
     assert python(WITHOUT + "try:\n    import triton\nexcept ImportError:\n    print('hidden')", "triton") == "hidden\n", "hiding works"
 

@@ -1,0 +1,1 @@
+"""How well a model predicts: log-probabilities of tokens (scoring.py), of texts (perplexity.py), and the tasks of lm-evaluation-harness."""

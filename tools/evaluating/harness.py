@@ -1,0 +1,171 @@
+"""A model as lm-evaluation-harness sees it (https://github.com/EleutherAI/lm-evaluation-harness, Gao et al.), so that its tasks run here.
+
+The harness turns a task into requests: how likely is this continuation, how likely is this text, how does this go on. Its own base class
+splits a context and its continuation into tokens; what is here answers from the model, by the rules of the harness's own adapter for
+transformers (HFLM), so that both give the same numbers. `lm_eval` is imported by the functions that need it, and only there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from sys import stderr
+from typing import Any
+
+from megalite.config.schema import ConfigError
+from tools.evaluating.perplexity import windows
+from tools.evaluating.scoring import Progress, Row, score
+from tools.generating import LanguageModel, Sampling
+from tools.generating.sources import ModelSource, end_tokens, opening
+from tools.tokenizing import Tokenizer
+
+MAX_TOKENS = 256  # of a generation, where its task does not say
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the names under which it may say so
+OPTIONS = {"until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS}
+
+
+class Answers:
+    """What the harness asks of a language model. `as_harness_model` joins it with the harness's base class."""
+
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int, progress: Progress | None = None):
+        super().__init__()  # of the harness
+        self._answering, self._tokenizer, self._batch_size, self._progress = model, tokenizer, batch_size, progress
+        self._opening = opening(model.source, tokenizer)
+        self.max_length = model.longest
+
+    @property
+    def prefix_token_id(self) -> int:
+        return document_start(self._answering.source, self._tokenizer)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Special tokens that are spelled out in the string are text."""
+        return [*([] if add_special_tokens is False else self._opening), *self._tokenizer.encode(string)]
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+        """Of requests (their strings, the context's tokens, the continuation's): log-probability, and whether greedy decoding gives it."""
+        rows = []
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise ConfigError(
+                    f"a task asks for a continuation of {len(continuation)} tokens; the model sees at most {self.max_length}."
+                )
+            rows.append(Row((context + continuation)[-(self.max_length + 1) :], len(continuation)))
+        return [(each.log_probability, each.greedy) for each in score(self._answering, rows, self._batch_size, self._progress)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """The log-probability of each whole text, each window as long as the model allows and without overlap (but the last)."""
+        texts = [
+            list(windows([self.prefix_token_id, *self.tok_encode(each.args[0])], self.max_length, self.max_length)) for each in requests
+        ]
+        found = iter(score(self._answering, [row for rows in texts for row in rows], self._batch_size, self._progress))
+        return [sum(next(found).log_probability for _ in rows) for rows in texts]
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """How each text goes on, up to where one of its stops begins. Requests with equal options are answered together."""
+        alike: dict[str, list[int]] = {}
+        for number, each in enumerate(requests):
+            alike.setdefault(json.dumps(each.args[1], sort_keys=True), []).append(number)
+        found: dict[int, str] = {}
+        for options, numbers in alike.items():
+            for start in range(0, len(numbers), self._batch_size):
+                batch = numbers[start : start + self._batch_size]
+                texts = self._continue([requests[number].args[0] for number in batch], json.loads(options), seed=batch[0])
+                found |= dict(zip(batch, texts, strict=True))
+                if self._progress is not None:
+                    self._progress(len(found), len(requests))
+        return [found[number] for number in range(len(requests))]
+
+    def _continue(self, contexts: Sequence[str], options: dict[str, Any], seed: int) -> list[str]:
+        count = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), MAX_TOKENS)
+        if not 0 < count < self.max_length:
+            raise ConfigError(f"a task generates {count} tokens, and the model has positions for {self.max_length}, its question included.")
+        prompts = [self.tok_encode(context)[-(self.max_length - count) :] or [self.prefix_token_id] for context in contexts]
+        until, ends = options.get("until") or [], end_tokens(self._answering.source, self._tokenizer)
+        replies = [
+            _Reply(self._tokenizer, [stop for stop in ([until] if isinstance(until, str) else until) if stop], ends) for _ in prompts
+        ]
+        for tokens in self._answering.continuations(prompts, count, sampling_of(options, seed), vocab_size=self._tokenizer.vocab_size):
+            for reply, token in zip(replies, tokens, strict=True):
+                reply.add(token)
+            if all(reply.done for reply in replies):
+                break
+        return [reply.text for reply in replies]
+
+
+class _Reply:
+    """The text of an answer while it grows. As in the harness, its tokens are decoded without those of the question."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: list[str], ends: Collection[int]):
+        self._tokenizer, self._stops, self._ends = tokenizer, stops, ends
+        self._tokens: list[int] = []
+        self.text, self.done = "", False
+
+    def add(self, token: int) -> None:
+        self.done = self.done or token in self._ends
+        if self.done:
+            return
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        stops = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.text, self.done = text[: min(stops, default=len(text))], bool(stops)
+
+
+def document_start(source: ModelSource, tokenizer: Tokenizer) -> int:
+    """The token before a text that nothing precedes: BOS where there is one, unless the model's training documents had none, else EOS."""
+    return tokenizer.eos if tokenizer.bos is None or source.trained_here else tokenizer.bos
+
+
+def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
+    """How a task wants its tokens drawn. Raises ConfigError where that is not possible here."""
+    unknown = sorted(options.keys() - OPTIONS)
+    if unknown:
+        raise ConfigError(
+            f"a task generates with {unknown[0]} = {options[unknown[0]]!r}, which is not handled here. It may set {sorted(OPTIONS)}."
+        )
+    temperature = float(options.get("temperature") or 0.0)
+    sampled = options.get("do_sample")
+    greedy = sampled is False or (sampled is None and temperature == 0.0)
+    return Sampling(0.0 if greedy else temperature or 1.0, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0), seed)
+
+
+def as_harness_model(answers: type[Answers] = Answers) -> type[Any]:
+    """`Answers` as a subclass of lm_eval.api.model.LM. Raises ConfigError where the harness is not installed."""
+    try:
+        from lm_eval.api.model import TemplateLM
+    except ImportError as error:
+        raise ConfigError(f"tasks need lm-evaluation-harness ({error}). Install it with: pip install 'megalite[eval]'") from None
+    return type("Megalite", (answers, TemplateLM), {})
+
+
+def run(model: Answers, tasks: Sequence[str], *, include_path: Path | None, num_fewshot: int | None, limit: int | None) -> dict[str, Any]:
+    """The harness's results on the tasks. What it prints goes to stderr. Raises ConfigError where a task is unknown."""
+    from lm_eval import simple_evaluate
+
+    with redirect_stdout(stderr):
+        manager = _manager(tasks, include_path)
+        unknown = [name for name in tasks if name not in manager.all_tasks]
+        if unknown:
+            place = "" if include_path is None else f" nor of {include_path}"
+            raise ConfigError(
+                f"--tasks {unknown[0]} is no task, group or tag of lm-evaluation-harness{place}. `lm-eval ls tasks` lists its own."
+            )
+        options: dict[str, Any] = {"num_fewshot": num_fewshot, "limit": limit, "task_manager": manager, "log_samples": False}
+        found: dict[str, Any] | None = simple_evaluate(model=model, tasks=list(tasks), **options)
+    return found or {"results": {}}  # it has results on the first rank of each machine
+
+
+def _manager(tasks: Sequence[str], include_path: Path | None) -> Any:
+    """What knows the tasks. The harness needs many seconds to read its own thousands: not where a folder has all that are asked for."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        manager = TaskManager(include_path=str(include_path), include_defaults=False)
+        if set(tasks) <= set(manager.all_tasks):
+            return manager
+    return TaskManager(include_path=None if include_path is None else str(include_path))

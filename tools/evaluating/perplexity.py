@@ -1,0 +1,82 @@
+"""Perplexity of texts under sliding windows: every token is predicted once, most of them with a long context.
+
+A text of n tokens t(1) … t(n) follows a token t(0) that begins a document. With windows of N tokens and a stride of S, the first window
+predicts t(1) … t(N). Each further one predicts the S tokens that follow those already predicted, the last what remains, and sees the N
+tokens that end before its last target; so each token but the first N is predicted from N − S + 1 to N tokens. Then
+
+    loss = − Σ ln p(t(i) | its context) / n,    perplexity = exp(loss),    bits per byte = loss · n / (ln 2 · bytes of the text in UTF-8)
+
+The windows are those of transformers' guide on perplexity (https://huggingface.co/docs/transformers/perplexity), and, for S = N, those of
+lm-evaluation-harness. What a small stride costs is time: N / S times that of S = N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.config.schema import ConfigError
+from tools.evaluating.scoring import Progress, Row, score
+from tools.generating import LanguageModel
+
+HIGHEST = 700.0  # loss of a token: a float holds no higher perplexity
+
+
+@dataclass(frozen=True)
+class Text:
+    """What was measured on a text, or on several together: its tokens and bytes, and minus the log-probability of all of its tokens."""
+
+    name: str
+    tokens: int
+    bytes: int
+    nats: float
+
+    @property
+    def loss(self) -> float:
+        return self.nats / self.tokens
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "text": self.name,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "loss": self.loss,
+            "perplexity": math.exp(self.loss),
+            "bits_per_byte": self.nats / math.log(2) / self.bytes,
+        }
+
+
+def together(texts: Sequence[Text]) -> Text:
+    """All tokens of several texts, each of which began anew."""
+    return Text("total", *(sum(getattr(text, name) for text in texts) for name in ("tokens", "bytes", "nats")))
+
+
+def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Row]:
+    """Rows of at most `length` inputs that score every token but the first once."""
+    done, last = 0, len(tokens) - 1
+    while done < last:
+        stop = min(done + (stride if done else length), last)
+        yield Row(tokens[max(0, stop - length) : stop + 1], stop - done)
+        done = stop
+
+
+def measure(
+    model: LanguageModel,
+    tokens: Sequence[int],
+    *,
+    name: str,
+    size: int,
+    length: int,
+    stride: int,
+    batch_size: int,
+    progress: Progress | None = None,
+) -> Text:
+    """tokens: the one that begins a document, then those of the text, which has `size` bytes. Raises ConfigError where
+    there is no perplexity."""
+    rows = list(windows(tokens, length, stride))
+    nats = -math.fsum(each.log_probability for each in score(model, rows, batch_size, progress))
+    if not nats < HIGHEST * (len(tokens) - 1):
+        raise ConfigError(f"{name}: the model gives its tokens no finite probability (their loss is {nats:g}), so there is no perplexity.")
+    return Text(name, len(tokens) - 1, size, nats)
