@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import string
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ import torch
 import yaml
 from torch.nn import functional
 
+from megalite.config.schema import DataConfig
 from tests.tools.hf_models import Case, write
 from tools import evaluate, tokenizing
 from tools.converting import import_model
 from tools.evaluating import harness
+from tools.evaluating.harness import document_start
 from tools.evaluating.perplexity import windows
 from tools.generating import LanguageModel
+from tools.generating.sources import open_source
 
 LONGEST = 48
 SHAPE = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -167,6 +172,15 @@ def test_a_checkpoint_is_measured_as_what_it_was_imported_from(directory: Path, 
     assert ours["texts"] == theirs["texts"]
 
 
+def test_texts_follow_bos_only_where_the_model_may_know_it(models: dict[bool, Path]) -> None:
+    """Documents that were prepared here end with EOS, and begin with nothing."""
+    for bos, path in models.items():
+        source, tokenizer = open_source(f"hf:{path}"), tokenizing.load(path)
+        here = replace(source, config=replace(source.config, data=DataConfig(train="prefix")))
+        assert document_start(source, tokenizer) == (tokenizer.bos if bos else tokenizer.eos)
+        assert document_start(here, tokenizer) == tokenizer.eos
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tasks, with the questions that they ask."""
@@ -202,7 +216,11 @@ def test_requests_are_answered_as_by_the_harness_on_transformers(models: dict[bo
     said = ours.generate_until(asked)
     assert said == theirs.generate_until(asked)
     assert max(map(len, said)) > 0
-    own = ("The sky is", ours.generate_until(requests("generate_until", ("The sky is", {"max_gen_toks": 3})))[0])
+    letters = [(each, {"max_gen_toks": 1}) for each in string.ascii_letters]
+    follows = ours.generate_until(requests("generate_until", *letters))
+    own = next(
+        (letter, token) for (letter, _), token in zip(letters, follows, strict=True) if token.isascii() and token.isprintable() and token
+    )
     pairs = [
         ("", "begins"),
         ("The sky is ", "blue"),
@@ -215,6 +233,7 @@ def test_requests_are_answered_as_by_the_harness_on_transformers(models: dict[bo
     found = ours.loglikelihood(requests("loglikelihood", *pairs))
     for (value, greedy), (expected, greedy_there) in zip(found, theirs.loglikelihood(requests("loglikelihood", *pairs)), strict=True):
         assert (value, greedy) == (pytest.approx(expected, rel=1e-5), greedy_there)
+    assert found[-1][1], "the model's own answer is the greedy one"
     texts = requests("loglikelihood_rolling", (long,), ("short",), (long * 2,))
     assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-5)
 
