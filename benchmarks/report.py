@@ -132,6 +132,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def cores() -> int:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def versions() -> dict[str, str | None]:
     """Of everything whose version a figure depends on."""
     found: dict[str, str | None] = {"python": platform.python_version(), "megalite": __version__, "commit": commit()}
@@ -166,16 +171,21 @@ def commit() -> str | None:
 
 
 def write(name: str, content: dict[str, Any], directory: Path, machine_name: str | None) -> Path:
-    """Write directory/<machine>-name.json; for the machine's name see `path_of`."""
-    where, device = machine(), content.get("device", {})
+    """Write directory/<machine>-name.json; for the machine's name see `default_name`."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = path_of(name, directory, machine_name or slug(device.get("name") or f"{where['cpu']} {where['cores']} cores"))
-    path.write_text(json.dumps({"benchmark": name, "machine": where, "versions": versions(), **content}, indent=1) + "\n")
+    path = path_of(name, directory, machine_name or default_name(content.get("device", {}).get("name")))
+    path.write_text(json.dumps({"benchmark": name, "machine": machine(), "versions": versions(), **content}, indent=1) + "\n")
     return path
 
 
+def default_name(device: str | None) -> str:
+    """What this machine is called in the names of files: as its GPU where that is what was measured, else as its processor."""
+    where = machine()
+    return slug(device or f"{where['cpu']} {where['cores']} cores")
+
+
 def path_of(name: str, directory: Path, machine_name: str) -> Path:
-    """Where a benchmark's results lie: a machine is called by its GPU, without one by its processor, unless the user gave a name."""
+    """Where a benchmark's results lie; for the machine's name see `default_name`."""
     return directory / f"{machine_name}-{name}.json"
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.scaling_run import measure
 from megalite.batch import Microbatch
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
@@ -91,3 +92,8 @@ def continued(context: Any, sources: list[str], layout: dict[str, int], rows: li
             }
         )
     return found
+
+
+def measure_steps(context: Any, spec: dict[str, Any]) -> list[list[float]]:
+    """What a world of the scaling benchmark measures."""
+    return measure(spec, torch.device("cpu"))

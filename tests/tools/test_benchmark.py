@@ -11,13 +11,17 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import checkpoint, comm, overhead, report, step
+from benchmarks import checkpoint, comm, overhead, report, scaling, step
 from benchmarks.ours import linear_shapes, step_products
+from benchmarks.scaling_run import measure
 from megalite.config.load import from_dict
 from megalite.mesh import Mesh
 from megalite.training import build
 from megalite.training.flops import model_flops_per_token
+from tests.distributed.pool import RankPool
+from tests.tools.jobs import measure_steps
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -46,8 +50,6 @@ def run(main: Callable[[list[str]], None], tmp_path: Path, capsys: pytest.Captur
 
 def check_surroundings(content: dict[str, Any], tmp_path: Path) -> None:
     """Machine, cores and versions stand beside the figures; where it ran does not."""
-    import torch
-
     assert content["machine"].keys() == {"cpu", "cores", "instructions", "memory_gib", "system"}
     assert content["versions"]["torch"] == torch.__version__
     assert content["versions"].keys() == {"python", "megalite", "commit", "torch", "numpy", "transformers"}
@@ -112,6 +114,62 @@ def test_checkpoint_compares_with_torch_save(run: Callable[..., dict[str, Any]],
     assert [target["measured"] for target in checkpoint.targets([slow, fast, slow])] == [pytest.approx(4 / 3), 10.0]
 
 
+def test_scaling_says_what_is_left_of_the_ideal_speed(
+    main: Callable[[list[str]], None], ranks: RankPool, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one core two ranks share it: there is no efficiency then. Worlds are measured here and on the test's own ranks."""
+
+    def measure_ranks(spec: dict[str, Any], world: int) -> Any:
+        return measure(spec, torch.device("cpu")) if world == 1 else ranks.run(world, measure_steps, spec)[0]
+
+    monkeypatch.setattr(scaling, "measure_ranks", measure_ranks)
+    monkeypatch.setattr(report, "cores", lambda: 1)
+    arguments = ["--worlds", "2,1", "--layout", "tp", "--smoke", "--rounds", "2", "--machine", "here", "--output", str(tmp_path), "--json"]
+    main(["scaling", *arguments])
+    content = json.loads(capsys.readouterr().out)
+    check_surroundings(content, tmp_path)
+    assert content == json.loads((tmp_path / "here-scaling-tp.json").read_text())
+    assert "<svg" in (tmp_path / "here-scaling-tp.svg").read_text()
+    rows = {(row["mode"], row["ranks"]): row for row in content["results"]}
+    assert {key: row["global_batch_size"] for key, row in rows.items()} == {
+        ("strong", 1): 8, ("strong", 2): 8, ("weak", 1): 4, ("weak", 2): 8
+    }  # fmt: skip
+    for (mode, world), row in rows.items():
+        assert (row["layout"], row["cores_per_rank"], row["threads_per_rank"]) == ("one process" if world == 1 else "TP2", 1 / world, 1)
+        assert len(row["step_ms"]) == 2 * content["protocol"]["steps"] and row["ms_per_step"] == pytest.approx(median(row["step_ms"]))
+        assert row["tokens_per_second"] == pytest.approx(row["global_batch_size"] * 16 / row["ms_per_step"] * 1e3)
+        assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / rows[mode, 1]["tokens_per_second"])
+        assert row["efficiency"] == (1.0 if world == 1 else None)
+    assert content["convention"].startswith("Where ranks share cores")
+
+
+def test_scaling_under_torchrun_joins_what_other_worlds_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worked by hand: 8 rows of 16 tokens in 1 s, on 2 ranks in 0.8 s and then in 0.625 s."""
+    monkeypatch.setattr(report, "cores", lambda: 2)
+    planned = scaling.plan("dp", [1, 2], name=None, length=None, batch=8, micro=1, threads=1, smoke=True)
+    content: dict[str, Any] | None = None
+    for world, seconds in ((1, 1.0), (2, 0.8), (2, 0.625)):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setattr(scaling, "measure_here", lambda spec, seconds=seconds: [[seconds], [seconds / 2]])
+        content = scaling.compare(planned, content, rounds=1, smoke=True, progress=lambda line: None)
+    assert content is not None
+    assert "convention" not in content
+    strong, weak = ([row for row in content["results"] if row["mode"] == mode] for mode in ("strong", "weak"))
+    assert [row["efficiency"] for row in weak] == [1.0, pytest.approx(8 / 0.3125 / 2 / (4 / 0.5))]
+    assert [(row["ranks"], row["speed_up"], row["efficiency"]) for row in strong] == [
+        (1, 1.0, 1.0),
+        (2, pytest.approx(1.6), pytest.approx(0.8)),
+    ]
+    other = scaling.plan("dp", [1, 2], name=None, length=8, batch=8, micro=1, threads=1, smoke=True)
+    alone = scaling.compare(other, content, rounds=1, smoke=True, progress=lambda line: None)
+    assert {row["ranks"] for row in alone["results"]} == {2}, "figures of another shape do not stay"
+
+
+def test_layouts_grow_along_one_axis() -> None:
+    assert scaling.Layout.of("pp").sizes(4) == {"tp": 1, "pp": 4, "dp": 1}
+    assert scaling.Layout.of("tp2xpp2xdp").sizes(8) == {"tp": 2, "pp": 2, "dp": 2}
+
+
 def test_targets_are_judged_by_their_ratios() -> None:
     """Worked by hand: at the same setting 90/100 is too slow; memory is compared with the smaller of the peers."""
 
@@ -157,6 +215,11 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
         (["step", "--machine", "a/b"], "--machine a/b becomes a part of a file name"),
         (["step", "--precision", "fp64"], "invalid choice: 'fp64'"),
         (["kernel"], "invalid choice: 'kernel'"),
+        (["scaling", "--layout", "tp2"], "--layout tp2 is no layout. Give the axis that grows"),
+        (["scaling", "--layout", "tp2xdp"], "--worlds 1 is no multiple of 2, which --layout tp2xdp needs"),
+        (["scaling", "--layout", "tp", "--worlds", "1,3", "--smoke"], "parallel.tp = 3 does not divide"),
+        (["scaling", "--worlds", "1,two"], "argument --worlds: two is not a number from 1 up"),
+        (["scaling", "--global_batch_size", "3"], "--global_batch_size 3 does not divide by the largest of --worlds, 2"),
         (["kernels"], "kernels measures on an NVIDIA GPU, and the driver shows none"),
         (["kernels", "norms"], "kernels norms is no group of kernels. Legal values: cross_entropy, norm,"),
     ],

@@ -1,0 +1,53 @@
+"""One measured world: `python -m benchmarks.scaling_run SPEC.json`, under torchrun for more than one rank."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from benchmarks.measure import finish, read_spec, timed
+from megalite.config.load import from_dict
+from megalite.training import build
+from megalite.training.launch import choose_device, configure_process, start_process_group, world_size
+from megalite.training.trainer import Trainer
+
+
+def main() -> None:
+    spec = read_spec()
+    seconds = measure(spec, prepare(spec))
+    finish(spec, {"seconds": seconds} if world_size() == 1 or torch.distributed.get_rank() == 0 else None)
+
+
+def prepare(spec: dict[str, Any]) -> torch.device:
+    """Join the other ranks, once in a process; returns its device."""
+    device = choose_device() if spec["device"] == "cuda" else torch.device("cpu")
+    if device.type != spec["device"]:
+        raise RuntimeError(f"this machine has {torch.cuda.device_count()} GPUs, and a rank needs one of its own: give smaller --worlds")
+    torch.set_num_threads(spec["threads"])
+    configure_process(device)
+    if world_size() > 1 and not torch.distributed.is_initialized():
+        start_process_group(device, "30m")
+    return device
+
+
+def measure(spec: dict[str, Any], device: torch.device) -> list[list[float]]:
+    """Seconds of the steps of each configuration, as this rank sees them. Equal configurations are trained once."""
+    found: list[list[float]] = []
+    for number, tree in enumerate(spec["configs"]):
+        if tree in spec["configs"][:number]:
+            found.append(found[spec["configs"].index(tree)])
+            continue
+        config = from_dict(tree)
+        trainer = Trainer(config, build.make_mesh(config), device)
+        gc.collect()
+        gc.disable()  # as the training loop does
+        found.append(timed(trainer.step, spec["warmup_steps"], spec["steps"]))
+        gc.enable()
+        trainer.close()
+    return found
+
+
+if __name__ == "__main__":
+    main()
