@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import checkpoint, comm, gpu_step, kernels, overhead, report, scaling, step
+from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 from tools import Parser
 
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         path = scale(options) if options.benchmark == "scaling" else measure(options)
     except ConfigError as error:
-        tool.error(str(error))
+        exit_with(f"{tool.prog}: {error}")
     except (report.BenchmarkError, OSError) as error:
         tool.exit(1, f"{tool.prog}: {error}\n")
     if os.environ.get("RANK", "0") == "0":
