@@ -46,6 +46,7 @@ def measure(spec: dict[str, Any], device: torch.device) -> list[list[float]]:
         found.append(timed(trainer.step, spec["warmup_steps"], spec["steps"]))
         gc.enable()
         trainer.close()
+        del trainer  # the next one needs its memory
     return found
 
 

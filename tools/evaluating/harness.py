@@ -8,10 +8,10 @@ transformers (HFLM), so that both give the same numbers. `lm_eval` is imported b
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from sys import stderr
 from typing import Any
 
 from megalite.config.schema import ConfigError
@@ -84,7 +84,10 @@ class Answers:
     def _continue(self, contexts: Sequence[str], options: dict[str, Any], seed: int) -> list[str]:
         count = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), MAX_TOKENS)
         if not 0 < count < self.max_length:
-            raise ConfigError(f"a task generates {count} tokens, and the model has positions for {self.max_length}, its question included.")
+            raise ConfigError(
+                f"a task generates {count} tokens, and the model has positions for {self.max_length}, its question included. "
+                "Set max_gen_toks in a copy of its YAML."
+            )
         prompts = [self.tok_encode(context)[-(self.max_length - count) :] or [self.prefix_token_id] for context in contexts]
         until, ends = options.get("until") or [], end_tokens(self._answering.source, self._tokenizer)
         replies = [
@@ -134,20 +137,20 @@ def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
     return Sampling(0.0 if greedy else temperature or 1.0, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0), seed)
 
 
-def as_harness_model(answers: type[Answers] = Answers) -> type[Any]:
+def as_harness_model() -> type[Any]:
     """`Answers` as a subclass of lm_eval.api.model.LM. Raises ConfigError where the harness is not installed."""
     try:
         from lm_eval.api.model import TemplateLM
     except ImportError as error:
         raise ConfigError(f"tasks need lm-evaluation-harness ({error}). Install it with: pip install 'megalite[eval]'") from None
-    return type("Megalite", (answers, TemplateLM), {})
+    return type("Megalite", (Answers, TemplateLM), {})
 
 
 def run(model: Answers, tasks: Sequence[str], *, include_path: Path | None, num_fewshot: int | None, limit: int | None) -> dict[str, Any]:
     """The harness's results on the tasks. What it prints goes to stderr. Raises ConfigError where a task is unknown."""
     from lm_eval import simple_evaluate
 
-    with redirect_stdout(stderr):
+    with redirect_stdout(sys.stderr):
         manager = _manager(tasks, include_path)
         unknown = [name for name in tasks if name not in manager.all_tasks]
         if unknown:
