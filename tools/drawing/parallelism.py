@@ -1,0 +1,117 @@
+"""The manual's figures of tensor parallelism, sequence parallelism and ZeRO: `python -m tools.drawing.parallelism DIRECTORY`.
+
+Colours are ranks where ranks share something, and kinds of memory where memory is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tools.drawing import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
+
+RANKS = (*COLOURS.values(), "#7a4fa3")
+SHARED = "#e4e4e8"  # what every rank holds whole
+COMMUNICATION = "#b03a8c"
+ZERO = {
+    "ZeRO-0": (False, False, False),
+    "ZeRO-1": (False, False, True),
+    "ZeRO-2": (False, True, True),
+    "ZeRO-3": (True, True, True),
+}  # whether weights, gradients, optimizer state are shared
+BYTES = {"weights": 2, "gradients": 4, "master weights and moments": 12}  # of a parameter, in bf16
+
+
+def _title(made: Picture, text: str, note: str) -> None:
+    made.labels += [Label(16, 26, text, 15, bold=True), Label(16, 44, note, fill=FAINT)]
+
+
+def _matrix(made: Picture, x: float, y: float, size: tuple[float, float], name: str, split: str) -> None:
+    """A matrix over two ranks: split by columns or by rows, or whole on both."""
+    width, height = size
+    if split == "whole":
+        made.boxes.append(Box(x, y, width, height, SHARED))
+    for rank in range(2) if split != "whole" else ():
+        if split == "columns":
+            made.boxes.append(Box(x + rank * width / 2, y, width / 2 - 1, height, RANKS[rank]))
+        else:
+            made.boxes.append(Box(x, y + rank * height / 2, width, height / 2 - 1, RANKS[rank]))
+    made.labels.append(Label(x + width / 2, y + height + 17, name, anchor="middle"))
+
+
+def tensor() -> Picture:
+    """A feed-forward block over two ranks: the first matrix by its outputs, the second by its inputs."""
+    made = Picture(860, 218, 1)
+    _title(made, "A feed-forward block on two tensor-parallel ranks", "blue: rank 0, orange: rank 1, grey: the same on both")
+    y = 76
+    steps = (
+        ((90, 80), "x  [tokens, h]", "whole", "·"),
+        ((120, 90), "W₁ᵀ  [h, f], by columns", "columns", "→"),
+        ((120, 80), "act(x W₁ᵀ)  [tokens, f]", "columns", "·"),
+        ((90, 110), "W₂ᵀ  [f, h], by rows", "rows", "Σ"),
+        ((90, 80), "y  [tokens, h]", "whole", ""),
+    )
+    x = 40.0
+    for size, name, split, then in steps:
+        _matrix(made, x, y, size, name, split)
+        x += size[0] + 38
+        colour = COMMUNICATION if then == "Σ" else INK
+        made.labels.append(Label(x, y + 50, then, 26, "middle", colour, bold=then == "Σ"))
+        x += 38
+    made.labels.append(Label(x - 166, y - 8, "one all-reduce", 11, "middle", COMMUNICATION))
+    return made
+
+
+def sequence() -> Picture:
+    """One transformer layer under sequence parallelism: what each of two ranks holds between the collectives."""
+    made = Picture(960, 196, 1)
+    _title(made, "A layer with sequence parallelism on two ranks", "bars are activations; between blocks each rank holds its half of the sequence")
+    parts = ("norm", "all-gather", "attention", "reduce-scatter", "residual, norm", "all-gather", "feed-forward", "reduce-scatter", "residual")
+    widths = (80, 84, 130, 100, 104, 84, 130, 100, 76)
+    x = 56.0
+    for part, width in zip(parts, widths, strict=True):
+        collective = "gather" in part or "scatter" in part
+        for rank in range(2):
+            y = 70 + 44 * rank
+            if collective:
+                made.labels.append(Label(x + width / 2, y + 20, "⇄", 18, "middle", COMMUNICATION))
+            else:
+                inside = part in ("attention", "feed-forward")
+                made.boxes.append(Box(x + 2, y, width - 4, 30, RANKS[rank] if inside else shade(RANKS[rank], 1, 2)))
+                text = ("its heads" if part == "attention" else "its columns") if inside else "half the rows"
+                made.labels.append(Label(x + width / 2, y + 19, text, 10, "middle", "#ffffff" if inside else INK))
+        made.labels.append(Label(x + width / 2, 178, part, 11, "middle", COMMUNICATION if collective else INK))
+        x += width
+    made.labels += [Label(14, 89 + 44 * rank, f"rank {rank}", 11) for rank in range(2)]
+    return made
+
+
+def zero() -> Picture:
+    """Bytes a parameter on each of four ranks under the stages of ZeRO."""
+    made = Picture(860, 236, 1)
+    _title(made, "What one of four data-parallel ranks keeps of a parameter", "bytes, in bf16 with fp32 gradients, master weights and moments")
+    colours = dict(zip(BYTES, RANKS, strict=False))
+    for row, (stage, shared) in enumerate(ZERO.items()):
+        x, y = 90.0, 66 + 34 * row
+        made.labels.append(Label(16, y + 18, stage))
+        total = 0.0
+        for (kind, size), divided in zip(BYTES.items(), shared, strict=True):
+            held = size / 4 if divided else float(size)
+            total += held
+            made.boxes.append(Box(x, y, held * 36 - 1, 26, colours[kind]))
+            x += held * 36
+        made.labels.append(Label(x + 8, y + 18, f"{total:g}", bold=True))
+    x = 90.0
+    for kind in BYTES:
+        made.boxes.append(Box(x, 210, 12, 12, colours[kind]))
+        made.labels.append(Label(x + 18, 220, kind, 11))
+        x += 60 + 7 * len(kind)
+    return made
+
+
+FIGURES = {"tensor": tensor, "sequence": sequence, "zero": zero}
+
+
+if __name__ == "__main__":
+    for name, figure in FIGURES.items():
+        Path(sys.argv[1], f"{name}.svg").write_text(svg(figure()))
