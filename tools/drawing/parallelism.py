@@ -65,8 +65,22 @@ def tensor() -> Picture:
 def sequence() -> Picture:
     """One transformer layer under sequence parallelism: what each of two ranks holds between the collectives."""
     made = Picture(960, 196, 1)
-    _title(made, "A layer with sequence parallelism on two ranks", "bars are activations; between blocks each rank holds its half of the sequence")
-    parts = ("norm", "all-gather", "attention", "reduce-scatter", "residual, norm", "all-gather", "feed-forward", "reduce-scatter", "residual")
+    _title(
+        made,
+        "A layer with sequence parallelism on two ranks",
+        "bars are activations; between blocks each rank holds its half of the sequence",
+    )
+    parts = (
+        "norm",
+        "all-gather",
+        "attention",
+        "reduce-scatter",
+        "residual, norm",
+        "all-gather",
+        "feed-forward",
+        "reduce-scatter",
+        "residual",
+    )
     widths = (80, 84, 130, 100, 104, 84, 130, 100, 76)
     x = 56.0
     for part, width in zip(parts, widths, strict=True):
@@ -89,7 +103,9 @@ def sequence() -> Picture:
 def zero() -> Picture:
     """Bytes a parameter on each of four ranks under the stages of ZeRO."""
     made = Picture(860, 236, 1)
-    _title(made, "What one of four data-parallel ranks keeps of a parameter", "bytes, in bf16 with fp32 gradients, master weights and moments")
+    _title(
+        made, "What one of four data-parallel ranks keeps of a parameter", "bytes, in bf16 with fp32 gradients, master weights and moments"
+    )
     colours = dict(zip(BYTES, RANKS, strict=False))
     for row, (stage, shared) in enumerate(ZERO.items()):
         x, y = 90.0, 66 + 34 * row

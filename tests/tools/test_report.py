@@ -1,0 +1,129 @@
+"""tools/report.py: a page that needs nothing beside it, with the numbers of metrics.jsonl and config.yaml."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megalite.config.load import from_dict, to_dict
+from tools import report
+from tools.reporting import charts, read
+
+VOID = {"meta", "br", "img", "link"}
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that closes another than the last one opened; keeps what would be loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value and not value.startswith("#")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def write_run(directory: Path, steps: int = 40, lr: float = 3e-4, **parallel: object) -> Path:
+    directory.mkdir(parents=True)
+    config = from_dict(
+        {
+            "model": {"preset": "tiny", "vocab_size": 257},
+            "parallel": {"dp": 1, **parallel},
+            "optimizer": {"lr": lr},
+            "train": {"steps": 50, "global_batch_size": 8, "micro_batch_size": 2},
+        }
+    )
+    (directory / "config.yaml").write_text(yaml.safe_dump(to_dict(config)))
+    common = {"lr": lr, "tokens": 100, "tflops_per_gpu": 0.1, "mfu": None, "peak_memory_bytes": 2**30, "loss_scale": 1.0}
+    lines = [
+        {"step": step, "loss": 5 - step / 20, "grad_norm": 1 / step, "step_time_s": 0.5 + step, "tokens_per_second": 1000.0 + step}
+        | {"bubble_fraction": 0.25 + step / 1e4, "skipped": step == 3, "time_forward_s": 0.2, "time_backward_s": 0.3 + step, **common}
+        for step in range(1, steps + 1)
+    ]
+    lines.insert(20, {"step": 20, "val_loss": 4.125})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 41, "lo')
+    return directory
+
+
+def made(*arguments: object) -> str:
+    report.main(list(map(str, arguments)))
+    return Path(arguments[0], "report.html").read_text()
+
+
+def test_the_page_is_whole_and_needs_nothing_beside_it(tmp_path: Path):
+    page = made(write_run(tmp_path / "alone", pp=2))
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == [] and parser.loaded == []
+    assert "url(http" not in page and "@import" not in page
+
+
+def test_it_tells_what_the_run_wrote(tmp_path: Path):
+    page = made(write_run(tmp_path / "alone", pp=2))
+    cells = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td>', page))
+    assert cells["Steps done, of"] == "40 of 50" and cells["Tokens seen"] == "4,000" and cells["Steps skipped"] == "1"
+    assert cells["Last loss"] == "3.0000" and cells["Best validation loss"] == "4.1250"
+    assert cells["Time of a step, s"] == "31", "the median of the second half: steps 21 to 40"
+    assert cells["Layout"] == "tp 1 × pp 2 × dp 1, ZeRO-1, 1f1b" and cells["MFU"] == "–"
+    assert "1f1b: 2 ranks, 4 microbatches" in page, "the schedule that the configuration plans is drawn"
+    assert "<td>20.0%</td><td>25.3%</td>" in page, "its bubble, (p − 1) / (m + p − 1), beside what was measured"
+    for title in ("Loss", "Gradient norm", "Throughput", "Phases of a step: alone"):
+        assert f">{title}</text>" in page
+    assert ">Loss scale</text>" not in page, "it never changed"
+
+
+def test_several_runs_are_compared(tmp_path: Path):
+    runs = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", lr=6e-4)
+    report.main([*map(str, runs), "--output", str(tmp_path / "both.html")])
+    page = (tmp_path / "both.html").read_text()
+    differences = page.partition("What differs")[2].partition("<h2>")[0]
+    assert re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td>', differences) == [
+        ("optimizer.lr", "0.0003", "0.0006")
+    ]
+
+
+def test_long_runs_are_thinned_and_lose_no_extreme(tmp_path: Path):
+    values = np.random.default_rng(0).normal(size=100_000)
+    at, mean, low, high = charts.thinned(range(1, 100_001), values.tolist())
+    assert len(at) == charts.POINTS and low.min() == values.min() and high.max() == values.max()
+    assert np.average(mean) == pytest.approx(values.mean(), rel=0.05, abs=1e-3) and (low <= mean).all() and (mean <= high).all()
+
+
+def test_predictions_are_beside_what_was_measured(tmp_path: Path):
+    directory = write_run(tmp_path / "alone")
+    (directory / "prediction.json").write_text(json.dumps({"step_time_s": 25.0, "gpu": "cpu"}))
+    assert "<td>25</td><td>31</td>" in made(directory)
+
+
+@pytest.mark.parametrize("broken", ["nothing", "config", "metrics"])
+def test_what_is_no_run_is_one_message(broken: str, tmp_path: Path, capsys):
+    directory = tmp_path / "run"
+    if broken != "nothing":
+        write_run(directory)
+        file = directory / {"config": "config.yaml", "metrics": "metrics.jsonl"}[broken]
+        file.write_text({"config": "model: {hidden: 3}\n", "metrics": '{"loss": 3.0}\n'}[broken])
+    with pytest.raises(SystemExit) as ended:
+        report.main([str(directory)])
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and message.count("\n") == 1 and str(directory) in message
+
+
+def test_a_run_that_has_not_stepped_yet_has_a_page(tmp_path: Path):
+    directory = write_run(tmp_path / "new")
+    (directory / "metrics.jsonl").unlink()
+    assert "0 of 50" in made(directory) and read(directory).steps == []

@@ -1,0 +1,111 @@
+"""What a run's directory tells of it: configuration, every step's numbers, validation, and what was predicted.
+
+Everything but config.yaml may be missing or still growing: a report can be made while a run trains.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from megalite.config.load import from_dict
+from megalite.config.schema import Config, ConfigError
+from megalite.model.parameters import model_specs
+from megalite.parallel.pipeline.schedule import Costs, ScheduleError
+from megalite.parallel.spec import parameter_count
+from tools.drawing import measured
+from tools.planning.bubble import Plan
+from tools.planning.bubble import plan as planned
+
+METRICS, ENVIRONMENT, PREDICTION = "metrics.jsonl", "environment.json", "prediction.json"
+PHASES = "time_"  # metrics.jsonl's keys of a step's phases start with this
+
+
+class ReportError(Exception):
+    """A directory of which there is nothing to report; the message says why."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's directory, read. `steps` and `validations` are the lines of metrics.jsonl, oldest first."""
+
+    name: str
+    config: Config
+    options: dict[str, Any]
+    steps: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
+    recorded: measured.MeasuredRun | None
+    environment: dict[str, Any]
+    prediction: dict[str, Any]
+
+    def curve(self, key: str) -> tuple[list[int], list[float]]:
+        """The steps that have a number under this key, and the numbers."""
+        found = [(line["step"], line[key]) for line in (*self.steps, *self.validations) if isinstance(line.get(key), int | float)]
+        return [step for step, _ in found], [float(value) for _, value in found]
+
+    def typical(self, key: str) -> float | None:
+        """The median over the second half of the steps, which no start-up disturbs."""
+        _, values = self.curve(key)
+        return median(values[len(values) // 2 :]) if values else None
+
+    @property
+    def phases(self) -> list[str]:
+        """The keys of a step's phases, in the order in which they are written."""
+        return [key for key in (self.steps[-1] if self.steps else {}) if key.startswith(PHASES)]
+
+    @property
+    def parameters(self) -> int:
+        return parameter_count(model_specs(self.config.model))
+
+    def schedule(self) -> Plan | None:
+        """The pipeline of a step: with the durations that the run recorded, else with those that its schedule was planned for."""
+        if self.recorded is not None:
+            return self.recorded.plan
+        parallel, train = self.config.parallel, self.config.train
+        if parallel.pp == 1 or parallel.dp is None:
+            return None
+        microbatches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
+        return planned(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages, Costs(*parallel.schedule_costs))
+
+
+def read(directory: Path) -> Run:
+    """Read a run's directory. Raises ReportError where it is none."""
+    try:
+        options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+        config = from_dict(options)
+    except OSError as error:
+        raise ReportError(f"{directory}: config.yaml can not be read: {error.strerror}. Give the directory of a run.") from None
+    except (ConfigError, yaml.YAMLError) as error:
+        raise ReportError(f"{directory / 'config.yaml'}: {error}") from None
+    lines = _lines(directory / METRICS)
+    try:
+        recorded = measured.read(directory) if (directory / measured.TIMELINE).exists() else None
+    except ScheduleError as error:
+        raise ReportError(str(error)) from None
+    steps, validations = [line for line in lines if "loss" in line], [line for line in lines if "val_loss" in line]
+    extras = (_object(directory / name) for name in (ENVIRONMENT, PREDICTION))
+    return Run(directory.resolve().name, config, options, steps, validations, recorded, *extras)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl; one that is being written is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+        if not isinstance(found[-1], dict) or not isinstance(found[-1].get("step"), int):
+            raise ReportError(f"{path}, line {number}: it is no line of a run's metrics, since it has no step.")
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

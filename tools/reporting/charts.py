@@ -1,0 +1,133 @@
+"""Curves over steps as SVG, drawn by matplotlib, thinned so that a run of a million steps is no larger than one of a thousand."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tools.reporting import PHASES, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 600  # of a curve, at most
+SIZE = (6.2, 2.7)  # inches
+COLOURS = ("#2a62a8", "#c8691b", "#2f7d4f", "#b03a8c", "#7a4fa3", "#8a7a1f", "#3a8f9c", "#a33a3a")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure: the curves of some keys of metrics.jsonl. `scale` multiplies the values."""
+
+    title: str
+    unit: str
+    keys: tuple[str, ...]
+    scale: float = 1.0
+    logarithmic: bool = False
+    from_zero: bool = False
+
+
+CHARTS = (
+    Chart("Loss", "nats a token", ("loss", "val_loss")),
+    Chart("Gradient norm", "before clipping", ("grad_norm",), logarithmic=True),
+    Chart("Learning rate", "", ("lr",), from_zero=True),
+    Chart("Throughput", "thousand tokens/s, all ranks", ("tokens_per_second",), 1e-3, from_zero=True),
+    Chart("Model FLOPs utilisation", "% of the peak", ("mfu",), 100, from_zero=True),
+    Chart("Time of a step", "s", ("step_time_s",), from_zero=True),
+    Chart("Bubble", "% of the pipeline's time", ("bubble_fraction",), 100, from_zero=True),
+    Chart("Peak memory of rank 0", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
+    Chart("Loss scale", "", ("loss_scale",), logarithmic=True),
+)
+
+ONLY_IF_IT_CHANGES = ("loss_scale", "bubble_fraction")
+
+
+def charts(runs: Sequence[Run]) -> list[str]:
+    """Every chart that has something to show, as SVG elements."""
+    made = [_curves(chart, runs) for chart in CHARTS if any(_changes(run, chart) for run in runs)]
+    return made + [_phases(run) for run in runs if run.phases]
+
+
+def _changes(run: Run, chart: Chart) -> bool:
+    """Whether there is a curve to see. A loss scale that stays what it is, or the bubble of one stage, is none."""
+    values = [value for key in chart.keys for value in run.curve(key)[1]]
+    return bool(values) and (chart.keys[0] not in ONLY_IF_IT_CHANGES or len(set(values)) > 1)
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[np.ndarray[Any, Any], ...]:
+    """At most POINTS points: each the mean of neighbouring steps, with the smallest and the largest of them. Four arrays."""
+    parts = min(len(steps), POINTS)
+    at, of = (np.array_split(np.asarray(each, dtype=float), parts) for each in (steps, values))
+    return tuple(
+        np.array([reduce(part) for part in source]) for source, reduce in ((at, np.mean), (of, np.mean), (of, np.min), (of, np.max))
+    )
+
+
+def _curves(chart: Chart, runs: Sequence[Run]) -> str:
+    def draw(axes: Axes) -> None:
+        for run, colour in zip(runs, _cycled(len(runs)), strict=True):
+            for key in chart.keys:
+                steps, values = run.curve(key)
+                if not steps:
+                    continue
+                at, mean, low, high = thinned(steps, [value * chart.scale for value in values])
+                style: dict[str, Any] = {"marker": "o", "markersize": 3, "linestyle": "--"} if key == "val_loss" else {}
+                name = run.name + (" (validation)" if key == "val_loss" else "")
+                axes.plot(at, mean, color=colour, linewidth=1.3, label=name, **style)
+                if len(steps) > len(at):
+                    axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+        if chart.logarithmic:
+            axes.set_yscale("log")
+            for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                axis(lambda value, _: f"{value:g}")
+        if chart.from_zero:
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+        if len(axes.get_legend_handles_labels()[1]) > 1:
+            axes.legend(frameon=False, fontsize=8)
+
+    return _svg(chart.title, chart.unit, draw)
+
+
+def _phases(run: Run) -> str:
+    """What a step's time is made of."""
+
+    def draw(axes: Axes) -> None:
+        steps, bottom = [line["step"] for line in run.steps], np.zeros(0)
+        for key, colour in zip(run.phases, _cycled(len(run.phases)), strict=True):
+            at, mean, _, _ = thinned(steps, [float(line.get(key) or 0.0) for line in run.steps])
+            bottom = np.zeros_like(mean) if not len(bottom) else bottom
+            name = key.removeprefix(PHASES).removesuffix("_s").replace("_", " ")
+            axes.fill_between(at, bottom, bottom + mean, color=colour, alpha=0.85, linewidth=0, label=name)
+            bottom = bottom + mean
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, fontsize=8, ncols=3)
+
+    return _svg(f"Phases of a step: {run.name}", "s", draw)
+
+
+def _cycled(count: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+def _svg(title: str, unit: str, draw: Any) -> str:
+    """One figure as an SVG element. Its text stays text, and its names can not clash with those of another on the page."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9, "font.family": "sans-serif"}):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_ylabel(unit)
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    return re.sub(r"^.*?(?=<svg)", "", written.getvalue(), count=1, flags=re.DOTALL)
