@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-matrix pictures lint install
+.PHONY: demo test test-matrix pictures manual lint install
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/installed-demo
@@ -27,8 +27,13 @@ pictures: install
 	for name in gpipe 1f1b interleaved zb-h1 zb-h2 zb-v v-half; do \
 		$(BIN)/python tools/bubble_calc.py --pp 4 --microbatches 8 --schedule $$name --timeline docs/pictures/$$name.svg > /dev/null || exit 1; \
 	done
+	$(BIN)/python -m tools.drawing.parallelism docs/pictures
 
-lint: install
+# The manual as a site: docs/ with search, in runs/manual.
+manual: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir runs/manual
+
+lint: install manual
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
