@@ -14,11 +14,13 @@ import pytest
 
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
+from tools.drawing import svg
+from tools.drawing.parallelism import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "bubble_calc.py"
 SMALL = ["--pp", "4", "--microbatches", "8"]
-PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+PICTURES = sorted(path for path in (ROOT / "docs" / "pictures").glob("*.svg") if path.stem not in FIGURES)
 
 
 @pytest.fixture
@@ -205,6 +207,13 @@ def test_the_page_shows_every_schedule_as_the_tool_draws_it(tool, tmp_path):
         assert f"](pictures/{path.name})" in page
     made = subprocess.run(["make", "-n", "pictures"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert f"for name in {' '.join(SCHEDULES)};" in made and " ".join(SMALL) in made
+
+
+def test_the_manual_shows_the_figures_as_they_are_drawn():
+    page = (ROOT / "docs" / "mathematics.md").read_text()
+    for name, figure in FIGURES.items():
+        assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == svg(figure()), "`make pictures` draws it again"
+        assert f"](pictures/{name}.svg)" in page
 
 
 def test_the_page_shows_the_table_as_the_tool_prints_it(tool):
