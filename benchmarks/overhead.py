@@ -67,7 +67,7 @@ class Run:
 
     @property
     def layout_name(self) -> str:
-        return "×".join(f"{axis.upper()}{size}" for axis, size in self.layout.items()) or "one process"
+        return "×".join(f"{axis.upper()}{size}" for axis, size in self.layout.items() if axis != "zero") or "one process"
 
 
 def runs(smoke: bool) -> list[Run]:
@@ -82,7 +82,7 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     """Run everything, the runs taking turns, and return the figures with what they depend on."""
     compared = runs(smoke)
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
-        configs = [_config(run, Path(scratch)) for run in compared]
+        configs = [config_of(run, Path(scratch)) for run in compared]
         for number in range(1, rounds + 1):
             for run, config in zip(compared, configs, strict=True):
                 progress(f"round {number} of {rounds}: {run.name}, {run.layout_name}")
@@ -99,7 +99,8 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     return {"threads": threads, "protocol": {"rounds": rounds}, "results": rows, "targets": targets(rows)}
 
 
-def _config(run: Run, scratch: Path) -> dict[str, Any]:
+def config_of(run: Run, scratch: Path) -> dict[str, Any]:
+    """The configuration of a run, on random tokens in `scratch`."""
     length = run.model["max_position_embeddings"]
     total, micro = run.batch
     return {

@@ -1,0 +1,150 @@
+"""One rank of `tools/plan.py --calibrate`: how fast this machine's devices multiply, move and communicate.
+
+Every rank measures at the same time, as in training: on a CPU the ranks share memory and, where there are more of them, cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megalite_kernels import activation, norm
+from megalite_kernels.attention import attention, attention_backward
+from torch import Tensor
+
+from benchmarks.measure import finish, read_spec, wait
+from megalite.mesh import Layout, Mesh
+from megalite.parallel.collectives import all_reduce
+from megalite.training.launch import choose_device, configure_process, start_process_group
+from tools.planning.kernels import computed_pairs
+from tools.planning.links import START
+
+REPEATS = 7
+TINY = 8  # a side of a product that takes no time but its call's
+
+
+class Measured:
+    """What one rank measures. sizes: of the products, cube roots of m·n·k."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+
+    def seconds(self, act: Callable[[], object]) -> float:
+        """Median of several calls, all ranks side by side."""
+        act()
+        found = []
+        for _ in range(REPEATS):
+            wait(self.device.type)
+            if dist.is_initialized():
+                dist.barrier()
+            started = perf_counter()
+            act()
+            wait(self.device.type)
+            found.append(perf_counter() - started)
+        return median(found)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def product(self, size: int) -> float:
+        """FLOP/s of the three products of a linear layer of `size` rows, inputs and outputs."""
+        x, weight, grad = (self.random(size, size) for _ in range(3))
+        calls = max(1, min(100, int(2e9 / (6 * size**3))))
+
+        def layer() -> None:
+            for _ in range(calls):
+                torch.mm(x, weight.t())
+                torch.mm(grad, weight)
+                torch.mm(grad.t(), x)
+
+        return 6 * size**3 * calls / self.seconds(layer)
+
+    def bandwidth(self, rows: int, width: int) -> float:
+        """Bytes/s of norm, residual sum and gated activation, forward and backward, of the bytes that kernels of theirs have to move."""
+        x, branch, dy, weight = self.random(rows, width), self.random(rows, width), self.random(rows, width), self.random(width)
+        gate_up, dh = self.random(rows, 4 * width), self.random(rows, 2 * width)
+
+        def pass_over() -> None:
+            total, _, rstd = norm.add_rms_norm(x, branch, weight, 1e-5)
+            norm.rms_norm_backward(dy, total, weight, rstd, 0.0, dy)
+            activation.gated_forward(gate_up, "silu")
+            activation.gated_backward(dh, gate_up, "silu")
+
+        values = rows * (8 * width + 9 * 2 * width)  # see tools.planning.operations: 4 + 4 of the norm, 3 + 6 of the activation
+        return values * x.element_size() / self.seconds(pass_over)
+
+    def attention(self, sequence: int, heads: int, width: int) -> tuple[float, float]:
+        """FLOP/s of forward and backward, counted as the planner does."""
+        q, k, v, grad = (self.random(sequence, 4, heads, width) for _ in range(4))
+        out, saved = attention(q, k, v, scale=width**-0.5)
+        flops = 4 * 4 * heads * width * computed_pairs(sequence, None)
+        forward = self.seconds(lambda: attention(q, k, v, scale=width**-0.5))
+        backward = self.seconds(lambda: attention_backward(grad, q, k, v, out, saved, scale=width**-0.5))
+        return flops / forward, 2.5 * flops / backward
+
+    def call(self) -> float:
+        """Seconds of an operation that has nothing to do, called through autograd as a layer's are."""
+        x, weight = self.random(TINY, TINY).requires_grad_(), self.random(TINY, TINY)
+
+        def chain() -> None:
+            y = x
+            for _ in range(100):
+                y = torch.mm(y, weight)
+            y.sum().backward()
+
+        return self.seconds(chain) / 200
+
+
+def link(measured: Measured, exchange: Callable[[Tensor], object], share: float, sizes: tuple[int, int]) -> dict[str, float]:
+    """Latency and bandwidth from two sizes. share: how many times the bytes pass a link."""
+    small, large = (torch.zeros(size // 4, device=measured.device) for size in sizes)
+    short, long = (measured.seconds(lambda x=x: exchange(x)) for x in (small, large))  # type: ignore[misc]
+    bandwidth = share * (sizes[1] - sizes[0]) / max(long - short, 1e-9)
+    return {"gbs": bandwidth / 1e9, "latency_us": max(short - START - share * sizes[0] / bandwidth, 0.0) / share * 1e6}
+
+
+def links(measured: Measured, ranks: int, sizes: tuple[int, int]) -> dict[str, dict[str, float]]:
+    """Of data parallelism, of tensor parallelism (on a CPU through shared memory), and of messages between stages."""
+    share = 2 * (ranks - 1) / ranks
+    data, tensor = Mesh(Layout(dp=ranks)), Mesh(Layout(tp=ranks))
+    me = dist.get_rank()
+
+    def ping(x: Tensor) -> None:
+        if me == 0:
+            dist.send(x, 1)
+        elif me == 1:
+            dist.recv(x, 0)
+
+    return {
+        "within": link(measured, lambda x: all_reduce(x, data.dp).wait(), share, sizes),
+        "tensor": link(measured, lambda x: all_reduce(x, tensor.tp).wait(), share, (sizes[0], sizes[1] // 8)),
+        "messages": link(measured, ping, 1.0, (sizes[0], sizes[1] // 8)),
+    }
+
+
+def main() -> None:
+    spec = read_spec()
+    device = choose_device() if spec["device"] == "cuda" else torch.device("cpu")
+    torch.set_num_threads(spec["threads"])
+    configure_process(device)
+    start_process_group(device, "10m")
+    measured = Measured(device, getattr(torch, spec["dtype"]))
+    products = {size: measured.product(size) / 1e9 for size in spec["sizes"]}
+    forward, backward = measured.attention(*spec["attention"])
+    found: dict[str, Any] = {
+        "products": products,
+        "memory_gbs": measured.bandwidth(*spec["rows"]) / 1e9,
+        "attention_gflops": [forward / 1e9, backward / 1e9],
+        "kernel_us": 1e6 * measured.call(),
+    }
+    if spec["ranks"] > 1:
+        found |= links(measured, spec["ranks"], tuple(spec["messages"]))
+    finish(spec, found if not dist.is_initialized() or dist.get_rank() == 0 else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""tools/plan.py: the search against trying everything, plans that a run accepts, and the tool as its users run it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.config.load import from_dict, load_config
+from megalite.config.rules import check
+from megalite.training import build
+from megalite.training.trainer import Trainer
+from tests.distributed.configs import write_tokens
+from tools.accounting import dry_run
+from tools.planning.configuring import configured
+from tools.planning.hardware import find
+from tools.planning.memory import estimate
+from tools.planning.search import Search
+from tools.planning.step import Choice, Job
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
+    "max_position_embeddings": 64,
+}
+BATCH, SEQUENCE, GPUS = 8, 64, 4
+ARGUMENTS = ["--gpus", 8, "--gpu", "h100", "--sequence_length", 8192, "--global_batch_size", 64]
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """tool(*arguments) → what it prints."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    main = importlib.import_module("plan").main
+
+    def call(*arguments: object) -> str:
+        main(list(map(str, arguments)))
+        return capsys.readouterr().out
+
+    return call
+
+
+def small_search(wanted: int, **fixed: int | str) -> Search:
+    """A small model on four devices that hold about half of its layouts."""
+    base = from_dict({"model": SMALL, "data": {"sequence_length": SEQUENCE}, "train": {"global_batch_size": BATCH, "precision": "bf16"}})
+    device = replace(find("a100"), memory=2.4e6 / 0.93, per_node=2)
+    return Search(Job(base.model, device, SEQUENCE, BATCH), base, GPUS, fixed, wanted)
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """Every legal layout without offload and recomputation, timed and measured."""
+    search = small_search(1, recompute="none", offload="none")
+    return [search.plan(choice) for core in search.cores() for choice in search.variants(core)], search
+
+
+# --- the search ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_search_finds_what_trying_everything_finds(everything):
+    plans, _ = everything
+    best: dict[Choice, float] = {}
+    for plan in plans:
+        if plan.fits:
+            family = replace(plan.choice, schedule="", virtual_stages=0)
+            best[family] = min(best.get(family, float("inf")), plan.step.total)
+    assert 0.2 * len(plans) < sum(plan.fits for plan in plans) < 0.9 * len(plans), "memory decides something"
+    search = small_search(12, recompute="none", offload="none")
+    found = search.plans()
+    assert [plan.step.total for plan in found] == pytest.approx(sorted(best.values())[:12])
+    assert search.considered == len(plans) and search.timed < len(plans)
+
+
+def test_what_fits_a_run_accepts_and_holds_no_more(everything):
+    plans, search = everything
+    for plan in plans:
+        assert search.memory_bound(plan.choice) <= plan.memory.total * 1.02, plan.choice
+        if plan.fits:
+            check(configured(search.base, plan.choice), GPUS, leave_out=dry_run.ABOUT_FILES)
+    for plan in plans[::17]:
+        whole = max(rank.total for rank in estimate(configured(search.base, plan.choice), GPUS))
+        assert plan.memory.total == whole, "following a few microbatches is following all"
+
+
+def test_offload_is_taken_where_nothing_else_fits():
+    search = small_search(5, pp=1, tp=1, micro_batch_size=1, recompute="full")
+    search.room = min(search.plan(choice).memory.total for core in search.cores() for choice in search.variants(core)) + 1
+    assert {plan.choice.offload for plan in search.plans()} == {"cpu", "disk"}
+
+
+# --- the tool --------------------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_what_is_promised(tool, tmp_path):
+    written = tmp_path / "run.yaml"
+    arguments = ("--model", "llama-3-8b", *ARGUMENTS, "--tokens", 1e12, "--price_per_hour", 2, "--plans", 2, "--write", written)
+    found = json.loads(tool(*arguments, "--json"))
+    assert found["parameters"] == 8_030_261_248 and len(found["plans"]) == 2 and len(found["explanation"]) >= 4
+    keys = "tp pp virtual_stages schedule dp zero micro_batch_size recompute memory_bytes step_time_s tokens_per_second_per_gpu mfu fits"
+    for plan in found["plans"]:
+        assert set(keys.split()) <= plan.keys() and plan["fits"] and plan["tp"] * plan["pp"] * plan["dp"] == 8
+        assert sum(plan["step_time_parts_s"].values()) == pytest.approx(plan["step_time_s"])
+        assert plan["tokens_per_second_per_gpu"] == pytest.approx(64 * 8192 / 8 / plan["step_time_s"])
+        assert 0.3 < plan["mfu_causal"] < plan["mfu_palm"] == plan["mfu"] < 0.75
+        assert plan["days"] == pytest.approx(1e12 / (64 * 8192) * plan["step_time_s"] / 86400)
+        assert plan["cost"] == pytest.approx(plan["days"] * 24 * 2 * 8)
+    best = found["plans"][0]
+    planned = dry_run.read(["--config", str(written)], 8)
+    assert (planned.parallel.tp, planned.parallel.pp, planned.parallel.zero) == (best["tp"], best["pp"], best["zero"])
+    assert max(rank.total for rank in estimate(planned, 8)) == best["memory_bytes"]
+
+
+def test_choices_that_are_fixed_stay(tool):
+    fixed = ("--tp", 2, "--pp", 2, "--schedule", "zb-v", "--zero", 2, "--micro_batch_size", 1, "--recompute", "full")
+    (plan,) = json.loads(tool("--model", "llama-3-8b", *ARGUMENTS, *fixed, "--offload", "none", "--json"))["plans"]
+    assert [plan[name] for name in ("tp", "pp", "dp", "schedule", "virtual_stages", "zero", "recompute")] == [2, 2, 2, "zb-v", 2, 2, "full"]
+
+
+def test_text_says_why_and_walks_from_one_gpu_to_offload(tool):
+    text = tool("--model", "llama-3-8b", *ARGUMENTS, "--plans", 3, "--explain", "--recompute", "none")
+    assert "Fastest: " in text and "Its fullest rank takes" in text and " slower" in text
+    rungs = [line.partition(":")[0] for line in text.splitlines()[-10:]]
+    assert [name for name in ("replicas", "ZeRO-1", "ZeRO-2", "ZeRO-3", "recomputation", "tensor", "offload") if name in rungs] == [
+        *("replicas", "ZeRO-1", "ZeRO-2", "ZeRO-3", "recomputation", "tensor", "offload")
+    ]
+    (replicas,) = (line for line in text.splitlines() if line.startswith("replicas"))
+    assert "does not fit into 80" in replicas
+
+
+def test_a_written_plan_trains(tool, tmp_path):
+    """The way of a small model: its shape in a file, a plan for one process, and steps with the configuration that comes out."""
+    shape, plan = tmp_path / "shape.yaml", tmp_path / "plan.yaml"
+    lines = "".join(f"  {key}: {value}\n" for key, value in SMALL.items())
+    shape.write_text(f"model:\n{lines}train:\n  steps: 2\noptimizer:\n  lr: 0.01\n")
+    sizes = ("--sequence_length", SEQUENCE, "--global_batch_size", BATCH, "--precision", "fp32")
+    tool("--model", shape, "--gpus", 1, "--gpu", "a100", *sizes, "--recompute", "full", "--write", plan)
+    data = ["--data.train", write_tokens(tmp_path, SMALL["vocab_size"]), "--run.dir", str(tmp_path / "runs")]
+    config = load_config(["--config", str(plan), *data], world_size=1)
+    assert (config.optimizer.lr, config.train.recompute, config.train.precision) == (0.01, "full", "fp32")
+    trainer = Trainer(config, build.make_mesh(config), "cpu")
+    losses = [trainer.step().loss for _ in range(2)]
+    trainer.close()
+    assert losses[1] < losses[0] < 7
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--model is missing."),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "h10"], "--gpu h10 is not in the table"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--tp", "3"], "No layout is legal: parallel.tp = 3 does not divide"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "9000"], "data.sequence_length = 9000 exceeds"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "v100-32gb"], "--precision bf16 has no peak on v100-32gb"),
+        (["--model", "tiny", *ARGUMENTS], "--model tiny leaves the vocabulary to the data"),
+        (["--model", "llama-3-70b", *ARGUMENTS, "--gpu", "rtx-4090", "--gpus", "1"], "Nothing fits: even one device"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--gpus", "0"], "argument --gpus: '0' is not a whole number from 1 up"),
+    ],
+)
+def test_what_can_not_be_planned_is_one_message(tool, capsys, arguments, message):
+    try:
+        out = tool(*arguments)
+    except SystemExit as error:
+        streams = capsys.readouterr()
+        out = streams.out + streams.err
+        assert error.code == (1 if message.startswith("Nothing") else 2)
+    assert message in out and "Traceback" not in out

@@ -1,0 +1,228 @@
+"""The planner's time: formulas by hand, limits that no prediction may pass, and speeds that others have published."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megalite.config.presets import preset
+from megalite.config.schema import ModelConfig
+from megalite.parallel.pipeline.generator import SCHEDULES, build, chunks_of
+from tools.planning import published
+from tools.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
+from tools.planning.kernels import STREAM, TILE_START, attention, computed_pairs, exact_pairs, product, stream
+from tools.planning.links import START, Fabric, Group, group
+from tools.planning.pacing import pace
+from tools.planning.simulator import simulate
+from tools.planning.step import Choice, Job, Stepper
+
+A100 = find("a100")
+PLAIN = replace(A100, within=Link("fast", 200e9, 1e-6), between=Link("slow", 20e9, 10e-6), kernel=0.0)
+GB = 1e9
+
+
+# --- devices -------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_device_of_the_table_is_complete_and_dense():
+    for name in known_devices():
+        device = find(name)
+        peak = max(device.peaks.values())
+        assert 1e14 < peak < 3e15, "sparse peaks are twice as high as any dense one"
+        assert device.between.bandwidth <= device.within.bandwidth * 2 and device.memory > 16e9 and device.price
+    assert "bf16" not in find("v100-32gb").peaks
+    assert find("h100").peak("bf16") == 989e12 and find("h100").within.bandwidth == pytest.approx(0.8 * 450e9)
+
+
+def test_a_device_of_ones_own(tmp_path):
+    own = tmp_path / "mine.yaml"
+    own.write_text(
+        "tflops: {bf16: 100}\nsustained: 0.5\nmultiprocessors: 10\nmemory_gib: 8\nmemory_gbs: 100\nwithin: {gbs: 10, latency_us: 2}\n"
+        "between: ib200\ngpus_per_node: 2\nhost: pcie4\nproducts: {100: 1, 9: 3, 20: 2}\n"
+    )
+    device = find(str(own))
+    assert (device.name, device.peak("bf16"), device.within) == ("mine", 1e14, Link("measured", 10e9, 2e-6))
+    assert device.rates == ((9.0, 3e9), (20.0, 2e9), (100.0, 1e9)), "ascending, as numbers"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"memory_gbs": None}, "does not say memory_gbs"),
+        ({"speed": 1}, "speed is not a known key"),
+        ({"sustained": "fast"}, "wrong kind"),
+        ({"within": "nvlink9"}, "nvlink9 is not a known link. Nearest: nvlink"),
+        ({"tflops": None}, "is not in peaks.yaml"),
+    ],
+)
+def test_what_is_wrong_with_a_device_is_said(change, message):
+    row = {"tflops": {"bf16": 1}, "sustained": 0.5, "multiprocessors": 1, "memory_gib": 8, "memory_gbs": 1, "within": "pcie4"}
+    row |= {"between": "ib200", "gpus_per_node": 2, "host": "pcie4"} | change
+    with pytest.raises(HardwareError, match=message):
+        read_device("mine", {key: value for key, value in row.items() if value is not None})
+
+
+# --- kernels -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_product_reaches_what_is_sustained_and_a_thin_one_its_bytes():
+    large = 2 * 16384**3 / product(A100, 16384, 16384, 16384, "bf16")
+    assert 0.93 < large / (312e12 * A100.sustained) <= 1
+    thin = product(PLAIN, 8, 8192, 8192, "bf16")
+    assert thin == pytest.approx(2 * (8192 * 8192 + 2 * 8 * 8192) / (2039e9 * STREAM))
+
+
+def test_tiles_come_in_waves():
+    """108 tiles of 128 x 256 are one wave; one more column makes a second one, unless smaller tiles do better."""
+    unit = 312e12 * A100.sustained / 108
+    wave = 2 * 128 * 256 * 8192 / unit
+    full, spill = product(PLAIN, 128 * 9, 256 * 12, 8192, "bf16"), product(PLAIN, 128 * 9, 256 * 12 + 1, 8192, "bf16")
+    assert full == pytest.approx(wave + TILE_START)
+    assert 1.03 * full < spill <= 2 * full
+
+
+def test_a_gradient_that_is_accumulated_moves_more():
+    plain, added = (product(PLAIN, 4096, 4096, 16, "bf16", written=written) for written in (None, 8.0))
+    assert added - plain == pytest.approx(6 * 4096**2 / (2039e9 * STREAM))
+
+
+def test_measured_products_replace_tiles():
+    device = replace(PLAIN, rates=((64.0, 1e9), (256.0, 3e9)), measured=True)
+    assert product(device, 128, 128, 128, "bf16") == pytest.approx(2 * 128**3 / 2e9), "half way between, in the logarithm"
+    assert product(device, 8, 8, 8, "bf16") == pytest.approx(2 * 8**3 / 1e9)
+
+
+def test_attention_counts_blocks_below_the_diagonal():
+    assert exact_pairs(4, None) == 10 and exact_pairs(4, 2) == 7
+    assert computed_pairs(1024, None) == sum(128 * 128 * (row + 1) for row in range(8))
+    forward, backward = attention(A100, 32, 128, 8192, 1, None, "bf16")
+    speed = 4 * 32 * 128 * computed_pairs(8192, None) / forward
+    assert 0.5 < speed / 312e12 < 0.75 and 2.5 < backward / forward < 3.2  # FlashAttention-2 on A100: 0.6 to 0.7
+
+
+# --- links ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, stride, expected",
+    [
+        (8, 1, Group(8, 8, 1)),
+        (4, 2, Group(4, 4, 1)),
+        (16, 1, Group(16, 8, 2)),
+        (16, 8, Group(16, 1, 16)),
+        (64, 2, Group(64, 4, 16)),
+        (3, 4, Group(3, 1, 3)),
+    ],
+)
+def test_where_a_group_lies(size, stride, expected):
+    assert group(A100, size, stride) == expected
+
+
+def test_rings_by_hand():
+    fabric, inside = Fabric(PLAIN), Group(4, 4, 1)
+    assert fabric.half(GB, inside) == pytest.approx(START + 3 / 4 * GB / 200e9 + 3e-6)
+    assert fabric.all_reduce(GB, inside) == pytest.approx(START + 2 * 3 / 4 * GB / 200e9 + 6e-6)
+    across = Group(16, 8, 2)  # eight cards: 160 GB/s; 14 hops inside, two between
+    assert fabric.half(GB, across) == pytest.approx(START + 15 / 16 * (GB / 160e9 + 14 * 1e-6 + 2 * 10e-6))
+    assert fabric.half(GB, Group(2, 1, 2)) == pytest.approx(START + 1 / 2 * (GB / 20e9 + 20e-6))
+    assert fabric.half(GB, Group(1, 1, 1)) == fabric.all_reduce(GB, Group(1, 1, 1)) == 0
+    assert fabric.send(GB, 8) == pytest.approx(START + 1e-6 + GB / 200e9)
+    assert fabric.send(GB, 16) == pytest.approx(START + 10e-6 + GB / 20e9)
+
+
+def test_trees_carry_small_sums_over_many_nodes():
+    fabric, ranks = Fabric(PLAIN), Group(1024, 1, 1024)
+    assert fabric.all_reduce(64, ranks) == pytest.approx(START + 2 * (64 / 20e9 + 10 * 10e-6))
+    assert fabric.all_reduce(100 * GB, ranks) < 2 * 100 * GB / 20e9 + 0.03, "and rings the large ones"
+
+
+# --- the pipeline's pace -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_continuing_the_steady_state_is_simulating_the_whole(name):
+    """Also where the ends are heavier, where every stage differs, and where messages make waves as long as the pipeline."""
+    draw = random.Random(name)
+    for ranks, microbatches, message in ((2, 61, 0.3), (4, 70, 0.05), (3, 54, 0.0)):
+        stages = None if name != "interleaved" else 3
+        count = ranks * (stages or chunks_of(name))
+        forward, backward, weight = ([scale * draw.uniform(0.9, 1.1) for _ in range(count)] for scale in (1.0, 1.2, 0.8))
+        durations = (forward, backward, weight) if ranks != 3 else ([1.0] * count,) * 3
+        found = pace(name, ranks, microbatches, stages, *durations, message)
+        whole = simulate(build(name, ranks, microbatches, stages), *durations, message)
+        assert found.makespan == pytest.approx(whole.makespan, rel=1e-9)
+        assert found.longest_span == pytest.approx(whole.longest_span, rel=1e-9)
+        assert found.bubble_fraction == pytest.approx(whole.bubble_fraction, rel=1e-6, abs=1e-9)
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------------------
+
+LLAMA = ModelConfig(**preset("llama-3-8b"))
+CHOICES = [
+    Choice(dp=16),
+    Choice(dp=16, zero=3, recompute="full"),
+    Choice(tp=8, dp=2, sequence_parallel=True),
+    Choice(tp=2, pp=4, dp=2, zero=0),
+    Choice(tp=4, pp=4, schedule="interleaved", virtual_stages=4, sequence_parallel=True, recompute="every-2"),
+    Choice(pp=8, dp=2, schedule="zb-h1", zero=2),
+    Choice(pp=8, dp=2, schedule="zb-v", virtual_stages=2, offload="cpu"),
+]
+
+
+def seconds(choice: Choice, device: Device = A100, **job: object) -> float:
+    return Stepper(Job(LLAMA, device, 4096, 128, **job)).step(choice).total  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_a_step_adds_up_is_bounded_and_never_slower_on_better_hardware(choice):
+    stepper = Stepper(Job(LLAMA, A100, 4096, 128))
+    step = stepper.step(choice)
+    assert sum(step.parts().values()) == pytest.approx(step.total) and min(step.parts().values()) >= -1e-9
+    assert stepper.divided(choice) <= stepper.filled(replace(choice, offload="none")) <= stepper.least(choice) <= step.total * (1 + 1e-9)
+    faster = (
+        replace(A100, bandwidth=2 * A100.bandwidth),
+        replace(A100, within=replace(A100.within, bandwidth=2 * A100.within.bandwidth)),
+        replace(A100, between=replace(A100.between, bandwidth=2 * A100.between.bandwidth)),
+        replace(A100, peaks={"bf16": 2 * A100.peak("bf16")}),
+    )
+    assert all(seconds(choice, device) <= step.total * (1 + 1e-9) for device in faster)
+    palm, causal = stepper.job.mfu(choice, step.total)
+    assert 0.05 < causal < palm < A100.sustained
+
+
+def test_what_each_choice_costs():
+    base = Choice(tp=4, dp=4, sequence_parallel=True)
+    longer = [replace(base, recompute=mode) for mode in ("none", "every-4", "every-2", "full")]
+    assert all(seconds(a) < seconds(b) for a, b in pairwise(longer))
+    assert seconds(Choice(dp=16, zero=1)) < seconds(Choice(dp=16, zero=2)) < seconds(Choice(dp=16, zero=3))
+    assert seconds(base) < seconds(replace(base, offload="cpu")) < seconds(replace(base, offload="disk"))
+    pipelines = [Choice(pp=8, dp=2), Choice(pp=8, dp=2, schedule="interleaved", virtual_stages=2), Choice(pp=8, dp=2, schedule="zb-h2")]
+    assert seconds(pipelines[0]) > seconds(pipelines[1]) > seconds(pipelines[2])
+    assert seconds(Choice(tp=16)) > 1.3 * seconds(Choice(tp=8, dp=2)), "tp across nodes"
+
+
+def test_one_device_is_its_kernels_and_its_optimizer():
+    step = Stepper(Job(LLAMA, A100, 4096, 4)).step(Choice())
+    assert (step.bubble, step.tensor, step.gradients, step.weights, step.recompute) == (0, 0, 0, 0, 0)
+    assert step.optimizer == pytest.approx(stream(A100, 34 * 8.03e9), rel=0.01)
+
+
+# --- published speeds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return {table.key: table for table in published.compare()}
+
+
+@pytest.mark.parametrize("key, median, worst", [("sc21", 0.10, 0.25), ("korthikanti", 0.10, 0.25), ("zero-bubble", 0.10, 0.25)])
+def test_published_speeds_are_met(tables, key, median, worst):
+    assert tables[key].median <= median and abs(tables[key].worst) <= worst
+
+
+def test_the_page_shows_what_is_predicted(tables):
+    page = published.PAGE.read_text()
+    assert published.document(list(tables.values())) in page, "run python -m tools.planning.published"

@@ -1,0 +1,188 @@
+"""Devices and what connects them: read from hardware.yaml or from a user's file. Units are bytes, seconds and FLOP/s throughout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.load import read_tree
+from megalite.config.rule import describe_legal, nearest_name
+from megalite.config.schema import ConfigError
+from megalite.training.flops import peak_flops
+
+TABLE = Path(__file__).with_name("hardware.yaml")
+HOST_MEMORY_GBS = 40.0  # of a host's bandwidth, for each of its devices: eight share twelve channels of DDR5-4800
+HOST_MEMORY_GIB = 200.0  # of a host's memory, for each of its devices
+DISK_GBS = 1.5  # of a host's NVMe, for each of its devices
+
+
+class HardwareError(ValueError):
+    """A device that is not known, or a file that does not describe one; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One device's way to another. bandwidth: bytes/s in one direction that large messages reach; latency: seconds of one hop."""
+
+    name: str
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and its surroundings.
+
+    Attributes:
+        peaks: precision → dense peak, FLOP/s.
+        sustained: what large products reach of the peak.
+        multiprocessors: units that a product's tiles are dealt to.
+        memory: bytes; bandwidth: bytes/s of it, as on the data sheet, or as measured.
+        within, between: links inside a node and between nodes; per_node: devices of a node.
+        host: the link to the host; host_memory: bytes/s of the host's memory, and host_size its bytes, for each device; disk: bytes/s.
+        price: US dollars an hour, None where it is not known.
+        rates: where products were measured, (cube root of m·n·k, FLOP/s), ascending: then they hold, not tiles.
+        attention: where it was measured, FLOP/s of its forward and of its backward.
+        kernel: seconds that a kernel takes beyond its bytes and FLOPs; host_time: seconds of the host for each operation.
+        tensor, messages: inside a node, what tensor parallelism and messages between stages have of their own, where that was measured.
+        cpu: whether it is a processor, whose cores communicate and compute in turn, and which no kernels are written for.
+        measured: the bandwidth is one that kernels reached, not a data sheet's.
+    """
+
+    name: str
+    peaks: Mapping[str, float]
+    sustained: float
+    multiprocessors: int
+    memory: float
+    bandwidth: float
+    within: Link
+    between: Link
+    per_node: int
+    host: Link
+    host_memory: float = HOST_MEMORY_GBS * 1e9
+    host_size: float = HOST_MEMORY_GIB * 2**30
+    disk: float = DISK_GBS * 1e9
+    price: float | None = None
+    rates: tuple[tuple[float, float], ...] = ()
+    attention: tuple[float, float] | None = None
+    kernel: float = 2e-6
+    host_time: float = 8e-6
+    tensor: Link | None = None
+    messages: Link | None = None
+    cpu: bool = False
+    measured: bool = False
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s. Raises HardwareError where the device has no fast products of that precision."""
+        if precision not in self.peaks:
+            raise HardwareError(f"--precision {precision} has no peak on {self.name}. {describe_legal(precision, list(self.peaks))}")
+        return self.peaks[precision]
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = read_tree(str(TABLE), "the hardware table")
+    return found
+
+
+def known_devices() -> list[str]:
+    """The names that --gpu takes."""
+    return list(_table()["devices"])
+
+
+def find(name: str) -> Device:
+    """The device of a name of the table, or of a YAML file. Raises HardwareError."""
+    if name.lower() in _table()["devices"]:
+        return read_device(name.lower(), _table()["devices"][name.lower()])
+    if not name.endswith((".yaml", ".yml")):
+        nearest = nearest_name(name.lower(), known_devices())
+        raise HardwareError(
+            f"--gpu {name} is not in the table. Legal values: {', '.join(known_devices())}, or FILE.yaml. Nearest: {nearest}."
+        )
+    try:
+        tree = read_tree(name, "--gpu")
+    except ConfigError as error:
+        raise HardwareError(str(error)) from None
+    if not isinstance(tree, dict):
+        raise HardwareError(f"--gpu {name} does not describe a device: write `key: value` lines, as for a device of {TABLE.name}.")
+    return read_device(Path(name).stem, tree)
+
+
+def read_device(name: str, row: Mapping[str, Any]) -> Device:
+    """A device from its row. Raises HardwareError."""
+    try:
+        return _read(name, dict(row))
+    except KeyError as error:
+        raise HardwareError(f"--gpu {name} does not say {error.args[0]}: {TABLE.name} explains every key.") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise HardwareError(f"--gpu {name} has a value of a wrong kind: {error}. {TABLE.name} explains every key.") from None
+
+
+def _read(name: str, row: dict[str, Any]) -> Device:
+    optional: dict[str, Any] = {}
+    for key, field, scale in (
+        ("host_memory_gbs", "host_memory", 1e9),
+        ("host_memory_gib", "host_size", 2.0**30),
+        ("disk_gbs", "disk", 1e9),
+        ("price_per_hour", "price", 1.0),
+        ("kernel_us", "kernel", 1e-6),
+        ("host_us", "host_time", 1e-6),
+    ):
+        if key in row:
+            optional[field] = float(row.pop(key)) * scale
+    for key in ("cpu", "measured"):
+        if key in row:
+            optional[key] = bool(row.pop(key))
+    if "products" in row:
+        optional["rates"] = tuple(sorted((float(size), 1e9 * float(gflops)) for size, gflops in row.pop("products").items()))
+    if "attention_gflops" in row:
+        forward, backward = row.pop("attention_gflops")
+        optional["attention"] = (1e9 * float(forward), 1e9 * float(backward))
+    for key in ("tensor", "messages"):
+        if key in row:
+            optional[key] = _link(row.pop(key))
+    within, between, host = (_link(row.pop(key)) for key in ("within", "between", "host"))
+    device = Device(
+        name=name,
+        peaks=_peaks(row),
+        sustained=float(row.pop("sustained")),
+        multiprocessors=int(row.pop("multiprocessors")),
+        memory=float(row.pop("memory_gib")) * 2**30,
+        bandwidth=float(row.pop("memory_gbs")) * 1e9,
+        within=within,
+        between=between,
+        per_node=int(row.pop("gpus_per_node")),
+        host=host,
+        **optional,
+    )
+    if row:
+        raise HardwareError(f"--gpu {name}: {next(iter(row))} is not a known key. {TABLE.name} explains every key.")
+    return device
+
+
+def _peaks(row: dict[str, Any]) -> dict[str, float]:
+    """Precision → FLOP/s: of 16 bits from the device's name, unless the file of a device gives its own."""
+    device, bf16, given = row.pop("device", ""), bool(row.pop("bf16", True)), row.pop("tflops", {})
+    peaks = {}
+    for precision in ("bf16", "fp16") if bf16 else ("fp16",):
+        if (peak := peak_flops(device, precision)) is not None:
+            peaks[precision] = peak
+    if "fp32_tflops" in row:
+        peaks["fp32"] = float(row.pop("fp32_tflops")) * 1e12
+    peaks |= {precision: float(tera) * 1e12 for precision, tera in given.items()}
+    if not peaks:
+        raise HardwareError(f"device {device!r} is not in peaks.yaml. Give tflops: {{bf16: N}} too, its dense peak.")
+    return peaks
+
+
+def _link(value: str | Mapping[str, Any]) -> Link:
+    """A row of the table's links by its name, or a link of one's own."""
+    links = _table()["links"]
+    if isinstance(value, str) and value not in links:
+        raise HardwareError(f"{value} is not a known link. Nearest: {nearest_name(value, list(links))}; or give {{gbs: N, latency_us: N}}.")
+    row = links[value] if isinstance(value, str) else value
+    bandwidth = float(row["gbs"]) * float(row.get("efficiency", 1.0)) * 1e9
+    return Link(value if isinstance(value, str) else "measured", bandwidth, float(row["latency_us"]) * 1e-6)

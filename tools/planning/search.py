@@ -1,0 +1,266 @@
+"""Every legal layout of a job, and of these the fastest that fit, found without looking closely at most of them.
+
+A heap holds layouts by a time that they can not beat. What comes out first is looked at more closely and put back: first the work divided
+by the ranks; then the busiest rank of the real partition, with the filling and draining of its pipeline; then the same with ZeRO and
+offload; then the simulated step; then memory, estimated for every rank, and every rule of a run. So plans come out fastest first, and none
+is missed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from itertools import count
+from typing import Literal
+
+from megalite.config.schema import Config
+from megalite.parallel.pipeline.communication import with_communication
+from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of, placement
+from megalite.parallel.pipeline.orders import RECIPES
+from megalite.parallel.pipeline.orders import Shape as OrderShape
+from megalite.parallel.pipeline.schedule import Schedule
+from megalite.training import plan
+from tools.planning.activations import Activations
+from tools.planning.configuring import broken_rule, configured
+from tools.planning.memory import RankMemory, estimate
+from tools.planning.pacing import schedule_of
+from tools.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
+
+USABLE = 0.93
+"""Share of a device's memory that a plan may take: the driver's context, NCCL's buffers and the allocator's gaps take the rest."""
+BOUND = 0.97
+"""Of the memory that the bound finds, so that it stays below the estimate: it counts a layer's largest tensors at once."""
+RECOMPUTE = ("none", "every-4", "every-2", "full")
+MOST_MICROBATCHES = 4096  # of a step on one rank: what nobody would run is not looked at
+AHEAD = 2  # pipelines of microbatches in flight that a memory estimate looks at: no more are held
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout with what it takes.
+
+    Attributes:
+        step: its predicted time.
+        memory: the fullest rank's.
+        fits: whether that is within the device, and no rule forbids it.
+    """
+
+    choice: Choice
+    step: StepTime
+    memory: RankMemory
+    fits: bool
+
+
+class Level(IntEnum):
+    """How closely a layout in the heap has been looked at; at equal times the closer one first."""
+
+    TIMED = 0
+    VARIED = 1
+    PARTITIONED = 2
+    DIVIDED = 3
+
+
+Entry = tuple[float, Level, int, Choice, StepTime | None]
+"""Of the heap: time, level, order of arrival, layout, and its step once it is timed."""
+
+
+@dataclass(eq=False)
+class Search:
+    """Looks for plans of a job.
+
+    Args:
+        base: the configuration that all plans share.
+        gpus: ranks to use, all of them.
+        fixed: what the user has decided: field of Choice → value.
+        wanted: how many plans; they differ in more than their schedule.
+    """
+
+    job: Job
+    base: Config
+    gpus: int
+    fixed: dict[str, int | str] = field(default_factory=dict)
+    wanted: int = 10
+    considered: int = 0  # layouts that are legal
+    timed: int = 0  # of these, simulated
+    rejected: Choice | None = None  # the first one, so about the fastest, that does not fit
+
+    def __post_init__(self) -> None:
+        self.stepper = Stepper(self.job)
+        self.room = USABLE * self.job.device.memory
+        self._schedules: dict[tuple[object, ...], Schedule] = {}
+        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and shares kept that did not fit
+
+    def plans(self) -> list[Plan]:
+        """The fastest plans that fit, fastest first; at most `wanted`."""
+        number = count()
+        heap: list[Entry] = [(self.stepper.divided(core), Level.DIVIDED, next(number), core, None) for core in self.cores()]
+        self.considered = sum(len(list(self.variants(core))) for _, _, _, core, _ in heap)
+        heapq.heapify(heap)
+        found: dict[Choice, Plan] = {}
+        while heap and len(found) < self.wanted:
+            time, level, _, choice, step = heapq.heappop(heap)
+            if level is Level.DIVIDED:
+                heapq.heappush(heap, (max(time, self.stepper.filled(choice)), Level.PARTITIONED, next(number), choice, None))
+            elif level is Level.PARTITIONED:
+                for variant in self.variants(choice):
+                    if not self._has_no_room(variant):
+                        heapq.heappush(heap, (max(time, self.stepper.least(variant)), Level.VARIED, next(number), variant, None))
+            elif level is Level.VARIED:
+                step = self.stepper.step(choice)
+                heapq.heappush(heap, (step.total, Level.TIMED, next(number), choice, step))
+                self.timed += 1
+            elif not found.keys() & {family := _family(choice), _family(replace(choice, offload="none", offload_parameters=False))}:
+                plan = self.plan(choice, step)
+                if plan.fits:
+                    found[family] = plan
+                else:
+                    self.rejected = self.rejected or choice
+        return list(found.values())
+
+    def _has_no_room(self, choice: Choice) -> bool:
+        """Whether a choice does not fit, by the bound or because one that holds less did not."""
+        key = self._states_of(choice)
+        kept = choice.micro_batch_size, -recomputed_share(choice.recompute)
+        smaller = any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in self._too_large.get(key, ()))
+        if not smaller and self.memory_bound(choice) <= self.room:
+            return False
+        self.rejected = self.rejected or choice
+        return True
+
+    @staticmethod
+    def _states_of(choice: Choice) -> Choice:
+        """What choices have in common that differ in activations alone."""
+        return replace(choice, micro_batch_size=0, recompute="")
+
+    def plan(self, choice: Choice, step: StepTime | None = None) -> Plan:
+        """Any choice, with its time and memory."""
+        fullest = max(self.memory(choice), key=lambda rank: rank.total)
+        inside = fullest.total <= self.room and fullest.states.host <= USABLE * self.job.device.host_size
+        if not inside:
+            kept = choice.micro_batch_size, -recomputed_share(choice.recompute)
+            self._too_large.setdefault(self._states_of(choice), []).append(kept)
+        fits = inside and broken_rule(configured(self.base, choice), self.gpus) is None
+        return Plan(choice, step or self.stepper.step(choice), fullest, fits)
+
+    # --- what there is to choose from ----------------------------------------------------------------------------------------
+
+    def cores(self) -> Iterator[Choice]:
+        """Everything but how states are shared and where they lie: legal sizes, schedules, micro-batches, recomputation."""
+        for pp in self._sizes("pp", _divisors(self.gpus)):
+            for tp in self._sizes("tp", _divisors(self.gpus // pp)):
+                dp, rest = divmod(self.gpus, tp * pp)
+                if rest == 0 and dp in self._sizes("dp", [dp]):
+                    for schedule, stages in self._schedules_of(pp):
+                        yield from self._microbatches(Choice(tp, pp, dp, schedule, stages, zero=0))
+
+    def variants(self, core: Choice) -> Iterator[Choice]:
+        """ZeRO stages and offload of a core, which has none."""
+        for offload in self._names("offload", ("none", "cpu", "disk")):
+            for zero in self._sizes("zero", (1, 0, 2, 3) if core.dp > 1 else (1,)):
+                yield replace(core, zero=zero, offload=offload)
+            if offload != "none" and self.fixed.get("zero", 3) == 3:
+                yield replace(core, zero=3, offload=offload, offload_parameters=True)
+
+    def _sizes(self, name: str, otherwise: Sequence[int]) -> Sequence[int]:
+        """What the user has fixed, or else everything."""
+        return [int(self.fixed[name])] if name in self.fixed else otherwise
+
+    def _names(self, name: str, otherwise: Sequence[str]) -> Sequence[str]:
+        return [str(self.fixed[name])] if name in self.fixed else otherwise
+
+    def _schedules_of(self, pp: int) -> Iterator[tuple[str, int]]:
+        """(schedule, stages on each rank) that give each stage a layer; on one rank there is nothing to schedule."""
+        for name in self._names("schedule", SCHEDULES if pp > 1 else ("1f1b",)):
+            free = RECIPES[name].chunks is None
+            for stages in self._sizes("virtual_stages", self._even_stages(pp)) if free else (chunks_of(name),):
+                if pp * stages <= self.job.model.num_hidden_layers:
+                    yield name, stages
+
+    def _even_stages(self, pp: int) -> list[int]:
+        """Numbers of virtual stages that split the layers evenly, or the layers with embedding and head as one each; else the smallest."""
+        layers = self.job.model.num_hidden_layers
+        most = range(2, layers // pp + 1)
+        return [stages for stages in most if layers % (pp * stages) == 0 or (layers + 2) % (pp * stages) == 0] or list(most[:2])
+
+    def _microbatches(self, frame: Choice) -> Iterator[Choice]:
+        each, rest = divmod(self.job.global_batch_size, frame.dp)
+        frame = replace(frame, sequence_parallel=frame.tp > 1 and self.job.sequence_length % frame.tp == 0)
+        if rest or broken_rule(configured(self.base, frame), self.gpus) is not None:
+            return
+        sizes = [size for size in _divisors(each) if size & (size - 1) == 0 or size == each]
+        for size in self._sizes("micro_batch_size", sizes):
+            if each % size or each // size > MOST_MICROBATCHES:
+                continue
+            for recompute in self._names("recompute", self._recomputations()):
+                yield replace(frame, micro_batch_size=size, recompute=recompute)
+
+    def _recomputations(self) -> tuple[str, ...]:
+        """On a CPU attention keeps its probabilities unless it recomputes them; kernels never keep them."""
+        return ("none", "selective", *RECOMPUTE[1:]) if self.job.device.cpu else RECOMPUTE
+
+    # --- memory --------------------------------------------------------------------------------------------------------------
+
+    def memory(self, choice: Choice) -> list[RankMemory]:
+        """Of every pipeline rank. What is in flight no longer grows after a few microbatches, so no more are followed."""
+        config = configured(self.base, choice)
+        config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)  # known, and dear to find
+        device: Literal["cpu", "cuda"] = "cpu" if self.job.device.cpu else "cuda"
+        found = estimate(config, self.gpus, device, self._schedule(choice))
+        if choice.zero < 3 or max(rank.total for rank in found) > self.room:
+            return found
+        return estimate(config, self.gpus, device, plan.schedule(config, self._followed(choice)))  # with what is gathered
+
+    def _followed(self, choice: Choice) -> int:
+        """Microbatches after which a rank holds no more than before."""
+        microbatches = self.job.microbatches(choice)
+        return microbatches if choice.schedule == "gpipe" else min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
+
+    def _schedule(self, choice: Choice) -> Schedule:
+        key = choice.schedule, choice.pp, self._followed(choice), choice.asked_stages
+        if key not in self._schedules:
+            self._schedules[key] = with_communication(schedule_of(*key))
+        return self._schedules[key]
+
+    def memory_bound(self, choice: Choice) -> float:
+        """About the least that the first pipeline rank takes: its weights, gradients and optimizer states, the activations of its layers as
+        often as its schedule holds them, and what a layer's backward needs beside them."""
+        _, sizes, _ = self.stepper.stages(self.stepper.without_data(choice))
+        own = [stage for stage, rank in enumerate(placement(choice.schedule, choice.pp, choice.asked_stages)) if rank == 0]
+        shape = OrderShape(choice.pp, self.job.microbatches(choice), choice.virtual_stages)
+        held = min(RECIPES[choice.schedule].activations(0, shape), shape.microbatches * shape.chunks)
+        layers = sum(self.stepper.layers_of_stages(len(sizes))[stage] for stage in own)
+        states = sum(sizes[stage] for stage in own)
+        saved, beside = self._layer_bytes(choice)
+        buckets = states / layers * (8.0 if choice.zero >= 2 and choice.dp > 1 else 0.0)  # two layers' gradients, filling and reduced
+        return BOUND * (states * self._state_bytes(choice) + buckets + held * layers / len(own) * saved + beside)
+
+    def _state_bytes(self, choice: Choice) -> float:
+        """Bytes of a parameter on the device: weight, gradient, master weight and moments, divided as ZeRO does."""
+        size = self.stepper.operations.size
+        master = 0 if size == 4 else 4
+        shared = [choice.dp if choice.zero >= level else 1 for level in (3, 2, 1)]
+        weights = 0.0 if choice.offload_parameters else size / shared[0]
+        return weights + max(size, 4) / shared[1] + ((8 + master) / shared[2] if choice.offload == "none" else 0.0)
+
+    def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
+        """What a layer keeps of a microbatch, in the mean over recomputed ones and others, and what its backward takes beside that."""
+        key = choice.tp, choice.micro_batch_size, choice.sequence_parallel, choice.recompute, choice.splits
+        if key not in self._kept:
+            config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1))
+            activations = Activations(config, "cpu" if self.job.device.cpu else "cuda", choice.splits)
+            layers = [activations.layer(index) for index in range(min(4, self.job.model.num_hidden_layers))]
+            saved = sum(layer.saved for layer in layers) / len(layers)
+            self._kept[key] = saved, min(layer.recomputed + layer.workspace for layer in layers)
+        return self._kept[key]
+
+
+def _family(choice: Choice) -> Choice:
+    """What plans in a list differ in: the schedule alone makes no other plan, nor does offload where it fits without."""
+    return replace(choice, schedule="", virtual_stages=0)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

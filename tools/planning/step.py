@@ -1,0 +1,356 @@
+"""How long a training step takes under one choice of layout: stages, the pipeline's pace, data parallelism, the optimizer. Seconds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from megalite.config.schema import ModelConfig
+from megalite.model.parameters import padded_vocabulary
+from megalite.parallel.pipeline.generator import placement
+from megalite.parallel.pipeline.orders import RECIPES
+from megalite.parallel.pipeline.partition import balanced, layer_costs
+from tools.planning.flops import per_token
+from tools.planning.hardware import Device
+from tools.planning.kernels import stream
+from tools.planning.links import Group, group
+from tools.planning.operations import OURS, Operations, Passes, Shape, Software
+from tools.planning.pacing import Pace, pace
+
+COMMUNICATION_UNITS = 16
+"""Multiprocessors that NCCL's kernels take from computation while communication runs beside it."""
+SLOWEST = 0.95
+"""Speed of the slowest of many devices, for which all others wait, in that of a typical one: devices of one kind differ by 8 % on average
+(Sinha et al. 2022, "Not All GPUs Are Created Equal")."""
+HOST_ADAM_BYTES = 32.0
+"""What AdamW moves in CPU memory for a parameter: gradient, master weight and two moments read, three of them and the weight written."""
+OFFLOAD_WIRE = (4.0, 2.0)
+"""Bytes for a parameter to the host (its fp32 gradient) and back (its 16-bit weight)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to spread a model over ranks. virtual_stages: stages on each rank."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    zero: int = 1
+    micro_batch_size: int = 1
+    recompute: str = "none"
+    offload: str = "none"
+    offload_parameters: bool = False
+    sequence_parallel: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def asked_stages(self) -> int | None:
+        """virtual_stages as the configuration has it: only where there is a choice."""
+        return self.virtual_stages if RECIPES[self.schedule].chunks is None else None
+
+    @property
+    def splits(self) -> bool:
+        return RECIPES[self.schedule].splits
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step. `total` is the pipeline's pace and what follows it; the others say where it goes, on the slowest rank.
+
+    Attributes:
+        compute: kernels of the busiest rank, but for what follows.
+        recompute: forwards that run again.
+        tensor: tensor-parallel communication that nothing hides.
+        bubble: waiting in the pipeline, the difference of the busiest rank to the others included.
+        gradients, weights: data-parallel reduction and gathering that nothing hides.
+        optimizer: AdamW, and what travels to the host and back for it.
+    """
+
+    total: float
+    compute: float
+    recompute: float
+    tensor: float
+    bubble: float
+    gradients: float
+    weights: float
+    optimizer: float
+    bubble_fraction: float
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by name, which add up to the total."""
+        names = ("compute", "recompute", "tensor", "bubble", "gradients", "weights", "optimizer")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained on what: all that a choice leaves open."""
+
+    model: ModelConfig
+    device: Device
+    sequence_length: int
+    global_batch_size: int
+    precision: str = "bf16"
+    software: Software = OURS
+    gradient_bytes: int = 4  # of what data parallelism sends for a parameter
+
+    def microbatches(self, choice: Choice) -> int:
+        return self.global_batch_size // (choice.dp * choice.micro_batch_size)
+
+    def tokens_per_second_per_gpu(self, choice: Choice, seconds: float) -> float:
+        return self.global_batch_size * self.sequence_length / seconds / choice.gpus
+
+    def mfu(self, choice: Choice, seconds: float) -> tuple[float, float]:
+        """Share of the device's dense peak: PaLM's convention, which counts every pair of positions, and with the causal half alone."""
+        rate = self.tokens_per_second_per_gpu(choice, seconds) / self.device.peak(self.precision)
+        return rate * per_token(self.model, self.sequence_length).model, rate * per_token(self.model, self.sequence_length, "causal").model
+
+
+def parameters(model: ModelConfig, layers: int, tp: int, embedding: bool, head: bool) -> float:
+    """Parameters of so many layers on one tensor-parallel rank; norms and biases, a thousandth of them, count without tp."""
+    hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads / tp, max(model.kv_heads / tp, 1)
+    attention = hidden * model.head_size * (2 * heads + 2 * kv_heads)
+    feed_forward = (3 if model.gated_mlp else 2) * hidden * model.intermediate_size / tp
+    norms = hidden * (1 if model.norm == "rms" else 2) * (4 if model.norm_placement == "both" else 2)
+    table = padded_vocabulary(model.vocabulary, tp) / tp * hidden
+    positions = hidden * model.max_position_embeddings if model.position == "learned" else 0
+    return layers * (attention + feed_forward + norms) + (table + positions if embedding else 0) + (table if head else 0)
+
+
+def recomputed_share(recompute: str) -> float:
+    """Share of the layers whose whole forward runs again."""
+    if recompute == "full":
+        return 1.0
+    return 1 / int(recompute.removeprefix("every-")) if recompute.startswith("every-") else 0.0
+
+
+class Stepper:
+    """Predicts steps of one job. What several choices share is computed once."""
+
+    def __init__(self, job: Job):
+        self.job, self.device = job, job.device
+        self.operations = Operations(job.device, job.model, job.precision, job.software)
+        self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
+        self.stages = functools.lru_cache(maxsize=None)(self._stages)
+        self.filled = functools.lru_cache(maxsize=None)(self._filled)
+        self._pace = functools.lru_cache(maxsize=None)(pace)
+
+    def _layers_of_stages(self, stages: int) -> list[int]:
+        """Layers of each stage, as a run splits them by default."""
+        costs = layer_costs(self.job.model, self.job.sequence_length)
+        return balanced(costs.layers, stages, costs.embedding, costs.head)
+
+    def step(self, choice: Choice) -> StepTime:
+        """The time of one step under a choice; nothing is checked."""
+        passes, sizes, _ = self.stages(self.without_data(choice))
+        passes, waits = self._with_data(choice, passes, sizes)
+        slow, message = self._slow(choice), self._message(choice)
+        blocking = 0.0 if self.job.software.hides_messages and not self.device.cpu else message
+        timed = self._pace(
+            choice.schedule,
+            choice.pp,
+            self.job.microbatches(choice),
+            choice.asked_stages,
+            tuple(slow * each.forward + blocking for each in passes),
+            tuple(slow * each.backward + blocking for each in passes),
+            tuple(slow * each.weight for each in passes),
+            message,
+        )
+        return self._closed(choice, timed, passes, waits)
+
+    def divided(self, choice: Choice) -> float:
+        """Less than the step can take, at a glance: the layers' work, spread evenly over the pipeline."""
+        job, shape = self.job, self._shape(choice)
+        layers = [job.model.window(layer) for layer in range(job.model.num_hidden_layers)]
+        share = recomputed_share(choice.recompute)
+        work = 0.0
+        for window in set(layers):
+            layer = self.operations.layer(shape, window)
+            work += layers.count(window) * (layer.total + share * layer.forward)
+        return self._slow(choice) * job.microbatches(choice) * work / choice.pp
+
+    def least(self, choice: Choice) -> float:
+        """Less than the step can take: the pipeline as below, then the optimizer."""
+        _, sizes, _ = self.stages(self.without_data(choice))
+        alike = replace(choice, offload="none", zero=0 if choice.zero < 2 else choice.zero)
+        return self.filled(alike) + self._optimizer(choice, max(self._by_rank(choice, sizes)))
+
+    def _filled(self, choice: Choice) -> float:
+        """Less than the pipeline can take: some rank's work, behind the forwards that lead to it and before the backwards that lead out."""
+        passes, sizes, _ = self.stages(self.without_data(choice))
+        passes, _ = self._with_data(choice, passes, sizes)
+        own = placement(choice.schedule, choice.pp, choice.asked_stages)
+        busy = self._by_rank(choice, [each.total for each in passes])
+        before = [0.0, *accumulate(each.forward for each in passes)]
+        after = [0.0, *accumulate(each.backward for each in passes)]
+        put_off = self._by_rank(choice, [each.weight if choice.splits else 0.0 for each in passes])  # may follow a rank's last backward
+        count, least = self.job.microbatches(choice), 0.0
+        for rank in range(choice.pp):
+            first = own.index(rank)
+            start, end = (0.0, 0.0) if self._in_turn(choice) else (before[first], after[first])
+            least = max(least, start + count * busy[rank] + max(0.0, end - count * put_off[rank]))
+        return self._slow(choice) * least
+
+    def _slow(self, choice: Choice) -> float:
+        """What computation takes on the slowest of many devices."""
+        return 1 / SLOWEST if choice.gpus > 1 and not self.device.cpu else 1.0
+
+    def _shape(self, choice: Choice) -> Shape:
+        return Shape(choice.micro_batch_size, self.job.sequence_length, choice.tp, choice.sequence_parallel)
+
+    # --- stages ------------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def without_data(choice: Choice) -> Choice:
+        """What of a choice decides a microbatch's passes through the stages."""
+        return replace(choice, dp=1, zero=0, offload="none", offload_parameters=False)
+
+    def _stages(self, choice: Choice) -> tuple[list[Passes], list[float], list[float]]:
+        """For each stage: its passes, its parameters on one rank, and how much of its backward is forward again."""
+        model, shape = self.job.model, self._shape(choice)
+        split = self.layers_of_stages(choice.pp * choice.virtual_stages)
+        windows = [model.window(layer) for layer in range(model.num_hidden_layers)]
+        share, last = recomputed_share(choice.recompute), len(split) - 1
+        passes, sizes, again = [], [], []
+        for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
+            own = windows[start:stop]
+            layers = [self.operations.layer(shape, window).times(own.count(window)) for window in set(own)]
+            total = functools.reduce(Passes.plus, layers)
+            selective = choice.recompute == "selective"
+            again.append(sum(self.operations.attention_again(shape, window) for window in own) if selective else share * total.forward)
+            forward_tensor = share * total.tensor / 2
+            total = total._replace(backward=total.backward + again[-1], tensor=total.tensor + forward_tensor)
+            if stage == 0:
+                total = total.plus(self.operations.embedding(shape))
+            if stage == last:
+                total = total.plus(self.operations.head(shape, choice.splits))
+            passes.append(total)
+            alone = stage == last and (not model.tie_word_embeddings or last > 0)
+            sizes.append(parameters(model, stop - start, choice.tp, stage == 0, alone))
+        return passes, sizes, again
+
+    def _by_rank(self, choice: Choice, values: Sequence[float]) -> list[float]:
+        """Sums over the stages of each rank."""
+        sums = [0.0] * choice.pp
+        for stage, rank in enumerate(placement(choice.schedule, choice.pp, choice.asked_stages)):
+            sums[rank] += values[stage]
+        return sums
+
+    def _message(self, choice: Choice) -> float:
+        """Latency of one message between stages."""
+        if choice.pp == 1:
+            return 0.0
+        job, tp = self.job, choice.tp
+        size = choice.micro_batch_size * job.sequence_length * job.model.hidden_size * self.operations.size
+        fabric = self.operations.fabric
+        if job.software.splits_messages and not choice.sequence_parallel:
+            return fabric.send(size / tp, choice.gpus) + fabric.half(size, group(self.device, tp, 1))
+        return fabric.send(size / (tp if choice.sequence_parallel else 1), choice.gpus)
+
+    # --- data parallelism --------------------------------------------------------------------------------------------------
+
+    def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[float]) -> tuple[list[Passes], list[float]]:
+        """Passes with what ZeRO-2 and 3 communicate for each microbatch where computation does not hide it, and how much that is."""
+        if choice.zero < 2 or (choice.dp == 1 and not choice.offload_parameters):
+            return passes, [0.0] * len(passes)
+        ranks, fabric = group(self.device, choice.dp, choice.tp), self.operations.fabric
+        slowed, waits = [], []
+        for each, size, layers in zip(passes, sizes, self.layers_of_stages(len(passes)), strict=True):
+            reduce = layers * fabric.half(size / layers * self.job.gradient_bytes, ranks)
+            gather = layers * fabric.half(size / layers * self.operations.size, ranks) if choice.zero == 3 else 0.0
+            if choice.offload_parameters:  # its shard comes from the host first
+                gather += size * self.operations.size / choice.dp / self.device.host.bandwidth
+            forward = self._beside(each.forward, gather)
+            backward = self._beside(each.backward + each.weight, gather + reduce)
+            waits.append(forward + backward - each.total)
+            slowed.append(each._replace(forward=forward, backward=backward - each.weight))
+        return slowed, waits
+
+    def _beside(self, computation: float, communication: float) -> float:
+        """Both, side by side: communication takes some multiprocessors while it runs."""
+        if self.device.cpu:
+            return computation + communication
+        taken = min(computation, communication) * COMMUNICATION_UNITS / self.device.multiprocessors
+        return max(computation + taken, communication)
+
+    def _reduction(self, choice: Choice, size: float, ranks: Group) -> tuple[float, float]:
+        """The step's reduction of gradients, and its gathering of updated weights, for so many parameters."""
+        fabric, data = self.operations.fabric, size * self.job.gradient_bytes
+        if choice.zero == 0:
+            return fabric.all_reduce(data, ranks), 0.0
+        reduce = fabric.half(data, ranks) if choice.zero == 1 else 0.0
+        return reduce, fabric.half(size * self.operations.size, ranks) if choice.zero < 3 else 0.0
+
+    def _tied(self, choice: Choice) -> float:
+        """Adding up the gradients of a tied embedding whose copies lie on two pipeline ranks."""
+        own = placement(choice.schedule, choice.pp, choice.asked_stages)
+        if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
+            return 0.0
+        table = parameters(self.job.model, 0, choice.tp, embedding=False, head=True) / (choice.dp if choice.zero else 1)
+        apart = 1 if choice.gpus <= self.device.per_node else 2
+        return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // apart, apart))
+
+    def _behind(self, choice: Choice, timed: Pace, passes: list[Passes], held: list[float]) -> tuple[float, float]:
+        """What follows the pipeline: gradients not yet reduced when the last rank ends, and weights not yet there when they are needed.
+
+        Reductions run beside the last microbatch's backward, gathering beside the next step's first forward, and the last bucket, about a
+        layer, beside nothing. A rank that ends earlier than the last has that much time more.
+        """
+        ranks, layers = group(self.device, choice.dp, choice.tp), self._by_rank(choice, self.layers_of_stages(len(passes)))
+        backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
+        forward = self._by_rank(choice, [each.forward for each in passes])
+        hides = self.job.software.hides_gradients and not self.device.cpu
+        gradients = weights = 0.0
+        for rank in range(choice.pp):
+            reduce, gather = self._reduction(choice, held[rank], ranks)
+            window, ahead = (backward[rank], forward[rank] + timed.starts[rank]) if hides else (0.0, 0.0)
+            left = max(self._beside(window, reduce) - window, reduce / layers[rank])
+            gradients = max(gradients, left - (0.0 if self._in_turn(choice) else timed.ends[rank]))
+            weights = max(weights, gather - ahead)
+        return gradients + self._tied(choice), weights
+
+    def _closed(self, choice: Choice, timed: Pace, passes: list[Passes], waits: list[float]) -> StepTime:
+        """The step from the pipeline's pace, taken apart on its busiest rank."""
+        _, sizes, again = self.stages(self.without_data(choice))
+        held = self._by_rank(choice, sizes)
+        gradients, weights = self._behind(choice, timed, passes, held)
+        optimizer = self._optimizer(choice, max(held))
+        pipeline = timed.longest_span if self._in_turn(choice) else timed.makespan
+        busiest = max(range(choice.pp), key=lambda rank: timed.busy[rank])
+        tensor, recompute, waiting = (
+            self.job.microbatches(choice) * self._by_rank(choice, values)[busiest]
+            for values in ([each.tensor for each in passes], again, waits)
+        )
+        return StepTime(
+            total=pipeline + gradients + weights + optimizer,
+            compute=timed.busy[busiest] - tensor - recompute - waiting,
+            recompute=recompute,
+            tensor=tensor,
+            bubble=pipeline - timed.busy[busiest],
+            gradients=gradients,
+            weights=weights + waiting,
+            optimizer=optimizer,
+            bubble_fraction=1 - sum(timed.busy) / (choice.pp * pipeline),
+        )
+
+    def _in_turn(self, choice: Choice) -> bool:
+        """Whether ranks end a step one after the other and begin the next so (`megalite.training.closing`)."""
+        return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none"
+
+    def _optimizer(self, choice: Choice, size: float) -> float:
+        """AdamW over the parameters that one rank updates, and the norm of their gradients over all ranks."""
+        device = self.device
+        own = size / (choice.dp if choice.zero else 1)
+        norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
+        if choice.offload == "none":
+            return stream(device, own * self.job.software.adam_bytes) + norm
+        wire = own * max(OFFLOAD_WIRE) / device.host.bandwidth if not device.cpu else 0.0
+        disk = own * 24 / device.disk if choice.offload == "disk" else 0.0  # both moments and the master weight, read and written
+        return max(own * HOST_ADAM_BYTES / device.host_memory, wire, disk) + norm
