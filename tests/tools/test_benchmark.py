@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import checkpoint, comm, overhead, report, scaling, step
+from benchmarks import checkpoint, comm, overhead, plan, report, scaling, step
 from benchmarks.ours import linear_shapes, step_products
 from benchmarks.scaling_run import measure
 from megalite.config.load import from_dict
@@ -22,6 +22,8 @@ from megalite.training import build
 from megalite.training.flops import model_flops_per_token
 from tests.distributed.pool import RankPool
 from tests.tools.jobs import measure_steps
+from tools.planning.flops import per_token
+from tools.planning.hardware import Link, find
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -251,3 +253,31 @@ def test_the_table_aligns_and_shows_what_is_missing() -> None:
         "a          1,234",
         "longer         -",
     ]
+
+
+def test_a_calibrated_machine_is_a_device_that_predicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What ranks measure becomes a file for --gpu, and steps that follow from it: of products that take their time, and of exchanges."""
+    found = {
+        **{
+            "products": {str(size): 10.0 for size in (32, 64, 1024)},
+            "memory_gbs": 20.0,
+            "attention_gflops": [10.0, 10.0],
+            "kernel_us": 0.0,
+        },
+        **{
+            "tensor": {"gbs": 1.0, "latency_us": 0.0},
+            "messages": {"gbs": 1.0, "latency_us": 0.0},
+            "within": {"gbs": 1.0, "latency_us": 0.0},
+        },
+    }
+    monkeypatch.setattr(report, "gpu", lambda: None)
+    monkeypatch.setattr(report, "launch", lambda *_, **__: json.loads(json.dumps(found)))
+    monkeypatch.syspath_prepend(TOOLS)
+    importlib.import_module("plan").main(["--calibrate", str(tmp_path / "here.yaml")])
+    device = find(str(tmp_path / "here.yaml"))
+    assert device.cpu and device.per_node == 2 and device.rates[0] == (32.0, 1e10) and device.within == Link("measured", 1e9, 0.0)
+    one, tensor, pipeline, data, _ = (plan.predict(plan._run(layout, smoke=False), device) for layout in plan.LAYOUTS)
+    config = from_dict({"model": overhead.LLAMA})
+    causal = per_token(config.model, 128, "causal", embedding=False).model
+    assert one == pytest.approx(64 * 128 * causal / 1e10, rel=0.08), "nothing else takes long"
+    assert one / 2 < data < 0.51 * one < pipeline < 0.6 * one and one / 2 < tensor < 0.6 * one

@@ -8,16 +8,20 @@ from itertools import pairwise
 
 import pytest
 
+from megalite.config.load import from_dict
 from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
 from megalite.parallel.pipeline.generator import SCHEDULES, build, chunks_of
-from tools.planning import published
+from tools.planning import links, published
+from tools.planning.configuring import configured
 from tools.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
 from tools.planning.kernels import STREAM, TILE_START, attention, computed_pairs, exact_pairs, product, stream
 from tools.planning.links import START, Fabric, Group, group
+from tools.planning.operations import Software
 from tools.planning.pacing import pace
 from tools.planning.simulator import simulate
 from tools.planning.step import Choice, Job, Stepper
+from tools.planning.traffic import traffic
 
 A100 = find("a100")
 PLAIN = replace(A100, within=Link("fast", 200e9, 1e-6), between=Link("slow", 20e9, 10e-6), kernel=0.0)
@@ -208,6 +212,24 @@ def test_one_device_is_its_kernels_and_its_optimizer():
     step = Stepper(Job(LLAMA, A100, 4096, 4)).step(Choice())
     assert (step.bubble, step.tensor, step.gradients, step.weights, step.recompute) == (0, 0, 0, 0, 0)
     assert step.optimizer == pytest.approx(stream(A100, 34 * 8.03e9), rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("choice", [Choice(tp=4, dp=2), Choice(tp=4, dp=2, sequence_parallel=True), Choice(tp=2, dp=4, zero=0)], ids=str)
+def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice, recompute):
+    """Where nothing is hidden and no hop takes time, communication is what `traffic` counts along specs, buckets and schedule."""
+    monkeypatch.setattr(links, "START", 0.0)
+    link = Link("plain", 100e9, 0.0)
+    device = replace(A100, within=link, between=link)
+    choice = replace(choice, recompute=recompute)
+    software = Software(hides_tensor=False, hides_gradients=False)
+    step = Stepper(Job(LLAMA, device, 4096, 32, software=software)).step(choice)
+    base = from_dict(
+        {"model": preset("llama-3-8b"), "data": {"sequence_length": 4096}, "train": {"global_batch_size": 32, "precision": "bf16"}}
+    )
+    (sent,) = traffic(configured(base, choice), 8)
+    assert step.tensor * 100e9 == pytest.approx(sent.tp, rel=0.01)
+    assert (step.gradients + step.weights) * 100e9 == pytest.approx(sent.dp, rel=0.01)
 
 
 # --- published speeds ------------------------------------------------------------------------------------------------------------

@@ -55,13 +55,14 @@ OURS = Software()
 
 
 class Passes(NamedTuple):
-    """One microbatch on one unit or stage: forward, gradient of the input, gradient of the weights; `tensor` of these, tensor-parallel
-    communication that nothing hides."""
+    """One microbatch on one unit or stage: forward, gradient of the input, gradient of the weights; of these, the tensor-parallel
+    communication of forward and backward that nothing hides."""
 
     forward: float
     backward: float
     weight: float
-    tensor: float = 0.0
+    forward_wait: float = 0.0
+    backward_wait: float = 0.0
 
     def plus(self, other: Passes) -> Passes:
         return Passes(*(a + b for a, b in zip(self, other, strict=True)))
@@ -161,7 +162,7 @@ class Operations:
             mask = (0.5 if self.software.masks else 0.0) * values
             forward, backward = forward + self._move(values + mask), backward + self._move(2 * values + mask)
         forward_wait, backward_wait = self._tensor_parallel(shape, column)
-        return Passes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait + backward_wait)
+        return Passes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
     def _tensor_parallel(self, shape: Shape, column: float) -> tuple[float, float]:
         """Communication of one block that nothing hides, forward and backward (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
@@ -210,7 +211,7 @@ class Operations:
         wait = reduce(values * self.size, ranks)
         gather = self.tensor.half(values * self.size, ranks) if shape.sequence_parallel else 0.0
         added = stream(self.device, values * (self.size + ACCUMULATED))
-        return Passes(self._move(2 * values) + wait, gather, added, wait + gather)
+        return Passes(self._move(2 * values) + wait, gather, added, wait, gather)
 
     def head(self, shape: Shape, splits: bool) -> Passes:
         """Final norm, logits and loss. In chunks, gradients come with the loss; a schedule that splits the backward has no chunks."""
@@ -230,7 +231,7 @@ class Operations:
         forward = parts * (self._gemm(chunk, vocabulary, hidden) + loss[0] + before + statistics) + self._move(2 * values)
         backward = parts * (self._gemm(chunk, hidden, vocabulary) + loss[1] + gather) + self._move(3 * values)
         weight = parts * self._weight_gradient(vocabulary, hidden, chunk)
-        tensor = parts * (before + statistics + gather)
+        waits = parts * (before + statistics), parts * gather
         if chunked:
-            return Passes(forward + backward + weight, 0.0, 0.0, tensor)
-        return Passes(forward, backward, weight, tensor)
+            return Passes(forward + backward + weight, 0.0, 0.0, sum(waits))
+        return Passes(forward, backward, weight, *waits)

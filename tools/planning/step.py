@@ -66,7 +66,7 @@ class StepTime:
 
     Attributes:
         compute: kernels of the busiest rank, but for what follows.
-        recompute: forwards that run again.
+        recompute: kernels of forwards that run again.
         tensor: tensor-parallel communication that nothing hides.
         bubble: waiting in the pipeline, the difference of the busiest rank to the others included.
         gradients, weights: data-parallel reduction and gathering that nothing hides.
@@ -213,7 +213,7 @@ class Stepper:
         return replace(choice, dp=1, zero=0, offload="none", offload_parameters=False)
 
     def _stages(self, choice: Choice) -> tuple[list[Passes], list[float], list[float]]:
-        """For each stage: its passes, its parameters on one rank, and how much of its backward is forward again."""
+        """For each stage: its passes, its parameters on one rank, and how much of its backward are kernels of its forward again."""
         model, shape = self.job.model, self._shape(choice)
         split = self.layers_of_stages(choice.pp * choice.virtual_stages)
         windows = [model.window(layer) for layer in range(model.num_hidden_layers)]
@@ -224,9 +224,9 @@ class Stepper:
             layers = [self.operations.layer(shape, window).times(own.count(window)) for window in set(own)]
             total = functools.reduce(Passes.plus, layers)
             selective = choice.recompute == "selective"
-            again.append(sum(self.operations.attention_again(shape, window) for window in own) if selective else share * total.forward)
-            forward_tensor = share * total.tensor / 2
-            total = total._replace(backward=total.backward + again[-1], tensor=total.tensor + forward_tensor)
+            kernels, wait = share * (total.forward - total.forward_wait), share * total.forward_wait
+            again.append(sum(self.operations.attention_again(shape, window) for window in own) if selective else kernels)
+            total = total._replace(backward=total.backward + again[-1] + wait, backward_wait=total.backward_wait + wait)
             if stage == 0:
                 total = total.plus(self.operations.embedding(shape))
             if stage == last:
@@ -326,7 +326,7 @@ class Stepper:
         busiest = max(range(choice.pp), key=lambda rank: timed.busy[rank])
         tensor, recompute, waiting = (
             self.job.microbatches(choice) * self._by_rank(choice, values)[busiest]
-            for values in ([each.tensor for each in passes], again, waits)
+            for values in ([each.forward_wait + each.backward_wait for each in passes], again, waits)
         )
         return StepTime(
             total=pipeline + gradients + weights + optimizer,
