@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import overhead, report
 from megalite.config.load import from_dict
+from megalite.training.flops import peak_flops
 from tools.planning.hardware import Device, read_device
 from tools.planning.step import Choice, Job, Stepper
 
@@ -74,17 +75,21 @@ def _device(found: dict[str, Any], gpu: str | None, ranks: int) -> dict[str, Any
         "within": within,
         "between": dict(within),
         "gpus_per_node": ranks,
+        "host_memory_gbs": found["memory_gbs"],
         "host": {"gbs": found["memory_gbs"], "latency_us": 1.0},
     }
     if gpu is None:
         return {**common, "cpu": True, "tflops": {"fp32": best}, "host_us": 0.0}
-    return {**common, "device": gpu, "tflops": {"bf16": best, "fp16": best}, "memory_gib": round(_gpu_memory() / 2**30, 1)}
+    return {**common, **_gpu(gpu, best)}
 
 
-def _gpu_memory() -> int:
+def _gpu(name: str, best: float) -> dict[str, Any]:
+    """What a GPU says of itself. Its products follow from tiles, at the share of its peak that the fastest of them has reached."""
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory
+    device, peak = torch.cuda.get_device_properties(0), peak_flops(name, "bf16")
+    found = {"products": {}, "multiprocessors": device.multi_processor_count, "memory_gib": round(device.total_memory / 2**30, 1)}
+    return found | ({"tflops": {"bf16": best, "fp16": best}} if peak is None else {"device": name, "sustained": best * 1e12 / peak})
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def heading(search: Search, plan: Plan, path: Path) -> str:
     nodes = f"--nnodes {math.ceil(search.gpus / job.device.per_node)} " if search.gpus > job.device.per_node else ""
     return (
         f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
-        f"Predicted: {plan.step.total:.4g} s a step, {plan.memory.total / explaining.GIB:.1f} GiB on the fullest rank.\n\n"
+        f"Predicted: {plan.step.total:.4g} s a step, {explaining.amount(plan.memory.total)} on the fullest rank.\n\n"
         f"  torchrun {nodes}{ranks} pretrain.py --config {path} --data.train PREFIX --train.steps N"
     )
 

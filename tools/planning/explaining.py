@@ -41,6 +41,11 @@ COLUMNS = (
 )
 
 
+def amount(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"
+
+
 def described(choice: Choice) -> str:
     """A choice in a few words."""
     parts = [f"{name}{size}" for name, size in (("tp", choice.tp), ("pp", choice.pp), ("dp", choice.dp)) if size > 1] or ["one device"]
@@ -116,13 +121,13 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
     spent = [f"{PARTS[name]} {share:.1%}" for share, name in shares if share >= 0.005]
     sentences = [
         f"Fastest: {described(best.choice)}. A step of {best.step.total:.4g} s goes into {', '.join(spent)}.",
-        f"Its fullest rank takes {best.memory.total / GIB:.1f} of {room / GIB:.0f} GiB: {memory_parts(best)}.",
+        f"Its fullest rank takes {amount(best.memory.total)} of {amount(room)}: {memory_parts(best)}.",
         binding(best),
     ]
     if search.rejected is not None:
         rejected = search.plan(search.rejected)
         if rejected.step.total < best.step.total:
-            over = f"{rejected.memory.total / GIB:.1f} GiB where {USABLE * room / GIB:.1f} may be used"
+            over = f"{amount(rejected.memory.total)} where {amount(USABLE * room)} may be used"
             sentences.append(
                 f"Memory rules out {described(rejected.choice)}, which would take {rejected.step.total:.4g} s: it needs {over}."
             )
@@ -141,7 +146,7 @@ def memory_parts(plan: Plan) -> str:
         "communication": memory.communication,
     }
     listed = sorted(((size, name) for name, size in parts.items() if size >= 0.01 * memory.total), reverse=True)
-    return ", ".join(f"{name} {size / GIB:.1f}" for size, name in listed)
+    return ", ".join(f"{name} {amount(size)}" for size, name in listed)
 
 
 def binding(plan: Plan) -> str:
@@ -167,8 +172,8 @@ def loses(best: Plan, other: Plan) -> str:
     more = {name: value - best.step.parts()[name] for name, value in other.step.parts().items()}
     worst = max(more, key=lambda name: more[name])
     slower = other.step.total / best.step.total - 1
-    saved = (best.memory.total - other.memory.total) / GIB
-    memory = f"{abs(saved):.1f} GiB {'less' if saved > 0 else 'more'}"
+    saved = best.memory.total - other.memory.total
+    memory = f"{amount(abs(saved))} {'less' if saved > 0 else 'more'}"
     if slower < ALIKE:
         return f"{described(other.choice)} is as fast, as far as a prediction can tell ({slower:.1%} slower), with {memory} memory."
     return f"{described(other.choice)} is {slower:.1%} slower: {PARTS[worst]} takes {more[worst]:.3g} s more, with {memory} memory."
@@ -177,10 +182,10 @@ def loses(best: Plan, other: Plan) -> str:
 def nothing_fits(search: Search) -> str:
     """Why there is no plan, with the layout that needs least."""
     least = min((variant for core in search.cores() for variant in search.variants(core)), key=search.memory_bound)
-    need, room = search.plan(least).memory.total / GIB, search.job.device.memory / GIB
-    where = f"{search.job.device.name} has {room:.0f}"
+    need, room = (amount(size) for size in (search.plan(least).memory.total, search.job.device.memory))
+    where = f"{search.job.device.name} has {room}"
     return (
-        f"Nothing fits: even {described(least)} needs {need:.1f} GiB on a rank, and {where}. Use more GPUs, a shorter --sequence_length, "
+        f"Nothing fits: even {described(least)} needs {need} on a rank, and {where}. Use more GPUs, a shorter --sequence_length, "
         "or a larger device."
     )
 
@@ -209,12 +214,13 @@ class Rung:
 
 
 def ladder(search: Search) -> list[Rung]:
-    """From a single device's way of training to everything sharded and offloaded, each on all GPUs of the job."""
+    """From a single device to everything sharded and offloaded on all of them."""
     gpus, node = search.gpus, search.job.device.per_node
     tp = max((size for size in _legal_tp(search) if size <= min(node, gpus)), default=1)
     data = Choice(dp=gpus, zero=0)
     both = Choice(tp=tp, dp=gpus // tp, sequence_parallel=tp > 1 and search.job.sequence_length % tp == 0)
     rungs = [
+        Rung("one GPU", "everything is whole, and one device does the whole batch", Choice()),
         Rung("replicas", "weights, gradients and optimizer state are whole on every GPU", data),
         Rung("ZeRO-1", "optimizer state is divided over data parallelism", replace(data, zero=1)),
         Rung("ZeRO-2", "gradients too, reduced for each microbatch", replace(data, zero=2)),
@@ -222,7 +228,7 @@ def ladder(search: Search) -> list[Rung]:
         Rung("recomputation", "activations are computed again, all of them", replace(data, zero=3, recompute="full")),
     ]
     if gpus == 1:
-        rungs = [Rung("one GPU", "everything is whole", Choice()), Rung("recomputation", rungs[-1].why, Choice(recompute="full"))]
+        rungs = [rungs[0], Rung("recomputation", rungs[-1].why, Choice(recompute="full"))]
     if tp > 1:
         rungs.append(Rung("tensor", "layers are divided inside a node, activations with them", both))
     rungs += [Rung("pipeline", "stages hold some of the layers each", choice) for choice in _pipelines(search, both)]
@@ -253,8 +259,8 @@ def walk(search: Search) -> list[str]:
             lines.append(f"{rung.name}: {rung.why}. The batch of {search.job.global_batch_size} does not divide over dp {rung.choice.dp}.")
             continue
         plan = search.plan(rung.choice)
-        need = f"{plan.memory.total / GIB:,.1f} GiB a rank ({memory_parts(plan)})"
-        verdict = f"fits, {plan.step.total:.4g} s a step" if plan.fits else f"does not fit into {search.job.device.memory / GIB:.0f}"
+        need = f"{amount(plan.memory.total)} a rank ({memory_parts(plan)})"
+        verdict = f"fits, {plan.step.total:.4g} s a step" if plan.fits else f"does not fit into {amount(search.job.device.memory)}"
         if plan.fits and first:
             verdict, first = f"{verdict}: the first that does", False
         lines.append(f"{rung.name}: {rung.why}. {need}: {verdict}; {time_parts(plan.step)}.")

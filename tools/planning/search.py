@@ -136,13 +136,13 @@ class Search:
         return replace(choice, micro_batch_size=0, recompute="")
 
     def plan(self, choice: Choice, step: StepTime | None = None) -> Plan:
-        """Any choice, with its time and memory."""
+        """Any choice, with its time and memory; also of fewer devices than the search is for."""
         fullest = max(self.memory(choice), key=lambda rank: rank.total)
         inside = fullest.total <= self.room and fullest.states.host <= USABLE * self.job.device.host_size
         if not inside:
             kept = choice.micro_batch_size, -recomputed_share(choice.recompute)
             self._too_large.setdefault(self._states_of(choice), []).append(kept)
-        fits = inside and broken_rule(configured(self.base, choice), self.gpus) is None
+        fits = inside and broken_rule(configured(self.base, choice), choice.gpus) is None
         return Plan(choice, step or self.stepper.step(choice), fullest, fits)
 
     # --- what there is to choose from ----------------------------------------------------------------------------------------
@@ -157,8 +157,8 @@ class Search:
                         yield from self._microbatches(Choice(tp, pp, dp, schedule, stages, zero=0))
 
     def variants(self, core: Choice) -> Iterator[Choice]:
-        """ZeRO stages and offload of a core, which has none."""
-        for offload in self._names("offload", ("none", "cpu", "disk")):
+        """ZeRO stages and offload of a core, which has none. On a CPU everything is in CPU memory already."""
+        for offload in self._names("offload", ("none", "disk") if self.job.device.cpu else ("none", "cpu", "disk")):
             for zero in self._sizes("zero", (1, 0, 2, 3) if core.dp > 1 else (1,)):
                 yield replace(core, zero=zero, offload=offload)
             if offload != "none" and self.fixed.get("zero", 3) == 3:
@@ -208,10 +208,10 @@ class Search:
         config = configured(self.base, choice)
         config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)  # known, and dear to find
         device: Literal["cpu", "cuda"] = "cpu" if self.job.device.cpu else "cuda"
-        found = estimate(config, self.gpus, device, self._schedule(choice))
+        found = estimate(config, choice.gpus, device, self._schedule(choice))
         if choice.zero < 3 or max(rank.total for rank in found) > self.room:
             return found
-        return estimate(config, self.gpus, device, plan.schedule(config, self._followed(choice)))  # with what is gathered
+        return estimate(config, choice.gpus, device, plan.schedule(config, self._followed(choice)))  # with what is gathered
 
     def _followed(self, choice: Choice) -> int:
         """Microbatches after which a rank holds no more than before."""
