@@ -113,7 +113,11 @@ class Operations:
 
     def _move(self, *values: float) -> float:
         """Kernels that move so many values each."""
-        return sum(stream(self.device, value * self.size * self.software.elementwise) for value in values)
+        return sum(stream(self.device, value * self.size) for value in values)
+
+    def _pointwise(self, *values: float) -> float:
+        """The same of norms, activations and residual sums, as the software has written them."""
+        return self._move(*(value * self.software.elementwise for value in values))
 
     def layer(self, shape: Shape, window: int | None) -> Passes:
         """A transformer layer."""
@@ -133,9 +137,9 @@ class Operations:
         heads, kv_heads = model.num_attention_heads / shape.tp, max(model.kv_heads / shape.tp, 1)
         query, packed = heads * model.head_size, (heads + 2 * kv_heads) * model.head_size
         forward, backward = self._attention(heads, shape, window)
-        rotary = self._move(2 * rows * packed)
+        rotary = self._pointwise(2 * rows * packed)
         if model.qk_norm != "none":
-            rotary += self._move(2 * rows * packed)
+            rotary += self._pointwise(2 * rows * packed)
         return Passes(
             forward=self._gemm(rows, packed, hidden) + rotary + forward + self._gemm(rows, hidden, query),
             backward=self._gemm(rows, query, hidden) + backward + rotary + self._gemm(rows, hidden, packed),
@@ -147,8 +151,8 @@ class Operations:
         inner = model.intermediate_size / shape.tp
         wide, act, act_backward = (2 * inner, 3, 6) if model.gated_mlp else (inner, 2, 4)
         return Passes(
-            forward=self._gemm(rows, wide, hidden) + self._move(act * rows * inner) + self._gemm(rows, hidden, inner),
-            backward=self._gemm(rows, inner, hidden) + self._move(act_backward * rows * inner) + self._gemm(rows, hidden, wide),
+            forward=self._gemm(rows, wide, hidden) + self._pointwise(act * rows * inner) + self._gemm(rows, hidden, inner),
+            backward=self._gemm(rows, inner, hidden) + self._pointwise(act_backward * rows * inner) + self._gemm(rows, hidden, wide),
             weight=self._weight_gradient(hidden, inner, rows) + self._weight_gradient(wide, hidden, rows),
         ).plus(self._around(shape, wide))
 
@@ -156,8 +160,8 @@ class Operations:
         """What surrounds a block: norms, residual sum, dropout, and tensor-parallel communication. column: outputs of its first product."""
         values, model = shape.own_rows * self.model.hidden_size, self.model
         norms = 2 if model.norm_placement == "both" else 1
-        forward = self._move(4 * values) + (norms - 1) * self._move(2 * values)
-        backward = self._move(4 * values) + (norms - 1) * self._move(3 * values)
+        forward = self._pointwise(4 * values) + (norms - 1) * self._pointwise(2 * values)
+        backward = self._pointwise(4 * values) + (norms - 1) * self._pointwise(3 * values)
         if model.residual_dropout:
             mask = (0.5 if self.software.masks else 0.0) * values
             forward, backward = forward + self._move(values + mask), backward + self._move(2 * values + mask)
@@ -221,15 +225,14 @@ class Operations:
         chunk = min(LOSS_CHUNK, rows) if chunked else rows
         parts, values = rows / chunk, shape.own_rows * hidden
         logits = chunk * vocabulary
-        loss = (
-            (self._move(logits), self._move(2 * logits)) if self.software.fused_loss else (self._move(10 * logits), self._move(6 * logits))
-        )
+        reads = (1, 2) if self.software.fused_loss else (10, 6)  # of 16-bit logits, forward and backward
+        loss = tuple(self._move(times * logits) for times in reads)
         ranks = group(self.device, shape.tp, 1)
         statistics = self.tensor.half(16 * chunk * shape.tp, ranks)
         gather = (self.tensor.half if shape.sequence_parallel else self.tensor.all_reduce)(chunk * hidden * self.size, ranks)
         before = gather if shape.sequence_parallel else 0.0
-        forward = parts * (self._gemm(chunk, vocabulary, hidden) + loss[0] + before + statistics) + self._move(2 * values)
-        backward = parts * (self._gemm(chunk, hidden, vocabulary) + loss[1] + gather) + self._move(3 * values)
+        forward = parts * (self._gemm(chunk, vocabulary, hidden) + loss[0] + before + statistics) + self._pointwise(2 * values)
+        backward = parts * (self._gemm(chunk, hidden, vocabulary) + loss[1] + gather) + self._pointwise(3 * values)
         weight = parts * self._weight_gradient(vocabulary, hidden, chunk)
         waits = parts * (before + statistics), parts * gather
         if chunked:
