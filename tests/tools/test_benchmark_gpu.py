@@ -21,7 +21,7 @@ from megalite.config.load import from_dict
 from megalite.training.flops import model_flops_per_token
 from tests.conftest import HAS_GPU
 from tests.kernels.compiling import MODULES
-from tests.kernels.variants import variants
+from tests.kernels.variants import launches
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="interprets kernels in this process")
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -153,7 +153,7 @@ def test_tuning_launches_what_it_says(interpreted: None, monkeypatch: pytest.Mon
 def test_every_kernel_has_settings_that_it_knows() -> None:
     for name in MODULES:
         module = importlib.import_module(f"megalite_kernels.{name}")
-        for variant in variants(name, "sm_90"):
+        for variant in (launch.variant for launch in launches(name, "sm_90")):
             settings = tuning.SETTINGS[name, variant.kernel.fn.__name__]
             assert all(setting.constants.keys() <= variant.constants.keys() for setting in settings)
             assert all(hasattr(module, table) for setting in settings for table in setting.tables)
