@@ -183,6 +183,17 @@ def test_a_conversation_goes_through_the_chat_template(
     assert printed == "".join(f"{text}\n" for text in texts)
 
 
+def test_an_answer_ends_where_the_template_ends_a_turn(
+    checkpoint: Path, tmp_path: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a space, here: the second turn goes on behind it."""
+    says = "{% if message.role == 'assistant' %}{% generation %}{{ message.content + ' ' }}{% endgeneration %}{% else %}"
+    template = f"{{% for message in messages %}}{says}{{{{ message.content }}}}{{% endif %}}{{% endfor %}}"
+    (tmp_path / "spaced.jinja").write_text(template)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Every caf\nat s\n"))
+    assert generate(checkpoint, "--chat", "--chat_template", tmp_path / "spaced.jinja", *GREEDY) == "é\nix:\n"
+
+
 def test_a_conversation_forgets_its_oldest_turns_when_the_context_is_full(
     checkpoint: Path, tmp_path: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
