@@ -72,15 +72,6 @@ def test_dropout_is_on_the_adapters_alone_and_makes_a_difference(ranks, prefix, 
     assert without[1] != single("fp64")["losses"][1]
 
 
-def test_communicates_no_more_than_training_the_model(ranks, prefix):
-    case: Case = {"tp": 2, "sequence_parallel": True, "microbatches": 2}
-    base, adapted = (
-        ranks.run(2, jobs_training.communication_of_a_step, configuration(case, prefix, "fp32", rank=rank, dropout=0.0))[0]["traffic"]
-        for rank in (0, 4)
-    )
-    assert adapted.keys() <= base.keys() and all(count <= base[kind] for kind, count in adapted.items())
-
-
 def test_targets_choose_projections(ranks, prefix):
     got = ranks.run(1, jobs_lora.train, configuration({}, prefix, targets=["q", "v", "down"]), 2)[0]
     trained = {name for name, value in got["tensors"].items() if not torch.equal(value, got["before"][name])}
@@ -101,10 +92,10 @@ def test_optimizer_state_is_that_of_the_adapters_alone(zero, ranks, prefix):
     config = configuration(case, prefix, "bf16")
     config["parallel"]["bucket_mb"] = 25
     for found, expected in ranks.run(2, jobs_lora.states, config):
-        assert found.optimizer == expected.optimizer == adapters * 12 / 2
-        assert found.gradients == expected.gradients == adapters * 4 / (2 if zero == 3 else 1)
-        assert expected.weights == (adapters + frozen) * 2 / (2 if zero == 3 else 1)
-        assert found.weights == pytest.approx(expected.weights, rel=0.02), "buckets are filled up"
+        assert found == expected, "what is measured is what is planned"
+        assert found.optimizer == adapters * 12 / 2
+        assert found.gradients == adapters * 4 / (2 if zero == 3 else 1)
+        assert found.weights == pytest.approx((adapters + frozen) * 2 / (2 if zero == 3 else 1), rel=0.01), "buckets are filled up"
 
 
 def test_resumes_bitwise_and_refuses_other_adapters(ranks, prefix, tmp_path):

@@ -21,12 +21,15 @@ MODEL = {
     **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 128},
 }
+Options = dict[str, Any] | None
+LORA, SOME = {"rank": 4}, {"rank": 4, "targets": ["q", "down"]}
 GPT2 = {"norm": "layer", "gated_mlp": False, "position": "learned", "attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
 
 
-def tree(*, model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **parallel: Any) -> dict[str, dict[str, Any]]:
+def tree(*, model: Options = None, train: Options = None, lora: Options = None, **parallel: Any) -> dict[str, dict[str, Any]]:
     return {
         "model": {**MODEL, **(model or {})},
+        "lora": lora or {},
         "parallel": {"dp": 1, "bucket_mb": 0.02, **parallel},
         "data": {"sequence_length": 80},
         "train": {"global_batch_size": 4 * parallel.get("pp", 1) * parallel.get("dp", 1), "micro_batch_size": 2, **(train or {})},
@@ -42,11 +45,15 @@ ALONE = {
     "like GPT-2": {"model": GPT2},
     "norms everywhere, soft caps": {"model": {"norm_placement": "both", "qk_norm": "head", "attention_softcap": 5.0, "logit_softcap": 9.0}},
     "norms after, of queries and keys": {"model": {"norm_placement": "post", "qk_norm": "full", "sliding_window": 16}},
+    "adapters": {"lora": LORA},
+    "adapters of some projections": {"lora": SOME},
 }
 ON_TWO = {
     **{f"tp, {mode}": {"tp": 2, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
     **{f"tp and sp, {mode}": {"tp": 2, "sequence_parallel": True, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
     **{f"pp, {name}": {"pp": 2, "schedule": name} for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")},
+    "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA},
+    "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
 }
 
 
@@ -89,6 +96,8 @@ BUILT = {
     "offloaded weights": {"dp": 2, "zero": 3, "offload_parameters": True, "train": {"precision": "fp32"}},
     "all offloaded": {"dp": 2, "zero": 3, "offload": "cpu", "offload_parameters": True, "train": {"precision": "fp32"}},
     "compressed": {"dp": 2, "powersgd_rank": 2, "tp": 2},
+    "adapters": {"dp": 2, "tp": 2, "lora": LORA},
+    "adapters, ZeRO-3": {"dp": 2, "zero": 3, "offload": "cpu", "lora": SOME},
     "fp16, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved", "train": {"precision": "fp16"}},
 }
 
@@ -144,6 +153,10 @@ TRAFFIC = {
     "compressed": {"dp": 2, "powersgd_rank": 2},
     "pp, tied": {"pp": 2, "model": {"tie_word_embeddings": True}},
     "pp, folded": {"pp": 2, "schedule": "zb-v"},
+    "tp, adapters": {"tp": 2, "lora": LORA},
+    "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": SOME, "train": {"recompute": "full"}},
+    "ZeRO-3, adapters": {"dp": 2, "zero": 3, "lora": LORA},
+    "pp, tied, adapters": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": LORA},
 }
 
 

@@ -97,7 +97,8 @@ class Activations:
         saved = self.own if mode == "full" else kept
         stash = self._layer_stash(index)
         freed = self.own + self._norm(self.own_tokens) if self.model.norm_placement != "pre" else 0  # by the norm behind the feed-forward
-        first = max(stash.get("mlp.down", 0) - freed, 0)
+        shared = self._inner(f"layers.{index}.mlp.down")  # is among what was saved
+        first = max(stash.get("mlp.down", 0) - shared - freed, 0)
         return Held(saved, kept - saved, sum(stash.values()), first, workspace=self._workspace())
 
     def _norm(self, tokens: int, groups: int = 1) -> int:
@@ -110,9 +111,9 @@ class Activations:
         norm = self.own + self._norm(self.own_tokens)
         kept = 2 * (self.own + (norm if before else 0) + (norm if after else 0) + self._dropout(self.model.residual_dropout))
         columns = [f"layers.{index}.{name}" for name in ("attention.qkv", "mlp.in")]
-        return kept - (sum(not self._trains(name) for name in columns) * self.own if before else 0)
+        return kept - (sum(not self.trains(name) for name in columns) * self.own if before else 0)
 
-    def _trains(self, linear: str) -> bool:
+    def trains(self, linear: str) -> bool:
         """Whether a linear layer has weight gradients, which need its input."""
         return f"{linear}.weight" not in self.frozen or linear in self.adapters
 
@@ -166,7 +167,7 @@ class Activations:
             "mlp.down": self.tokens * self.inner * self.width + self.whole,
         }
         found = {name: (size, f"layers.{index}.{name}") for name, size in linears.items() if self.splits}
-        return {name: size + 2 * self._inner(linear) for name, (size, linear) in found.items() if self._trains(linear)}
+        return {name: size + 2 * self._inner(linear) for name, (size, linear) in found.items() if self.trains(linear)}
 
     def _workspace(self) -> int:
         """The feed-forward's or attention's backward, whichever is larger, and the gradient of the residual stream."""
@@ -189,7 +190,7 @@ class Activations:
 
     def head(self) -> Held:
         """The final norm's input and output (or the gradient that was computed with the loss), and the logits."""
-        trains = self._trains("embedding" if self.model.tie_word_embeddings else "head")
+        trains = self.trains("embedding" if self.model.tie_word_embeddings else "head")
         kept = (2 if trains or self.loss_chunk else 1) * self.own + self._norm(self.own_tokens)
         one = self.vocabulary * self.width * (1 if self.model.logit_softcap is None else 2)  # tanh keeps its output
         if chunk := self.loss_chunk:
