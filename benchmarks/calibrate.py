@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megalite_kernels import activation, norm
+from megalite_kernels import activation, cross_entropy, norm
 from megalite_kernels.attention import attention, attention_backward
 from torch import Tensor
 
@@ -77,6 +77,18 @@ class Measured:
         values = rows * (8 * width + 9 * 2 * width)  # see tools.planning.operations: 4 + 4 of the norm, 3 + 6 of the activation
         return values * x.element_size() / self.seconds(pass_over)
 
+    def loss(self, rows: int, vocabulary: int) -> float:
+        """Bytes/s of the loss and its gradient, of the bytes that kernels of theirs have to move."""
+        logits, targets = self.random(rows, vocabulary), torch.zeros(rows, dtype=torch.int64, device=self.device)
+        scale = torch.ones((), device=self.device)
+
+        def both() -> None:
+            found = cross_entropy.statistics(logits, targets, 0, vocabulary, -100, False)
+            _, lse = cross_entropy.combine(found[None], targets, -100, 0.0, 0.0, vocabulary)
+            cross_entropy.gradient_(logits, targets, lse, scale, 0, vocabulary, -100, 0.0, 0.0, vocabulary)
+
+        return 3 * logits.nbytes / self.seconds(both)
+
     def attention(self, sequence: int, heads: int, width: int) -> tuple[float, float]:
         """FLOP/s of forward and backward, counted as the planner does."""
         q, k, v, grad = (self.random(sequence, 4, heads, width) for _ in range(4))
@@ -138,6 +150,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "products": products,
         "memory_gbs": measured.bandwidth(*spec["rows"]) / 1e9,
+        "loss_gbs": measured.loss(*spec["logits"]) / 1e9,
         "attention_gflops": [forward / 1e9, backward / 1e9],
         "kernel_us": 1e6 * measured.call(),
     }

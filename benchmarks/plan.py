@@ -32,6 +32,7 @@ ON_CPU = {
     "dtype": "float32",
     "sizes": [32, 64, 128, 256, 512, 1024],
     "rows": [512, 256],
+    "logits": [512, 2048],
     "attention": [128, 4, 64],
     "messages": [1 << 12, 1 << 23],
 }
@@ -39,10 +40,11 @@ ON_GPU = {
     "dtype": "bfloat16",
     "sizes": [512, 1024, 2048, 4096, 8192],
     "rows": [8192, 4096],
+    "logits": [4096, 32768],
     "attention": [4096, 32, 128],
     "messages": [1 << 16, 1 << 28],
 }
-SMOKE = {"sizes": [16, 32], "rows": [16, 16], "attention": [16, 2, 8], "messages": [1 << 8, 1 << 14]}
+SMOKE = {"sizes": [16, 32], "rows": [16, 16], "logits": [16, 32], "attention": [16, 2, 8], "messages": [1 << 8, 1 << 14]}
 
 
 def calibrate(smoke: bool = False) -> dict[str, Any]:

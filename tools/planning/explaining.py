@@ -155,7 +155,7 @@ def binding(plan: Plan) -> str:
         "tensor": "The link of tensor parallelism binds: a smaller tp, or a faster link inside the node, would help most.",
         "bubble": "The bubble binds: more microbatches, more stages on a rank or a smaller pp would help most.",
         "gradients": "The reduction of gradients binds: it does not fit beside one backward pass. More microbatches would spread it.",
-        "weights": "Data parallelism's link binds: what ZeRO communicates for each microbatch does not hide behind its computation.",
+        "weights": "Data parallelism binds: what ZeRO communicates for each microbatch takes time from its computation, or outlasts it.",
         "optimizer": "The optimizer step binds: sharding it further, or a larger batch, would help most.",
         "recompute": "Memory binds: forwards run again because their activations have no room.",
     }

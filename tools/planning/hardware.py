@@ -46,6 +46,7 @@ class Device:
         price: US dollars an hour, None where it is not known.
         rates: where products were measured, (cube root of m·n·k, FLOP/s), ascending: then they hold, not tiles.
         attention: where it was measured, FLOP/s of its forward and of its backward.
+        loss: where it was measured, bytes/s of the loss and its gradient, which read the logits once and write their gradient over them.
         kernel: seconds that a kernel takes beyond its bytes and FLOPs; host_time: seconds of the host for each operation.
         tensor, messages: inside a node, what tensor parallelism and messages between stages have of their own, where that was measured.
         cpu: whether it is a processor, whose cores communicate and compute in turn, and which no kernels are written for.
@@ -68,6 +69,7 @@ class Device:
     price: float | None = None
     rates: tuple[tuple[float, float], ...] = ()
     attention: tuple[float, float] | None = None
+    loss: float | None = None
     kernel: float = 2e-6
     host_time: float = 8e-6
     tensor: Link | None = None
@@ -128,6 +130,7 @@ def _read(name: str, row: dict[str, Any]) -> Device:
         ("host_memory_gib", "host_size", 2.0**30),
         ("disk_gbs", "disk", 1e9),
         ("price_per_hour", "price", 1.0),
+        ("loss_gbs", "loss", 1e9),
         ("kernel_us", "kernel", 1e-6),
         ("host_us", "host_time", 1e-6),
     ):

@@ -226,7 +226,8 @@ class Operations:
         parts, values = rows / chunk, shape.own_rows * hidden
         logits = chunk * vocabulary
         reads = (1, 2) if self.software.fused_loss else (10, 6)  # of 16-bit logits, forward and backward
-        loss = tuple(self._move(times * logits) for times in reads)
+        memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)
+        loss = tuple(stream(memory, times * logits * self.size) for times in reads)
         ranks = group(self.device, shape.tp, 1)
         statistics = self.tensor.half(16 * chunk * shape.tp, ranks)
         gather = (self.tensor.half if shape.sequence_parallel else self.tensor.all_reduce)(chunk * hidden * self.size, ranks)
