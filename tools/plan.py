@@ -64,7 +64,7 @@ def parser() -> Parser:
     add("--gpu", metavar="NAME|FILE", help=f"{', '.join(known_devices())}, or a YAML file of a device, as --calibrate writes it")
     add("--sequence_length", type=positive, metavar="S", help="tokens of a sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences of a step")
-    add("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="compute precision (default bf16)")
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="compute precision (default the configuration's, or bf16)")
     for name in ("tp", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
     add("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage")
@@ -128,7 +128,7 @@ def base_config(options: argparse.Namespace) -> Config:
     given |= {
         "data.sequence_length": options.sequence_length,
         "train.global_batch_size": options.global_batch_size,
-        "train.precision": options.precision,
+        "train.precision": options.precision or given.get("train.precision", "bf16"),
     }
     config = from_dict(nest(given))
     if config.model.vocab_size is None:
@@ -149,32 +149,27 @@ def _json(path: Path) -> dict[str, Any]:
 def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Search, write what is to be written, and say it: for JSON, and for people."""
     base, device = base_config(options), find(options.gpu)
-    device.peak(options.precision)
+    device.peak(base.train.precision)
     check_alone(base)
     gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
-    job = Job(base.model, device, options.sequence_length, options.global_batch_size, options.precision, gradient_bytes=gradient_bytes)
+    job = Job(base.model, device, options.sequence_length, options.global_batch_size, base.train.precision, gradient_bytes=gradient_bytes)
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
     search = Search(job, base, options.gpus, fixed, options.plans)
     plans = search.plans()
     walked = explaining.walk(search) if options.explain else []
+    content: dict[str, Any] = {"parameters": parameters(base), "gpu": device.name, "gpus": options.gpus, "plans": []}
+    content |= {"considered": search.considered, "simulated": search.timed}
     if not plans:
         if not search.considered:
             raise ConfigError(f"No layout is legal: {explaining.illegal(search)}")
         message = explaining.nothing_fits(search)
-        return {"plans": [], "message": message, "explanation": walked}, "\n".join([*walked, message])
+        return {**content, "explanation": [message, *walked]}, "\n".join([*walked, message])
     if options.write:
         options.write.write_text(to_yaml(configured(base, plans[0].choice), heading(search, plans[0], options.write)))
     costs = [cost(job, plan, device, options) for plan in plans]
     sentences = explaining.winner(search, plans)
-    content = {
-        "parameters": parameters(base),
-        "gpu": device.name,
-        "gpus": options.gpus,
-        "considered": search.considered,
-        "simulated": search.timed,
-        "plans": [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)],
-        "explanation": [*sentences, *walked],
-    }
+    content["plans"] = [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
+    content["explanation"] = [*sentences, *walked]
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])
 
 
