@@ -37,12 +37,14 @@ def main() -> None:
     from tools.instruments import links, observers
     from tools.instruments.environment import compare_ranks, facts, set_variables
     from tools.instruments.memory import out_of_memory
+    from tools.planning.predicting import device_of
 
     device = choose_device()
     try:
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
+        hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
     except ConfigError as error:
         exit_with(str(error))
@@ -76,7 +78,7 @@ def main() -> None:
         print(f"{describe(mesh.layout)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
         print("\n".join(notes), flush=True)
     try:
-        fit(trainer, observers(trainer))
+        fit(trainer, observers(trainer, hardware))
         trainer.close()
     except (CheckpointError, FaultLimit) as error:  # one that could not be written, or steps that stay bad: every rank hears of it
         exit_with(str(error), status=1)

@@ -362,6 +362,9 @@ class ProfilingConfig:
     """First and last step that are recorded and traced, counted from 1."""
     ranks: list[int] = field(default_factory=list)
     """Ranks on which torch.profiler traces these steps, into the run's traces/, with the pipeline's actions by name."""
+    hardware: str | None = None
+    """What the planner predicts the time of a step for, told when the run ends: a name that tools/plan.py knows, or a file that its
+    --calibrate wrote; by default the GPU that the run is on."""
     memory_snapshot: int | None = None
     """Write what every byte of GPU memory is used for after this step, on these ranks (by default 0), and where memory runs out."""
 

@@ -26,6 +26,7 @@ from tests.distributed.layouts import Case
 from tools.instruments import links, observers
 from tools.instruments.environment import compare_ranks
 from tools.instruments.phases import PHASES
+from tools.planning.predicting import device_of
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "pp": 2}
 STEPS = 4
@@ -42,6 +43,19 @@ class Computed(Observer):
         ran = [(repr(one.action)[0], one.end - one.start) for one in self.runtime.ran]
         phases = {"forward": "F", "backward": "BW"}
         self.steps.append({phase: sum(each for kind, each in ran if kind in kinds) for phase, kinds in phases.items()})
+
+
+DEVICE = """
+tflops: {fp32: 0.1}
+sustained: 1.0
+multiprocessors: 1
+memory_gib: 8
+memory_gbs: 10
+within: {gbs: 1, latency_us: 100}
+between: ib200
+gpus_per_node: 2
+host: pcie4
+"""
 
 
 class Frame(Observer):
@@ -64,7 +78,7 @@ def fitted(context: Any, config: dict[str, Any]) -> tuple[list[dict[str, float]]
     computed, frame = Computed(trainer), Frame()
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            fit(trainer, [*observers(trainer), computed, frame])
+            fit(trainer, [*observers(trainer, device_of(trainer.config, "")), computed, frame])
     finally:
         trainer.close()
         gc.unfreeze()
@@ -75,7 +89,9 @@ def fitted(context: Any, config: dict[str, Any]) -> tuple[list[dict[str, float]]
 def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: Any, tmp_path: Path) -> None:
     """Two stages, four microbatches; rank 1 is profiled in steps 3 and 4."""
     prefix = write_tokens(tmp_path, MODEL["vocab_size"])
-    profiling = {"ranks": [1], "steps": [3, 4], "timeline": True}
+    hardware = tmp_path / "here.yaml"
+    hardware.write_text(DEVICE)
+    profiling = {"ranks": [1], "steps": [3, 4], "timeline": True, "hardware": str(hardware)}
     config = config_of({**MODEL, "microbatches": 4}, prefix, run={"dir": str(tmp_path), "name": "run"}, profiling=profiling)
     config["train"]["steps"] = STEPS
     computed, seconds, printed = ranks.run(2, fitted, config)[0]
@@ -98,7 +114,12 @@ def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: An
     assert not any(name.startswith("pipeline message") for name in names), "a wait is part of its action"
     assert not (tmp_path / "run" / "traces" / "profile_rank_00000.json").exists()
     assert "steps 3 to 4 are recorded" in printed and "1f1b, steps 3 to 4: bubble_fraction" in printed
-    assert "predicted, " in printed.splitlines()[-2] and printed.splitlines()[-2].startswith("bubble "), printed
+    last = printed.splitlines()[-2]
+    assert last.startswith("step time ") and " measured (median); bubble " in last, printed
+    predicted = json.loads((tmp_path / "run" / "prediction.json").read_text())
+    assert f"step time {predicted['step_time_s']:.4g} s predicted" in last
+    assert f"bubble {predicted['bubble_fraction']:.1%} predicted" in last
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["ranks"] == 2
 
 
 def look_around(context: Any, config: dict[str, Any]) -> tuple[list[links.Link], list[str], str]:

@@ -11,6 +11,7 @@ import pytest
 
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
+from megalite.config.schema import ConfigError
 from megalite.training import build
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
@@ -18,6 +19,7 @@ from tools.accounting import dry_run
 from tools.planning.configuring import configured
 from tools.planning.hardware import find
 from tools.planning.memory import estimate
+from tools.planning.predicting import device_of, step_seconds
 from tools.planning.search import Search
 from tools.planning.step import Choice, Job
 
@@ -83,6 +85,21 @@ def test_what_fits_a_run_accepts_and_holds_no_more(everything):
     for plan in plans[::17]:
         whole = max(rank.total for rank in estimate(configured(search.base, plan.choice), GPUS))
         assert plan.memory.total == whole, "following a few microbatches is following all"
+
+
+def test_a_run_is_predicted_as_its_plan_was(everything):
+    plans, search = everything
+    for plan in plans:
+        config = configured(search.base, plan.choice)
+        assert step_seconds(config, search.job.device) == plan.step.total
+    config.lora.rank = 4
+    assert step_seconds(config, search.job.device) is None, "a frozen weight costs less"
+    config.profiling.hardware = "h101"
+    with pytest.raises(ConfigError, match="profiling.hardware = h101 is not in the table.*Nearest: h100"):
+        device_of(config, "")
+    config.profiling.hardware = None
+    found = device_of(config, "NVIDIA H200")
+    assert found is not None and found.name == "h200" and device_of(config, "") is None
 
 
 def test_offload_is_taken_where_nothing_else_fits():

@@ -11,9 +11,10 @@ from megalite.training.fit import Observer
 from megalite.training.trainer import Trainer
 from tools.instruments.gpu import Gpu
 from tools.instruments.phases import PhaseTimes
-from tools.instruments.prediction import Outcome, PredictStep
+from tools.instruments.prediction import Outcome
 from tools.instruments.ranks import RankTimes
 from tools.instruments.tracing import MemorySnapshot, Tracer
+from tools.planning.hardware import Device
 from tools.timing import compare
 from tools.timing.recording import TimelineRecorder
 
@@ -26,8 +27,8 @@ class ComparedTimeline(TimelineRecorder):
         return [*lines, *(compare(self.trainer.run_dir) if self.summary else ())]
 
 
-def observers(trainer: Trainer, predict: PredictStep | None = None) -> Sequence[Observer]:
-    """All instruments of a run, on every rank alike. predict: how long a step should take."""
+def observers(trainer: Trainer, device: Device | None = None) -> Sequence[Observer]:
+    """All instruments of a run, on every rank alike. device: what the planner knows of the one that it runs on."""
     phases = PhaseTimes(trainer)
     ranks = RankTimes(trainer, phases)
-    return phases, ranks, Gpu(trainer), ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer), Outcome(trainer, predict)
+    return phases, ranks, Gpu(trainer), ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer), Outcome(trainer, device)

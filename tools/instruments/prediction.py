@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import os
+import platform
+from collections.abc import Sequence
 from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
+from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.partition import layer_costs
 from megalite.training import build
 from megalite.training.fit import Observer
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
+from tools.instruments.environment import ALIKE, EQUAL, facts
+from tools.planning.hardware import Device
+from tools.planning.predicting import step_seconds
 from tools.planning.simulator import simulate
-
-PredictStep = Callable[[Config, torch.device], float | None]
-"""(configuration, device) → seconds of a step; None where that can not be told."""
 
 
 def stage_costs(config: Config) -> list[float]:
@@ -59,12 +61,20 @@ def describe(times: list[float], bubbles: list[float], predicted_time: float | N
 
 
 class Outcome(Observer):
-    """Collects what rank 0 measures, and compares it at the end with the simulator's bubble and the step time that `predict` gives."""
+    """Keeps what the run runs on, and compares at the end what rank 0 measured with the simulator's bubble and the planner's step.
 
-    def __init__(self, trainer: Trainer, predict: PredictStep | None = None):
-        self.trainer, self.predict = trainer, predict
+    environment.json and prediction.json of the run's directory hold both. `device` is the one that is planned for; None is unknown.
+    """
+
+    def __init__(self, trainer: Trainer, device: Device | None = None):
+        self.trainer, self.device = trainer, device
         self.times: list[float] = []
         self.bubbles: list[float] = []
+        if trainer.mesh.rank == 0:
+            found = facts(trainer.device, 1)
+            environment = {"ranks": trainer.mesh.world.size, "python": platform.python_version(), "cores": os.cpu_count()}
+            environment |= {name: found[name] for name in (*EQUAL, *ALIKE) if found[name] is not None}
+            write_synced(trainer.run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         self.times.append(metrics.step_time_s)
@@ -76,5 +86,7 @@ class Outcome(Observer):
         if not self.times:
             return []
         config = self.trainer.config
-        seconds = None if self.predict is None else self.predict(config, self.trainer.device)
-        return describe(self.times, self.bubbles, seconds, predicted_bubble(config))
+        seconds, bubble = None if self.device is None else step_seconds(config, self.device), predicted_bubble(config)
+        prediction = {"step_time_s": seconds, "bubble_fraction": bubble}
+        write_synced(self.trainer.run_dir / "prediction.json", json.dumps(prediction) + "\n")
+        return describe(self.times, self.bubbles, seconds, bubble)

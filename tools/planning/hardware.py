@@ -113,6 +113,12 @@ def find(name: str) -> Device:
     return read_device(Path(name).stem, tree)
 
 
+def found_as(driver_name: str) -> Device | None:
+    """The device of the table that the driver calls so, None where it has none."""
+    named = (name for name, row in _table()["devices"].items() if row.get("device") == driver_name)
+    return next((find(name) for name in named), None)
+
+
 def read_device(name: str, row: Mapping[str, Any]) -> Device:
     """A device from its row. Raises HardwareError."""
     try:

@@ -109,11 +109,11 @@ def _predictions(run: Run) -> str:
             [name, f"{getattr(run.recorded.plan.timeline, name):.1%}", f"{run.recorded.bubbles[name]:.1%}"] for name in run.recorded.bubbles
         ]
     elif plan is not None and (found := run.typical(BUBBLES[0])) is not None:
-        rows.append([BUBBLES[0], f"{plan.timeline.bubble_fraction:.1%}", f"{found:.1%}"])
-    for key, predicted in run.prediction.items():
-        measured = run.typical(key) if isinstance(predicted, int | float) else None
-        if measured is not None:
-            rows.append([key, f"{predicted:.4g}", f"{measured:.4g}"])
+        predicted = run.prediction.get(BUBBLES[0]) or plan.timeline.bubble_fraction
+        rows.append([BUBBLES[0], f"{predicted:.1%}", f"{found:.1%}"])
+    seconds, measured = run.prediction.get("step_time_s"), run.typical("step_time_s")
+    if seconds is not None and measured is not None:
+        rows.append(["step_time_s", f"{seconds:.4g}", f"{measured:.4g}"])
     return _table([run.name, "predicted", "measured"], rows) if rows else ""
 
 
