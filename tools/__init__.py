@@ -21,6 +21,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def positive(text: str) -> int:
+    """The type of an option that counts something."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    return int(text)
+
+
 def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Command], *errors: type[Exception]) -> int:
     """Run the subcommand that was asked for and print its answer; returns the exit status. `errors` and OSErrors are the tool's message."""
     expected: tuple[type[Exception], ...] = (OSError, *errors)

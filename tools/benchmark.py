@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import checkpoint, comm, gpu_step, kernels, overhead, plan, report, scaling, step
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
-from tools import Parser
+from tools import Parser, positive
 
 COLUMNS = {"step": step.COLUMNS, "overhead": overhead.COLUMNS, "comm": comm.COLUMNS, "checkpoint": checkpoint.COLUMNS, "plan": plan.COLUMNS}
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
@@ -114,20 +114,14 @@ def add_scaling(made: argparse.ArgumentParser) -> None:
         help="the axis that takes the ranks, with others of fixed size: dp, tp, pp, tp2xdp (default dp)",
     )
     add("--preset", metavar="NAME", help="of the model (default: a 25M Llama)")
-    add("--sequence_length", type=number, metavar="N", help="tokens of a row (default 256, or all that the model has positions for)")
-    add("--global_batch_size", type=number, metavar="N", help="rows of a step in the largest world (default 4 microbatches for each rank)")
-    add("--micro_batch_size", type=number, default=1, metavar="N", help="rows of a microbatch (default 1)")
+    add("--sequence_length", type=positive, metavar="N", help="tokens of a row (default 256, or all that the model has positions for)")
+    add("--global_batch_size", type=positive, metavar="N", help="rows of a step in the largest world (default 4 microbatches a rank)")
+    add("--micro_batch_size", type=positive, default=1, metavar="N", help="rows of a microbatch (default 1)")
     add("--threads", type=int, metavar="N", help="of every rank (default: this machine's cores over the largest world)")
 
 
-def number(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 up")
-    return int(text)
-
-
 def numbers(text: str) -> list[int]:
-    return [number(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def scale(options: argparse.Namespace) -> Path:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from tools import Parser, drawing
+from tools import Parser, drawing, positive
 from tools.drawing import measured, trace
 from tools.drawing.tables import durations, grid, heading, summary, table
 from tools.drawing.text import draw
@@ -76,12 +76,6 @@ def parser() -> Parser:
     add("--print", nargs="?", const="compute", choices=("compute", "messages"), help="print each rank's actions, with messages if asked")
     add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
     return made
-
-
-def positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
-    return int(text)
 
 
 def duration(text: str) -> float:

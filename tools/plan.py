@@ -26,7 +26,7 @@ from megalite.config.load import flatten, from_dict, nest, parse_values, read_tr
 from megalite.config.presets import preset
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
-from tools import Parser
+from tools import Parser, positive
 from tools.families import from_hf_config
 from tools.planning import explaining
 from tools.planning.configuring import broken_rule, configured, to_yaml
@@ -79,12 +79,6 @@ def parser() -> Parser:
     add("--calibrate", type=Path, metavar="FILE", help="measure this machine and write it as a device for --gpu")
     add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
     return made
-
-
-def positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
-    return int(text)
 
 
 def amount(text: str) -> float:
