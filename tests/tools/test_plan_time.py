@@ -240,9 +240,11 @@ def tables():
     return {table.key: table for table in published.compare()}
 
 
-@pytest.mark.parametrize("key, median, worst", [("sc21", 0.10, 0.25), ("korthikanti", 0.10, 0.25), ("zero-bubble", 0.10, 0.25)])
-def test_published_speeds_are_met(tables, key, median, worst):
-    assert tables[key].median <= median and abs(tables[key].worst) <= worst
+def test_published_speeds_are_met(tables):
+    for key, table in tables.items():
+        assert table.median <= (0.20 if key == "llama3" else 0.12) and abs(table.worst) <= 0.30, key
+    for key in ("sc21", "korthikanti", "zero-bubble"):
+        assert tables[key].median <= 0.10 and abs(tables[key].worst) <= 0.25, key
 
 
 def test_the_page_shows_what_is_predicted(tables):
