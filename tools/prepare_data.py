@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 from megalite.data.indexed import DataError
 from tools import Parser
+from tools.chatting import read_template
 from tools.preparing import Progress, Summary, prepare
 from tools.preparing.chats import Chats
 from tools.preparing.sources import open_inputs
@@ -104,7 +105,7 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
         raise DataError("--train_tokenizer learns from texts, and --chat needs the tokenizer of the model. Give it with --tokenizer.")
     if options.max_length is not None and options.max_length < 2:
         raise DataError(f"--max_length {options.max_length} leaves nothing to predict. Give data.sequence_length + 1.")
-    template = None if options.chat_template is None else options.chat_template.read_text(encoding="utf-8")
+    template = None if options.chat_template is None else read_template(options.chat_template)
     return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate")
 
 

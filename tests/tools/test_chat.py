@@ -50,8 +50,8 @@ def test_tokens_and_mask_are_those_of_transformers(name, directory, tokenizer):
     from transformers import AutoTokenizer
 
     options = {"chat_template": TEMPLATES[name], "return_dict": True, "return_assistant_tokens_mask": True}
-    silent = [] if name == "no end-of-turn token" else [[SHORT[0], {"role": "assistant", "content": ""}]]  # nothing tells its header
-    for messages in (harmless(LONG), SHORT, *silent):
+    short = [[SHORT[0], {"role": "assistant", "content": said}] for said in ("", "s", " A\n")]  # of which headers have some, too
+    for messages in (harmless(LONG), SHORT, *short):
         theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(messages, **options)
         assert 0 < sum(theirs["assistant_masks"]) < len(theirs["input_ids"]) / 2
         for source in (TEMPLATES[name], unmarked(TEMPLATES[name])):
@@ -114,12 +114,12 @@ def test_a_template_that_refuses_is_quoted(tokenizer):
 
 
 def test_other_keys_of_a_message_reach_the_template(tokenizer):
-    source = "{{ tools[0]['name'] }}{% for message in messages %}{{ message['name'] or message.tool_calls[0]['id'] }}{% endfor %}"
+    source = "{{ tools[0] | list | last }}{{ tools[0]['name'] }}{% for message in messages %}{{ message['name'] or message.tool_calls[0]['id'] }}{% endfor %}"
     calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "call"}], "name": None}
-    record = {"messages": [{"role": "user", "content": "x", "name": "Ada"}, calls], "tools": [{"name": "add<s>"}]}
+    record = {"messages": [{"role": "user", "content": "x", "name": "Ada"}, calls], "tools": [{"name": "add<s>", "</s>": 1}]}
     found = conversation_of(record, "here")
     tokens, _ = ChatTemplate(tokenizer, source).render(found.messages, tools=found.tools, loss_on="all")
-    assert tokens == tokenizer.encode("add<s>Adacall")
+    assert tokens == tokenizer.encode("</s>add<s>Adacall"), "control tokens neither in values nor in keys"
 
 
 def test_workers_get_and_give_all_of_it(directory, tokenizer, tmp_path):
@@ -242,8 +242,9 @@ OPTIONS = {
     "json is no list": (["--input", "b.json"], "--input b.json is no list of records"),
     "training a tokenizer": (["--input", "ok.jsonl", "--train_tokenizer", "300"], "--chat needs the tokenizer of the model"),
     "too short": (["--input", "ok.jsonl", "--max_length", "1"], "--max_length 1 leaves nothing to predict"),
-    "no template": (["--input", "ok.jsonl", "--chat_template", "none.jinja"], "none.jinja"),
-    "nothing left": (["--input", "ok.jsonl", "--max_length", "2"], "no text"),
+    "no template": (["--input", "ok.jsonl", "--chat_template", "none.jinja"], "--chat_template none.jinja can not be read: No such file"),
+    "template of bytes": (["--input", "ok.jsonl", "--chat_template", "bytes.jinja"], "--chat_template bytes.jinja can not be read: it is not"),
+    "nothing left": (["--input", "ok.jsonl", "--max_length", "2"], "1 conversations were longer than --max_length 2, 0 had nothing to learn"),
 }
 
 
@@ -253,6 +254,7 @@ def test_bad_input(name, run, directory, tmp_path, capsys):
     (tmp_path / "b.txt").write_text("a")
     (tmp_path / "b.json").write_text("{}")
     (tmp_path / "strict.jinja").write_text(STRICT)
+    (tmp_path / "bytes.jinja").write_bytes(b"\xff")
     if name in BAD:
         records, message = BAD[name]
         write_lines(tmp_path / "a.jsonl", [FORMS["messages"], *records])

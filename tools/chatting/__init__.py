@@ -21,6 +21,17 @@ DEFAULT_TEMPLATE = Path(__file__).with_name("default.jinja")
 LossOn = Literal["assistant", "last", "all"]
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters [start, stop)
+PROBE = "\ue000said\ue001"
+"""Stands for what the assistant says where its header is looked for: of private-use characters, which no header holds."""
+
+
+def read_template(path: Path) -> str:
+    """The Jinja source in a file. Raises DataError where it can not be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DataError(f"--chat_template {path} can not be read: {reason}. Give a file with the template's Jinja source.") from None
 
 
 class ChatTemplate:
@@ -75,7 +86,7 @@ class ChatTemplate:
             valid = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return self._controls.sub(rf"{OPEN}\g<0>{CLOSE}", valid)
         if isinstance(value, dict):
-            return {key: self._marked(each) for key, each in value.items() if each is not None}
+            return {self._marked(key): self._marked(each) for key, each in value.items() if each is not None}
         return [self._marked(each) for each in value] if isinstance(value, list) else value
 
     def _write(self, messages: list[Message], tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
@@ -100,8 +111,7 @@ class ChatTemplate:
             before, opened = [self._write(messages[:i], tools, prompt)[0] if i else "" for prompt in (False, True)]
             after, _ = self._write(messages[: i + 1], tools)
             said = str(message.get("content", ""))
-            found = (after.find(each, len(before)) for each in (said, said.strip()))  # templates may trim
-            start = len(opened) if len(opened) > len(before) else next((at for at in found if at >= 0), -1)
+            start = len(opened) if len(opened) > len(before) else self._after_header(messages[: i + 1], tools, after, len(before))
             if not (whole.startswith(after) and after.startswith(opened) and after.startswith(before) and start >= 0):
                 raise DataError(
                     f"the chat template (hash {self.hash}) writes the messages up to number {i + 1} in another way when others follow, or "
@@ -110,6 +120,17 @@ class ChatTemplate:
                 )
             spans.append((start, start + _turn_length(after[start:], said.rstrip())))
         return spans
+
+    def _after_header(self, messages: list[Message], tools: Any, after: str, earliest: int) -> int:
+        """Where the words of the last message begin in `after`, what the template writes of the messages; -1 where that can not be told.
+
+        Other words stand behind the same header: they are not mistaken for it, as short ones might be.
+        """
+        probed, _ = self._write([*messages[:-1], {**messages[-1], "content": PROBE}], tools)
+        start = probed.find(PROBE, earliest)
+        said = str(messages[-1].get("content", ""))
+        same = start >= 0 and after[:start] == probed[:start]
+        return start if same and any(after.startswith(each, start) for each in (said, said.strip())) else -1  # templates may trim
 
 
 def _turn_length(turn: str, said: str) -> int:

@@ -18,7 +18,7 @@ from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.parallel.spec import Rectangle
 from tools import tokenizing
-from tools.chatting import ChatTemplate
+from tools.chatting import ChatTemplate, read_template
 from tools.converting import HF, Source, origin, starting_weights
 from tools.families import hf_config
 from tools.inspecting import find
@@ -135,10 +135,9 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
 def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: Path | None) -> ChatTemplate:
     """How the model is spoken to: as the file says, else as in its training data, else as its tokenizer says, else by our default.
 
-    named: whether the tokenizer was given by name, and takes its own template with it. Raises OSError or ConfigError where a file can
-    not be read.
+    named: whether the tokenizer was given by name, and takes its own template with it. Raises ConfigError where a file can not be read.
     """
     prefix = None if named else _training_data(source)
     if file is not None:
-        return ChatTemplate(tokenizer, file.read_text(encoding="utf-8"))
+        return ChatTemplate(tokenizer, read_template(file))
     return ChatTemplate(tokenizer, None if prefix is None else IndexedTokens(prefix).metadata.get("chat", {}).get("template"))

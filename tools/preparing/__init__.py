@@ -131,6 +131,7 @@ def _encode(
         if loaded != named:
             Path(loaded).replace(named)
         if isinstance(encoder, Chats):
+            _check_left(summary, encoder)
             summary.packed_rows = _packed_rows(np.array(writer.sizes), encoder.max_length or summary.longest)
         facts = asdict(summary)
         files = vocabulary.files if loaded == named else [Path(named)]
@@ -140,6 +141,16 @@ def _encode(
             | (_chat_facts(encoder, vocabulary, summary) if isinstance(encoder, Chats) else {})
         )
     return summary
+
+
+def _check_left(summary: Summary, chat: Chats) -> None:
+    """Raise DataError where conversations were read, and none of them can be learned from."""
+    if not summary.documents and summary.too_long + summary.without_loss:
+        long = f"{summary.too_long:,} conversations were longer than --max_length {chat.max_length}, " if summary.too_long else ""
+        raise DataError(
+            f"{summary.prefix}: nothing is left of the input: {long}{summary.without_loss:,} had nothing to learn from under --loss_on "
+            f"{chat.loss_on}. Nothing was written."
+        )
 
 
 def _packed_rows(sizes: NDArray[np.int32], longest: int) -> int:
