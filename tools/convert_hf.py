@@ -120,7 +120,7 @@ def _written(content: dict[str, Any], place: Path) -> Answer:
 
 
 def check(options: argparse.Namespace) -> Answer:
-    from tools.converting.checking import compare
+    from tools.converting.checking import compare, rounding
     from tools.inspecting import find
 
     directory = find(options.checkpoint_dir)
@@ -132,6 +132,8 @@ def check(options: argparse.Namespace) -> Answer:
         for start in range(0, len(each.worst), ROW):
             lines.append(f"  {start:5}  " + " ".join(f"{value:8.1e}" for value in each.worst[start : start + ROW]))
     lines.append(f"{'the same' if equal else 'NOT the same'} within {options.tolerance:g}")
+    if not equal and (why := rounding(directory, options.hf_dir)):
+        lines.append(why)
     inputs = [{"input": each.name, "worst": each.worst, "maximum": each.maximum, "largest_logit": each.largest} for each in found]
     return {"equal": equal, "tolerance": options.tolerance, "inputs": inputs}, lines, 0 if equal else 1
 

@@ -147,7 +147,7 @@ def read(path: Path) -> str:
 
 def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int]:
     """The window and its stride. Raises ConfigError where they fit neither the model nor each other."""
-    trained = min(model.config.data.sequence_length, model.longest) if model.source.trained_here else model.longest
+    trained = min(model.config.data.sequence_length, model.longest) if model.config.data.train else model.longest
     length = options.sequence_length or trained
     if length > model.longest:
         raise ConfigError(f"--sequence_length {length}: the model has positions for {model.longest}. Give at most that.")

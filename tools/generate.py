@@ -146,6 +146,8 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
         found = [line.removesuffix("\r") for line in lines if line.strip()]
         if path.suffix == ".jsonl":
             found = [each["prompt"] if isinstance(each, dict) else each for each in map(json.loads, found)]
+    except OSError as error:
+        raise ConfigError(f"--prompts {path} can not be read: {error.strerror or error}.") from None
     except (ValueError, KeyError) as error:
         way = "an object with `prompt`, or a JSON string" if path.suffix == ".jsonl" else "a text in UTF-8"
         raise ConfigError(f"--prompts {path} can not be read ({error!r}). Each line is {way}.") from None

@@ -97,7 +97,8 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
 def chosen_chat(options: argparse.Namespace) -> Chats | None:
     """How conversations are to be written; None for texts. Raises DataError where the options do not go together."""
     if not options.chat:
-        given = [f"--{name}" for name in ("chat_template", "max_length") if getattr(options, name) is not None]
+        unset = {"chat_template": None, "max_length": None, "loss_on": "assistant", "too_long": "drop"}
+        given = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
         if given:
             raise DataError(f"{' and '.join(given)} belongs to chat data. Add --chat, or leave it out.")
         return None
@@ -105,6 +106,8 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
         raise DataError("--train_tokenizer learns from texts, and --chat needs the tokenizer of the model. Give it with --tokenizer.")
     if options.max_length is not None and options.max_length < 2:
         raise DataError(f"--max_length {options.max_length} leaves nothing to predict. Give data.sequence_length + 1.")
+    if options.max_length is None and options.too_long == "truncate":
+        raise DataError("--too_long truncate cuts conversations of more than --max_length tokens, and there is none. Give it.")
     template = None if options.chat_template is None else read_template(options.chat_template)
     return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate")
 

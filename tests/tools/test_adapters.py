@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
 from tests.tools.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
 from tools import convert_hf
+from tools.accounting import report
 from tools.adapters import starting_weights
 from tools.converting.checking import load_stage, our_logits
 from tools.families import from_hf_config, hf_config
@@ -100,6 +102,19 @@ def test_starts_alike_from_a_directory_and_from_a_checkpoint(models, prefix, tmp
     assert convert_hf.main(["adapter-export", str(saved), str(tmp_path / "adapter")]) == 0
     *losses, _ = start(f"hf:{directory}", init_from=str(tmp_path / "adapter"))
     assert start(str(tmp_path / "imported"), init_from=str(tmp_path / "adapter"))[:2] == tuple(losses)
+
+
+def test_adapters_on_weights_that_nothing_gave_are_reported(models, prefix, tmp_path: Path):
+    """Frozen random weights are mostly an option forgotten."""
+    trainer = trainer_of(models["phi3"], prefix, tmp_path)
+    assert "the others are frozen" in " ".join(report(trainer)) and "random" not in " ".join(report(trainer))
+    config = replace(trainer.config, model=replace(trainer.config.model, init_from=None))
+    trainer.close()
+    trainer = Trainer(config, make_mesh(config))
+    assert any(line.startswith("and random: model.init_from") for line in report(trainer))
+    trainer.step()
+    assert not any("random" in line for line in report(trainer))
+    trainer.close()
 
 
 def test_one_step_from_an_adapter_is_one_step_of_peft(models, prefix, tmp_path: Path):

@@ -114,7 +114,8 @@ def test_a_template_that_refuses_is_quoted(tokenizer):
 
 
 def test_other_keys_of_a_message_reach_the_template(tokenizer):
-    source = "{{ tools[0] | list | last }}{{ tools[0]['name'] }}{% for message in messages %}{{ message['name'] or message.tool_calls[0]['id'] }}{% endfor %}"
+    source = "{{ tools[0] | list | last }}{{ tools[0]['name'] }}"
+    source += "{% for message in messages %}{{ message['name'] or message.tool_calls[0]['id'] }}{% endfor %}"
     calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "call"}], "name": None}
     record = {"messages": [{"role": "user", "content": "x", "name": "Ada"}, calls], "tools": [{"name": "add<s>", "</s>": 1}]}
     found = conversation_of(record, "here")
@@ -242,9 +243,10 @@ OPTIONS = {
     "json is no list": (["--input", "b.json"], "--input b.json is no list of records"),
     "training a tokenizer": (["--input", "ok.jsonl", "--train_tokenizer", "300"], "--chat needs the tokenizer of the model"),
     "too short": (["--input", "ok.jsonl", "--max_length", "1"], "--max_length 1 leaves nothing to predict"),
+    "no length": (["--input", "ok.jsonl", "--too_long", "truncate"], "--too_long truncate cuts conversations of more than --max_length"),
     "no template": (["--input", "ok.jsonl", "--chat_template", "none.jinja"], "--chat_template none.jinja can not be read: No such file"),
-    "template of bytes": (["--input", "ok.jsonl", "--chat_template", "bytes.jinja"], "--chat_template bytes.jinja can not be read: it is not"),
-    "nothing left": (["--input", "ok.jsonl", "--max_length", "2"], "1 conversations were longer than --max_length 2, 0 had nothing to learn"),
+    "template of bytes": (["--input", "ok.jsonl", "--chat_template", "bytes.jinja"], "bytes.jinja can not be read: it is not UTF-8"),
+    "nothing left": (["--input", "ok.jsonl", "--max_length", "2"], "1 conversations were longer than --max_length 2, 0 had nothing"),
 }
 
 

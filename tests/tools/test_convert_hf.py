@@ -268,3 +268,7 @@ def test_check_tells_equal_from_different_position_by_position(whole, tmp_path: 
     assert worst[0] <= 1e-4 < max(worst[1:]), "a query changes nothing where there is one key to look at"
     assert convert_hf.main(["check", str(ours), str(other), "--tokens", "20"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "NOT the same within 0.0001"
+    rounded = tmp_path / "rounded"
+    convert_hf.main(["export", str(ours), str(rounded), "--dtype", "bfloat16"])
+    assert convert_hf.main(["check", str(ours), str(rounded), "--tokens", "20"]) == 1
+    assert "an export of the checkpoint with --dtype float32 shows" in capsys.readouterr().out.splitlines()[-1]

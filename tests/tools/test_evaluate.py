@@ -24,7 +24,7 @@ from tools.evaluating import harness
 from tools.evaluating.harness import document_start
 from tools.evaluating.perplexity import windows
 from tools.generating import LanguageModel
-from tools.generating.sources import open_source
+from tools.generating.sources import open_source, opening
 
 LONGEST = 48
 SHAPE = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -172,13 +172,18 @@ def test_a_checkpoint_is_measured_as_what_it_was_imported_from(directory: Path, 
     assert ours["texts"] == theirs["texts"]
 
 
-def test_texts_follow_bos_only_where_the_model_may_know_it(models: dict[bool, Path]) -> None:
-    """Documents that were prepared here end with EOS, and begin with nothing."""
+def test_texts_follow_bos_only_where_the_model_may_know_it(models: dict[bool, Path], tmp_path: Path) -> None:
+    """Documents that were prepared here end with EOS, and begin with nothing; who continues on them has begun with BOS elsewhere."""
     for bos, path in models.items():
         source, tokenizer = open_source(f"hf:{path}"), tokenizing.load(path)
-        here = replace(source, config=replace(source.config, data=DataConfig(train="prefix")))
+        import_model(path, tmp_path / f"imported {bos}")
+        starts = {None: False, f"hf:{path}": True, str(tmp_path / f"imported {bos}"): True, str(tmp_path / "gone"): False}
         assert document_start(source, tokenizer) == (tokenizer.bos if bos else tokenizer.eos)
-        assert document_start(here, tokenizer) == tokenizer.eos
+        for start, elsewhere in starts.items():
+            config = replace(source.config, data=DataConfig(train="prefix"), model=replace(source.config.model, init_from=start))
+            trained = replace(source, config=config)
+            assert document_start(trained, tokenizer) == (tokenizer.bos if bos and elsewhere else tokenizer.eos), start
+            assert opening(trained, tokenizer) == ([tokenizer.bos] if bos and elsewhere else []), start
 
 
 @pytest.fixture(scope="module")

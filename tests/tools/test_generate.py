@@ -194,6 +194,14 @@ def test_an_answer_ends_where_the_template_ends_a_turn(
     assert generate(checkpoint, "--chat", "--chat_template", tmp_path / "spaced.jinja", *GREEDY) == "é\nix:\n"
 
 
+def test_bytes_that_are_no_text_are_read_as_such(checkpoint: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = []
+    for typed in (b"a\xffb\nc\n", "a\ufffdb\nc\n".encode()):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+        answers.append(generate(checkpoint, "--chat", "--tokens", "2", *GREEDY))
+    assert answers[0] == answers[1] != ""
+
+
 def test_a_conversation_forgets_its_oldest_turns_when_the_context_is_full(
     checkpoint: Path, tmp_path: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +256,7 @@ def test_what_can_not_be_loaded_ends_with_one_message(checkpoint: Path, tmp_path
         "parallel.pp = 3 makes 3 stages": [checkpoint, "--prompt", "x", "--pp", "3"],
         "holds no text. Each line is a prompt": [checkpoint, "--prompts", tmp_path / "empty"],
         "can not be read (KeyError('prompt')). Each line is an object with `prompt`": [checkpoint, "--prompts", tmp_path / "wrong.jsonl"],
-        "No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
+        "missing can not be read: No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
         "--stream shows one text as it is made, and there are 2 prompts": [checkpoint, "--prompt", "x", "--prompt", "y", "--stream"],
         "no_such.jinja": [checkpoint, "--chat", "--chat_template", "no_such.jinja"],
     }

@@ -237,6 +237,10 @@ BAD = {
     "train to no model": (["--input", "ok.txt", "--tokenizer", "byte", "--train_tokenizer", "300"], "does not end in .model"),
     "vocabulary too large": (["--input", "ok.txt", "--train_tokenizer", "90000"], "--train_tokenizer 90000 can not be trained"),
     "vocabulary is text": (["--input", "ok.txt", "--train_tokenizer", "many"], "invalid int value: 'many'"),
+    "chat options for text": (
+        ["--input", "ok.txt", "--tokenizer", "byte", "--loss_on", "last", "--too_long", "truncate"],
+        "--loss_on and --too_long belongs to chat data. Add --chat",
+    ),
     "unknown option": (["--input", "ok.txt", "--tokenizer", "byte", "--fast"], "--fast"),
     "bad line after training": (["--input", "long.txt", "key.jsonl", "--train_tokenizer", "300"], "--text_key text is not in key.jsonl"),
 }

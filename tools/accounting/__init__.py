@@ -113,12 +113,16 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
 
 
 def _describe_frozen(trainer: Trainer) -> list[str]:
-    """How much of the model is trained, where not all of it is."""
-    specs = with_adapters(model_specs(trainer.config.model), trainer.config.lora)
+    """How much of the model is trained, where not all of it is, and whether the rest has been trained ever."""
+    config = trainer.config
+    specs = with_adapters(model_specs(config.model), config.lora)
     trained = parameter_count([spec for spec in specs if spec.trainable])
     if trained == trainer.parameters:
         return []
-    return [f"{trained:,} parameters are trained, {trained / trainer.parameters:.2%} of all; the others are frozen"]
+    lines = [f"{trained:,} parameters are trained, {trained / trainer.parameters:.2%} of all; the others are frozen"]
+    if config.model.init_from is None and trainer.step_done == 0:
+        lines.append("and random: model.init_from gives the weights that adapters are for, for example hf:DIR")
+    return lines
 
 
 def _describe_copies(trainer: Trainer) -> list[str]:

@@ -16,8 +16,9 @@ from megalite.checkpoint import CheckpointError, Manifest
 from megalite.config.load import from_dict
 from megalite.model.stage import Stage
 from megalite.training import build
-from tools.converting import model_of
+from tools.converting import WEIGHT, model_of
 from tools.converting.files import ConversionError
+from tools.families import hf_config
 from tools.generating.sources import for_inference
 
 SEED = 0
@@ -53,6 +54,15 @@ def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, row
             raise ConversionError(f"{hf} has {logits.shape[-1]} logits on {name}, and {directory} {model.vocabulary}: they are two models")
     stage = load_stage(manifest)
     return [_comparison(name, our_logits(stage, inputs[name]), theirs[name]) for name in inputs]
+
+
+def rounding(directory: Path, hf: Path) -> str | None:
+    """What to say of a difference where the directory holds fewer digits than the checkpoint computes with; None where it does not."""
+    manifest, dtype = checkpoint.manifest_of(directory), hf_config(hf).get("torch_dtype")
+    weights = [stored.dtype for name, stored in manifest.tensors.items() if name.startswith(WEIGHT)]
+    if dtype not in ("bfloat16", "float16") or not {"float32", "float64"}.intersection(weights):
+        return None
+    return f"{hf} is rounded to {dtype}: an export of the checkpoint with --dtype float32 shows whether anything else differs"
 
 
 def _comparison(name: str, ours: Tensor, theirs: Tensor) -> Comparison:

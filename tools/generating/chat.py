@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 
 from megalite.checkpoint.agreement import on_rank_0
 from megalite.data.indexed import DataError
@@ -34,6 +35,8 @@ def converse(
 
     Raises DataError where the template can not write the conversation.
     """
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text become U+FFFD
     beginning = [{"role": "system", "content": system}] if system else []
     turns: list[Message] = []
     ends = {*ends, *_end_of_turn(tokenizer, template)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from megalite import checkpoint
@@ -45,10 +45,13 @@ class ModelSource:
     read: Callable[[Sequence[Rectangle]], None]
     companions: Path | None
 
-    @property
+    @cached_property
     def trained_here(self) -> bool:
-        """Whether our own training data made it what it is: documents that each end with EOS, and begin with nothing."""
-        return self.config.data.train is not None
+        """Whether our own training data alone made it what it is: documents that each end with EOS, and begin with nothing.
+
+        What was fine-tuned here has learned before how its tokenizer begins texts, and is asked as its export would be.
+        """
+        return self.config.data.train is not None and not _began_elsewhere(self.config)
 
 
 def open_source(name: Path | str) -> ModelSource:
@@ -66,6 +69,20 @@ def open_source(name: Path | str) -> ModelSource:
     config = from_dict(manifest.state["config"])
     read = partial(checkpoint.load, manifest, convert=True)
     return ModelSource(str(directory), config, manifest.state.get("step", 0), read, origin(directory, config.model))
+
+
+def _began_elsewhere(config: Config) -> bool:
+    """Whether a run's weights came from a Hugging Face model at first, by whatever runs in between that can still be read."""
+    while (start := config.model.init_from) is not None:
+        if start.startswith(HF):
+            return True
+        try:
+            config = from_dict(checkpoint.manifest_of(find(Path(start))).state["config"])
+        except (CheckpointError, ConfigError, KeyError):
+            return False
+        if config.data.train is None:  # imported
+            return True
+    return False
 
 
 def for_inference(config: Config, *, tp: int = 1, pp: int = 1, precision: str = "fp32") -> Config:
