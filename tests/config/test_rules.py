@@ -253,6 +253,7 @@ ROWS = [
         ("mix conversations (chat) with text", "prepare_data.py --chat"),
     ),
     Row("chat or text", {"data.train": "chat", "data.validation": "tokens"}, {"data.validation": {"chat": 1.0}}),
+    Row("packing of conversations", {"data.packing": True}, {"data.packing": True, "data.train": "chat"}, ("is text", "--chat")),
     Row("sequence within the model's positions", {"data.sequence_length": 2049}, {"data.sequence_length": 2048}, ("up to 2048",)),
     Row(
         "whole microbatches",

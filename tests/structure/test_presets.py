@@ -30,19 +30,23 @@ PARAMETERS = {  # by hand, norms and biases included; both Llama 3 as published
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> str:
-    prefix = tmp_path / "tokens"
-    with IndexedWriter(prefix, 257) as writer:
-        writer.add(np.arange(300_000) % 257, [300_000])
-        writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte"})
-    return str(prefix)
+def tokens(tmp_path: Path) -> dict[bool, str]:
+    """Token files of text and, under True, of what says that it is conversations."""
+    found = {}
+    for chat in (False, True):
+        with IndexedWriter(tmp_path / f"tokens {chat}", 257) as writer:
+            writer.add(np.arange(300_000) % 257, [300_000])
+            writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte"} | ({"chat": {}} if chat else {}))
+        found[chat] = str(tmp_path / f"tokens {chat}")
+    return found
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_preset_would_start_and_has_the_size_that_it_says(path: Path, tokens: str):
+def test_a_preset_would_start_and_has_the_size_that_it_says(path: Path, tokens: dict[bool, str]):
     name = path.stem
+    data = tokens[name == "finetune-chat"]
     vocabulary = ["--model.vocab_size", "4096"] if name == "quickstart" else []
-    config = load_config(["--config", str(path), "--data.train", tokens, *vocabulary, *LAYOUT.get(name, [])], world_size=RANKS.get(name, 1))
+    config = load_config(["--config", str(path), "--data.train", data, *vocabulary, *LAYOUT.get(name, [])], world_size=RANKS.get(name, 1))
     assert parameter_count(model_specs(config.model)) == PARAMETERS[name]
     assert sum(build.partition(config)) == config.model.num_hidden_layers
     microbatches = build.microbatch_count(config)

@@ -81,6 +81,10 @@ RULES: tuple[Rule, ...] = (
         lambda c: f"and data.validation mix conversations ({', '.join(filter(is_chat, _all_prefixes(c)))}) with text",
         "Give token files of one kind; tools/prepare_data.py --chat makes those of conversations.",
     ),
+    Rule("packing of conversations", "data.packing", lambda c: c.data.packing and not any(map(is_chat, _all_prefixes(c)))).says(
+        "has no effect: data.train is text, which fills every row",
+        "Set it to false, or prepare conversations with tools/prepare_data.py --chat.",
+    ),
     _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),
     Rule(
