@@ -52,7 +52,7 @@ def main() -> None:
     notes = set_variables(config.network)
     try:
         own = facts(device, local_world_size())
-        start_process_group(device, config.run.timeout, lambda *place: notes.extend(compare_ranks(own, *place)))
+        start_process_group(device, config.run.timeout, lambda *place: notes.extend(compare_ranks(own, *place, config.parallel.tp)))
     except ConfigError as error:
         exit_with(str(error))
     mesh = build.make_mesh(config)

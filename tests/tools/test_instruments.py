@@ -15,7 +15,7 @@ from megalite.parallel.pipeline.clock import HostClock
 from megalite.parallel.pipeline.schedule import Action, Kind
 from tests.training.test_metrics import example
 from tools.instruments import gpu, links, memory, tracing
-from tools.instruments.environment import facts, odd_ranks, set_variables, short_of_memory
+from tools.instruments.environment import across_hosts, facts, odd_ranks, set_variables, short_of_memory
 from tools.instruments.phases import PhaseTimes
 from tools.instruments.prediction import describe, predicted_bubble, stage_costs
 from tools.instruments.ranks import compare
@@ -116,6 +116,13 @@ def test_ranks_with_other_software_or_hardware_are_named() -> None:
     assert said[1] == "device: NVIDIA H200 on 11 of 16 ranks, but NVIDIA H100 on ranks 0, 1, 2, 3, 4"
     own = facts(torch.device("cpu"), 1)
     assert own["torch"] == torch.__version__ and own == facts(torch.device("cpu"), 1)
+
+
+def test_a_tp_group_on_several_hosts_is_named() -> None:
+    found = [{"host": f"node{rank // 6}"} for rank in range(12)]
+    assert across_hosts(found, 1) == across_hosts(found, 2) == across_hosts(found, 6) == []
+    (line,) = across_hosts(found, 4)
+    assert line.startswith("parallel.tp = 4: 1 of 3 tp groups lie on several hosts, the first of them ranks 4 to 7: every layer")
 
 
 def test_a_small_shared_memory_is_named_once_a_host() -> None:

@@ -120,10 +120,25 @@ def short_of_memory(found: Sequence[Facts]) -> list[str]:
     ]
 
 
-def compare_ranks(own: Facts, store: Store, rank: int, size: int) -> list[str]:
+def across_hosts(found: Sequence[Facts], tp: int) -> list[str]:
+    """A line where tensor-parallel ranks, which are neighbours (`megalite.mesh`), do not lie on one host."""
+    groups = [found[first : first + tp] for first in range(0, len(found), tp)]
+    apart = [number for number, group in enumerate(groups) if len({each["host"] for each in group}) > 1]
+    if not apart:
+        return []
+    return [
+        f"parallel.tp = {tp}: {len(apart)} of {len(groups)} tp groups lie on several hosts, the first of them ranks"
+        f" {apart[0] * tp} to {apart[0] * tp + tp - 1}: every layer waits for the network. Choose a tp that divides the ranks of a host."
+    ]
+
+
+def compare_ranks(own: Facts, store: Store, rank: int, size: int, tp: int = 1) -> list[str]:
     """Tell rank 0 what this rank runs on, through the store with which ranks find each other; returns what is worth knowing.
 
     Nothing else joins the ranks yet: where they differ, the communication itself might be what does not work.
+
+    Args:
+        tp: neighbouring ranks that talk in every layer.
 
     Raises:
         ConfigError: on every rank, where they can not work together.
@@ -131,7 +146,10 @@ def compare_ranks(own: Facts, store: Store, rank: int, size: int) -> list[str]:
     store.set(f"facts/{rank}", json.dumps(own))
     if rank == 0:
         found = [json.loads(each) for each in store.multi_get([f"facts/{each}" for each in range(size)])]
-        verdict = {"different": odd_ranks(found, EQUAL), "notes": [*odd_ranks(found, ALIKE), *short_of_memory(found)]}
+        verdict = {
+            "different": odd_ranks(found, EQUAL),
+            "notes": [*odd_ranks(found, ALIKE), *across_hosts(found, tp), *short_of_memory(found)],
+        }
         store.set("facts/verdict", json.dumps(verdict))
     verdict = json.loads(store.get("facts/verdict"))
     if verdict["different"]:
