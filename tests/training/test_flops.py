@@ -55,7 +55,8 @@ def test_equals_what_torch_counts(changes: dict[str, object]) -> None:
     base = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = ModelConfig(**{**base, **changes})  # type: ignore[arg-type]
     assert model_flops_per_token(model, 20) == counted_flops_per_token(model, 20)
-    assert model_flops_per_token(model, 20, LoraConfig(rank=3)) == counted_flops_per_token(model, 20, 3)
+    lora = LoraConfig(rank=3)
+    assert model_flops_per_token(model, 20, lora) == per_token(model, 20, lora=lora).model == counted_flops_per_token(model, 20, 3)
 
 
 def test_adapters_of_some_projections_cost_as_much_as_their_parameters() -> None:
@@ -81,6 +82,11 @@ def test_conventions_and_recomputation() -> None:
     assert per_token(model, 64, recompute="full").recomputed == pytest.approx((palm.layers + palm.attention) / 3)
     assert per_token(model, 64, recompute="every-4").recomputed == pytest.approx((palm.layers + palm.attention) / 12)
     assert per_token(model, 64, recompute="selective").recomputed == per_token(model, 64, flash=True).recomputed == palm.attention / 6
+    lora = LoraConfig(rank=2)
+    again = per_token(model, 64, recompute="full", lora=lora).recomputed - per_token(model, 64, recompute="full").recomputed
+    assert again == pytest.approx((model_flops_per_token(model, 0, lora) - model_flops_per_token(model, 0) * 2 / 3) / 3), (
+        "adapters' forward"
+    )
     windowed = per_token(ModelConfig(vocab_size=101, num_hidden_layers=4, sliding_window=8), 64, "causal")
     assert windowed.attention * 64 == palm.attention * (8 * 9 / 2 + 56 * 8) / 64
 

@@ -19,7 +19,7 @@ from megalite.parallel.pipeline.partition import layer_costs
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.spec import parameter_count
 from megalite.training import plan
-from tools import Parser
+from tools import Parser, positive
 from tools.families import hf_shape
 from tools.planning.flops import per_token
 from tools.planning.memory import estimate, settled
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 def parser() -> Parser:
     made = Parser(prog="pretrain.py --dry_run", description=__doc__, allow_abbrev=False)
     made.add_argument("--dry_run", action="store_true", required=True)
-    made.add_argument("--world_size", type=int, metavar="W", help="ranks of the run (default tp * pp * cp * dp)")
+    made.add_argument("--world_size", type=positive, metavar="W", help="ranks of the run (default tp * pp * cp * dp)")
     made.add_argument("--ranks", type=numbers, metavar="R,R,…", help="build these on the meta device (default two of each pipeline rank)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks compute on (default cuda)")
     made.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
@@ -121,7 +121,7 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
 def flops(config: Config) -> dict[str, Any]:
     """By both conventions; hardware FLOPs are those of the causal one, recomputation included."""
     model, length, recompute = config.model, config.data.sequence_length, config.train.recompute
-    return {name: per_token(model, length, name, recompute).to_dict() for name in ("palm", "causal")}
+    return {name: per_token(model, length, name, recompute, lora=config.lora).to_dict() for name in ("palm", "causal")}
 
 
 def bubble(config: Config, schedule: Schedule) -> float:

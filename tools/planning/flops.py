@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from megalite.config.schema import ModelConfig, TrainConfig
+from megalite.config.schema import LoraConfig, ModelConfig, TrainConfig
 from megalite.training.flops import model_flops_per_token
 
 Convention = Literal["palm", "causal"]
@@ -65,6 +65,7 @@ def per_token(
     *,
     embedding: bool = False,
     flash: bool = False,
+    lora: LoraConfig | None = None,
 ) -> Flops:
     """FLOPs of one token of a sequence.
 
@@ -72,9 +73,13 @@ def per_token(
         recompute: as train.recompute. selective computes the scores again (query · key), full a layer's whole forward.
         embedding: count the embedding as a product with the vocabulary, as 6 · parameters does.
         flash: attention runs a kernel that keeps no probabilities: every backward computes the scores again.
+        lora: adapters. What they freeze has no weight gradient: two products instead of three.
     """
-    vocabulary = 6.0 * model.hidden_size * model.vocabulary
-    layers = model_flops_per_token(model, 0) - vocabulary
+    products = 2 if lora is not None and lora.rank else 3
+    vocabulary = 2.0 * products * model.hidden_size * model.vocabulary
+    layers = model_flops_per_token(model, 0, lora) - vocabulary
+    whole = model_flops_per_token(model, 0) - 6.0 * model.hidden_size * model.vocabulary
+    forward = (whole + layers - whole * products / 3) / 3  # adapters, the difference, are trained
     width = model.num_attention_heads * model.head_size
     attention, recomputed = 0.0, 0.0
     for layer in range(model.num_hidden_layers):
@@ -82,7 +87,7 @@ def per_token(
         attention += 6 * product
         mode = TrainConfig(recompute=recompute).recompute_of(layer)
         if mode == "full":
-            recomputed += layers / 3 / model.num_hidden_layers + 2 * product
+            recomputed += forward / model.num_hidden_layers + 2 * product
         if mode == "selective" or flash:
             recomputed += product
     return Flops(convention, layers, attention, vocabulary, vocabulary if embedding else 0.0, recomputed)
