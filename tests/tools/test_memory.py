@@ -10,7 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.load import from_dict
+from megalite.config.presets import preset
 from megalite.mesh import Mesh
+from megalite.model.parameters import model_specs
+from megalite.parallel.spec import parameter_count
 from megalite.training import build
 from tests.distributed import jobs_memory
 from tools.accounting import meta
@@ -170,3 +173,29 @@ def test_traffic_is_what_a_step_sends(case, monkeypatch):
         jobs_memory.Stepping(None, config).step(1)
     planned = traffic(made, build.layout(made).world)[0]
     assert sum(planned.to_dict().values()) == pytest.approx(sent.bytes, rel=1e-9)
+
+
+BY_AXIS = {  # layout → bytes over its axis, as docs/topology.md writes them, of m microbatches
+    "tp": ({"tp": 8}, lambda layers, message, parameters, m: 8 * layers * m * message * 7 / 8),
+    "tp and sp": ({"tp": 8, "sequence_parallel": True}, lambda layers, message, parameters, m: 10 * layers * m * message * 7 / 8),
+    "ZeRO-0": ({"dp": 8, "zero": 0}, lambda layers, message, parameters, m: 8 * parameters * 7 / 8),
+    "ZeRO-1": ({"dp": 8, "zero": 1}, lambda layers, message, parameters, m: 6 * parameters * 7 / 8),
+    "ZeRO-2": ({"dp": 8, "zero": 2}, lambda layers, message, parameters, m: (4 * m + 2) * parameters * 7 / 8),
+    "ZeRO-3": ({"dp": 8, "zero": 3}, lambda layers, message, parameters, m: (4 * m + 4 * m) * parameters * 7 / 8),
+    "kept": ({"dp": 8, "zero": 3, "zero3_reshard": "step"}, lambda layers, message, parameters, m: (4 * m + 2) * parameters * 7 / 8),
+    "rounded": ({"dp": 8, "zero": 1, "reduce_dtype": "bf16"}, lambda layers, message, parameters, m: 4 * parameters * 7 / 8),
+    "pp": ({"pp": 4}, lambda layers, message, parameters, m: 2 * m * message),
+    "pp, two stages": ({"pp": 4, "schedule": "interleaved", "virtual_stages": 2}, lambda layers, message, parameters, m: 4 * m * message),
+}
+
+
+@pytest.mark.parametrize("case", BY_AXIS)
+def test_the_documented_bytes_of_each_axis(case):
+    """Of a middle rank, but for a few percent of what embedding, head and the last layer do otherwise."""
+    changes, documented = BY_AXIS[case]
+    given = {"model": preset("llama-3-8b"), "data": {"sequence_length": 2048}, "parallel": {"dp": 1, **changes}}
+    config = from_dict({**given, "train": {"precision": "bf16", "micro_batch_size": 1, "global_batch_size": 8 * changes.get("dp", 1)}})
+    world = build.layout(config).world
+    sent = traffic(config, world)[config.parallel.pp // 2].to_dict()
+    expected = documented(32, 2048 * 4096 * 2, parameter_count(model_specs(config.model)), 8)
+    assert sum(sent.values()) == sent[next(iter(changes))] == pytest.approx(expected, rel=0.04)
