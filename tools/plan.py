@@ -125,6 +125,11 @@ def base_config(options: argparse.Namespace) -> Config:
         "train.precision": options.precision or given.get("train.precision", "bf16"),
     }
     config = from_dict(nest(given))
+    if config.lora.rank:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank} is not planned for: times and bounds are those of training all weights. "
+            "Ask pretrain.py --dry_run what a layout takes with adapters."
+        )
     if config.model.vocab_size is None:
         raise ConfigError(f"--model {name} leaves the vocabulary to the data. Give a configuration file that says model.vocab_size.")
     return config
@@ -144,7 +149,9 @@ def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Search, write what is to be written, and say it: for JSON, and for people."""
     base, device = base_config(options), find(options.gpu)
     device.peak(base.train.precision)
-    check_alone(base)
+    if options.write and not options.write.absolute().parent.is_dir():
+        raise ConfigError(f"--write {options.write} can not be written: there is no directory {options.write.parent}. Make it first.")
+    check_alone(base, options.recompute)
     gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
     job = Job(base.model, device, options.sequence_length, options.global_batch_size, base.train.precision, gradient_bytes=gradient_bytes)
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
@@ -167,10 +174,10 @@ def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])
 
 
-def check_alone(base: Config) -> None:
-    """Raise ConfigError for what no layout can repair: the model and the sequence themselves."""
+def check_alone(base: Config, recompute: str | None) -> None:
+    """Raise ConfigError for what no layout can repair: the model, the sequence, a mode that there is not."""
     config = from_dict(asdict(base))
-    config.parallel.dp, config.train.micro_batch_size = 1, 1
+    config.parallel.dp, config.train.micro_batch_size, config.train.recompute = 1, 1, recompute or "none"
     if (message := broken_rule(config, 1)) is not None:
         raise ConfigError(message)
 
@@ -207,12 +214,12 @@ def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sente
 def heading(search: Search, plan: Plan, path: Path) -> str:
     """What the written file says of itself."""
     job = search.job
-    ranks = f"--nproc-per-node {min(search.gpus, job.device.per_node)}"
-    nodes = f"--nnodes {math.ceil(search.gpus / job.device.per_node)} " if search.gpus > job.device.per_node else ""
+    nodes = next(count for count in range(math.ceil(search.gpus / job.device.per_node), search.gpus + 1) if search.gpus % count == 0)
+    start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500 " if nodes > 1 else ""
     return (
         f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
         f"Predicted: {plan.step.total:.4g} s a step, {explaining.amount(plan.memory.total)} on the fullest rank.\n\n"
-        f"  torchrun {nodes}{ranks} pretrain.py --config {path} --data.train PREFIX --train.steps N"
+        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} pretrain.py --config {path} --data.train PREFIX --train.steps N"
     )
 
 

@@ -136,6 +136,19 @@ def test_choices_that_are_fixed_stay(tool):
     assert [plan[name] for name in ("tp", "pp", "dp", "schedule", "virtual_stages", "zero", "recompute")] == [2, 2, 2, "zb-v", 2, 2, "full"]
 
 
+def test_stages_of_a_rank_that_are_fixed_rule_out_other_schedules(tool):
+    fixed = ("--virtual_stages", 4, "--offload", "none", "--recompute", "none", "--plans", 3)
+    plans = json.loads(tool("--model", "llama-3-8b", *ARGUMENTS, *fixed, "--json"))["plans"]
+    assert plans and all(plan["virtual_stages"] == 4 and plan["schedule"] == "interleaved" and plan["pp"] > 1 for plan in plans)
+
+
+def test_the_written_command_starts_as_many_ranks_as_were_planned(tool, tmp_path):
+    sizes = ("--gpus", 12, "--gpu", "h100", "--sequence_length", 1024, "--global_batch_size", 12, "--plans", 1)
+    tool("--model", "llama-3.2-1b", *sizes, "--write", tmp_path / "run.yaml")
+    (command,) = (line for line in (tmp_path / "run.yaml").read_text().splitlines() if "torchrun" in line)
+    assert "--nnodes 2 " in command and "--nproc-per-node 6 " in command
+
+
 def test_text_says_why_and_walks_from_one_gpu_to_offload(tool):
     text = tool("--model", "llama-3-8b", *ARGUMENTS, "--plans", 3, "--explain", "--recompute", "none")
     assert "Fastest: " in text and "Its fullest rank takes" in text and " slower" in text
@@ -173,6 +186,19 @@ def test_a_written_plan_trains(tool, tmp_path):
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "v100-32gb"], "--precision bf16 has no peak on v100-32gb"),
         (["--model", "tiny", *ARGUMENTS], "--model tiny leaves the vocabulary to the data"),
         (["--model", "llama-3-70b", *ARGUMENTS, "--gpu", "rtx-4090", "--gpus", "1"], "Nothing fits: even one device"),
+        (["--model", "llama-3-70b", *ARGUMENTS, "--gpus", "4", "--offload", "cpu"], "Nothing fits: tp4, ZeRO-3, micro-batches of 1"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--recompute", "every-x"], "train.recompute = every-x is not a recomputation mode."),
+        (
+            ["--model", "llama-3-8b", *ARGUMENTS, "--schedule", "1f1b", "--virtual_stages", "2"],
+            "parallel.virtual_stages = 2 does not belong",
+        ),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--virtual_stages", "64"], "parallel.pp = 2 makes 128 stages under"),
+        (
+            ["--model", "llama-3-8b", *ARGUMENTS, "--pp", "1", "--virtual_stages", "2"],
+            "no sizes go with pp = 1, virtual_stages = 2. Fix less",
+        ),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--write", "nowhere/run.yaml"], "there is no directory nowhere. Make it first."),
+        (["--model", "configs/finetune-lora.yaml", *ARGUMENTS], "lora.rank = 16 is not planned for"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpus", "0"], "argument --gpus: '0' is not a whole number from 1 up"),
     ],
 )

@@ -138,7 +138,7 @@ def memory_parts(plan: Plan) -> str:
     """What memory holds, the largest first."""
     memory = plan.memory
     parts = {
-        "weights": memory.parameters,
+        "weights": 0 if plan.choice.offload_parameters else memory.parameters,
         "gradients": memory.gradients,
         "optimizer state": 0 if plan.choice.offload != "none" else memory.optimizer,
         "activations": memory.activations,
@@ -157,7 +157,7 @@ def binding(plan: Plan) -> str:
         "gradients": "The reduction of gradients binds: it does not fit beside one backward pass. More microbatches would spread it.",
         "weights": "Data parallelism binds: what ZeRO communicates for each microbatch takes time from its computation, or outlasts it.",
         "optimizer": "The optimizer step binds: sharding it further, or a larger batch, would help most.",
-        "recompute": "Memory binds: forwards run again because their activations have no room.",
+        "recompute": "Recomputation binds: forwards run again, so that their activations need no room.",
     }
     parts = plan.step.parts()
     del parts["compute"]
@@ -182,23 +182,30 @@ def loses(best: Plan, other: Plan) -> str:
 def nothing_fits(search: Search) -> str:
     """Why there is no plan, with the layout that needs least."""
     least = min((variant for core in search.cores() for variant in search.variants(core)), key=search.memory_bound)
-    need, room = (amount(size) for size in (search.plan(least).memory.total, search.job.device.memory))
-    where = f"{search.job.device.name} has {room}"
-    return (
-        f"Nothing fits: even {described(least)} needs {need} on a rank, and {where}. Use more GPUs, a shorter --sequence_length, "
-        "or a larger device."
-    )
+    memory, device = (plan := search.plan(least)).memory, search.job.device
+    if memory.total > search.room:
+        shorter = "a shorter --sequence_length, " if memory.total - memory.step < search.room else ""
+        need, way = f"{amount(memory.total)} on a rank ({memory_parts(plan)})", f"Use more GPUs, {shorter}or a larger device."
+        return f"Nothing fits: even {described(least)} needs {need}, and {device.name} has {amount(device.memory)}. {way}"
+    if broken := broken_rule(configured(search.base, least), search.gpus):
+        return f"Nothing fits: {described(least)}, which needs least, is refused. {broken}"
+    need = f"{amount(memory.states.host)} of the host's memory for a rank, and there {amount(device.host_size)} are assumed"
+    return f"Nothing fits: {described(least)}, which needs least, needs {need}. Use more GPUs, or --offload disk."
 
 
 def illegal(search: Search) -> str:
     """Why the user's choices leave no layout."""
     fixed = search.fixed
-    tp, pp, size, stages = (int(fixed.get(name, 1)) for name in ("tp", "pp", "micro_batch_size", "virtual_stages"))
-    dp, schedule = int(fixed.get("dp", max(search.gpus // (tp * pp), 1))), str(fixed.get("schedule", "1f1b"))
-    recompute = str(fixed.get("recompute", "none"))
-    choice = Choice(tp, pp, dp, schedule, stages, micro_batch_size=size, recompute=recompute)
-    broken = broken_rule(configured(search.base, choice), search.gpus)
-    return broken or "the batch must divide over data parallelism. Give other --gpus or --global_batch_size, or fix less."
+    schedule = str(fixed.get("schedule", "interleaved" if int(fixed.get("virtual_stages", 1)) > 1 else "1f1b"))
+    usual = {"pp": 2, "virtual_stages": 2} if schedule == "interleaved" else {}
+    tp, pp, size, stages = (int(fixed.get(name, usual.get(name, 1))) for name in ("tp", "pp", "micro_batch_size", "virtual_stages"))
+    dp, recompute = int(fixed.get("dp", max(search.gpus // (tp * pp), 1))), str(fixed.get("recompute", "none"))
+    config = configured(search.base, Choice(tp, pp, dp, schedule, stages, micro_batch_size=size, recompute=recompute))
+    if "virtual_stages" in fixed:
+        config.parallel.virtual_stages = stages
+    broken = broken_rule(config, search.gpus)
+    chosen = ", ".join(f"{name} = {value}" for name, value in fixed.items()) or "the batch"
+    return broken or f"no sizes go with {chosen}. Fix less, or give other --gpus or --global_batch_size."
 
 
 # --- from one GPU to all of them -------------------------------------------------------------------------------------------------

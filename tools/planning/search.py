@@ -175,8 +175,8 @@ class Search:
         """(schedule, stages on each rank) that give each stage a layer; on one rank there is nothing to schedule."""
         for name in self._names("schedule", SCHEDULES if pp > 1 else ("1f1b",)):
             free = RECIPES[name].chunks is None
-            for stages in self._sizes("virtual_stages", self._even_stages(pp)) if free else (chunks_of(name),):
-                if pp * stages <= self.job.model.num_hidden_layers:
+            for stages in self._sizes("virtual_stages", self._even_stages(pp) if free else (chunks_of(name),)):
+                if (free or stages == chunks_of(name)) and pp * stages <= self.job.model.num_hidden_layers:
                     yield name, stages
 
     def _even_stages(self, pp: int) -> list[int]:
