@@ -142,6 +142,19 @@ def test_stages_of_a_rank_that_are_fixed_rule_out_other_schedules(tool):
     assert plans and all(plan["virtual_stages"] == 4 and plan["schedule"] == "interleaved" and plan["pp"] > 1 for plan in plans)
 
 
+def test_tensor_parallel_groups_stay_inside_nodes_unless_they_are_fixed():
+    base = from_dict(
+        {"model": SMALL | {"num_attention_heads": 12, "hidden_size": 96, "intermediate_size": 144}, "data": {"sequence_length": 48}}
+    )
+    job = Job(base.model, replace(find("a100"), per_node=4), 48, 24)
+    base.train.global_batch_size = 24
+
+    def sizes(gpus: int, **fixed: int | str) -> set[int]:
+        return {core.tp for core in Search(job, base, gpus, fixed).cores()}
+
+    assert sizes(12) == {1, 2, 4, 12} and sizes(3) == {1, 3} and sizes(12, tp=3) == {3}
+
+
 def test_the_written_command_starts_as_many_ranks_as_were_planned(tool, tmp_path):
     sizes = ("--gpus", 12, "--gpu", "h100", "--sequence_length", 1024, "--global_batch_size", 12, "--plans", 1)
     tool("--model", "llama-3.2-1b", *sizes, "--write", tmp_path / "run.yaml")

@@ -125,6 +125,12 @@ def test_where_a_group_lies(size, stride, expected):
     assert group(A100, size, stride) == expected
 
 
+def test_groups_that_lie_across_the_ends_of_nodes_have_the_network_between_them():
+    """Nodes of 8: of three neighbours some are ranks 6 to 8; of six, 6 to 11, two on one node. In a world of 6 nobody leaves the node."""
+    assert group(A100, 3, 1, 24) == Group(3, 1, 3) and group(A100, 6, 1, 24) == Group(6, 2, 3) and group(A100, 3, 2, 24) == Group(3, 1, 3)
+    assert group(A100, 6, 1, 6) == Group(6, 6, 1) and group(A100, 4, 2, 24) == Group(4, 4, 1)
+
+
 def test_rings_by_hand():
     fabric, inside = Fabric(PLAIN), Group(4, 4, 1)
     assert fabric.half(GB, inside) == pytest.approx(START + 3 / 4 * GB / 200e9 + 3e-6)

@@ -27,10 +27,18 @@ class Group:
     nodes: int
 
 
-def group(device: Device, size: int, stride: int) -> Group:
-    """A group of equally spaced ranks; where they do not fill nodes evenly, the fewest that any node has."""
-    if size * stride <= device.per_node:
-        return Group(size, size, 1)
+def group(device: Device, size: int, stride: int, world: int = 0) -> Group:
+    """A group of equally spaced ranks; where they do not fill nodes evenly, the fewest that any node has.
+
+    Args:
+        world: ranks that such groups fill one after the other. Where a node does not hold whole groups, some lie across its end, and all
+            others wait for them; without it every group that may lie inside a node does.
+    """
+    if (block := size * stride) <= device.per_node:
+        if world <= device.per_node or device.per_node % block == 0:
+            return Group(size, size, 1)
+        local = max(1, math.gcd(block, device.per_node) // stride)
+        return Group(size, local, size // local)
     local = max(1, device.per_node // stride)
     while size % local:
         local -= 1

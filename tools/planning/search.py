@@ -152,9 +152,16 @@ class Search:
         for pp in self._sizes("pp", _divisors(self.gpus)):
             for tp in self._sizes("tp", _divisors(self.gpus // pp)):
                 dp, rest = divmod(self.gpus, tp * pp)
+                if "tp" not in self.fixed and self._cuts_nodes(tp):
+                    continue
                 if rest == 0 and dp in self._sizes("dp", [dp]):
                     for schedule, stages in self._schedules_of(pp):
                         yield from self._microbatches(Choice(tp, pp, dp, schedule, stages, zero=0))
+
+    def _cuts_nodes(self, tp: int) -> bool:
+        """Whether some tensor-parallel groups would lie across the end of a node, where every layer waits for the network."""
+        node = self.job.device.per_node
+        return self.gpus > node and node % tp != 0 and tp % node != 0
 
     def variants(self, core: Choice) -> Iterator[Choice]:
         """ZeRO stages and offload of a core, which has none. On a CPU everything is in CPU memory already."""

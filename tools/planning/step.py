@@ -260,7 +260,7 @@ class Stepper:
         """Passes with what ZeRO-2 and 3 communicate for each microbatch where computation does not hide it, and how much that is."""
         if choice.zero < 2 or (choice.dp == 1 and not choice.offload_parameters):
             return passes, [0.0] * len(passes)
-        ranks, fabric = group(self.device, choice.dp, choice.tp), self.operations.fabric
+        ranks, fabric = group(self.device, choice.dp, choice.tp, choice.gpus), self.operations.fabric
         slowed, waits = [], []
         for each, size, layers in zip(passes, sizes, self.layers_of_stages(len(passes)), strict=True):
             reduce = layers * fabric.half(size / layers * self.job.gradient_bytes, ranks)
@@ -303,7 +303,7 @@ class Stepper:
         Reductions run beside the last microbatch's backward, gathering beside the next step's first forward, and the last bucket, about a
         layer, beside nothing. A rank that ends earlier than the last has that much time more.
         """
-        ranks, layers = group(self.device, choice.dp, choice.tp), self._by_rank(choice, self.layers_of_stages(len(passes)))
+        ranks, layers = group(self.device, choice.dp, choice.tp, choice.gpus), self._by_rank(choice, self.layers_of_stages(len(passes)))
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
         forward = self._by_rank(choice, [each.forward for each in passes])
         hides = self.job.software.hides_gradients and not self.device.cpu
