@@ -52,7 +52,7 @@ def main() -> None:
     notes = set_variables(config.network)
     try:
         own = facts(device, local_world_size())
-        start_process_group(device, config.run.timeout, lambda *place: notes.extend(compare_ranks(own, *place, config.parallel.tp)))
+        start_process_group(device, config.run.timeout, lambda *place: notes.extend(compare_ranks(own, *place, tp=config.parallel.tp)))
     except ConfigError as error:
         exit_with(str(error))
     mesh = build.make_mesh(config)
@@ -84,7 +84,7 @@ def main() -> None:
         exit_with(str(error), status=1)
     except torch.OutOfMemoryError as error:
         abandon(out_of_memory(error, config, device, mesh), "it ran out of memory")
-    except (CommunicationError, OffloadError) as error:
+    except (CommunicationError, OffloadError, ConfigError) as error:
         abandon(error)
 
 

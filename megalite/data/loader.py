@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.data.dataset import Dataset
+from megalite.data.indexed import DataError
 
 
 class Loader:
@@ -22,6 +23,7 @@ class Loader:
 
     reset_positions: EOS ends a document; positions and attention start anew after it (`Microbatch.document_start`).
     eod_mask_loss: what is predicted from an EOS, the next document's first token, is not counted.
+    vocab_size: a token beyond it is an error: ranks that share the vocabulary would take it for another rank's.
     samples: the dataset ends here; rows beyond are filled up and not counted. None: it is endless.
     """
 
@@ -35,10 +37,11 @@ class Loader:
         dp_size: int,
         reset_positions: bool = False,
         eod_mask_loss: bool = False,
+        vocab_size: int | None = None,
         samples: int | None = None,
     ):
         self._dataset, self._global_batch, self._end = dataset, global_batch_size, samples
-        self._reset_positions, self._eod_mask_loss = reset_positions, eod_mask_loss
+        self._reset_positions, self._eod_mask_loss, self._vocab_size = reset_positions, eod_mask_loss, vocab_size
         offsets = np.arange(global_batch_size).reshape(-1, dp_size, micro_batch_size)  # [microbatches, dp, batch]
         self._offsets = offsets[:, dp_rank]
         self._requests: SimpleQueue[tuple[int, Future[list[Microbatch]]] | None] = SimpleQueue()
@@ -97,6 +100,8 @@ class Loader:
         """samples: [batch], the global sample index of each row."""
         last = samples.max() if self._end is None else self._end - 1  # stands in for the rows past the end
         rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])  # [batch, seq + 1] or [batch, 3, seq]
+        if self._vocab_size is not None and (largest := rows.max()) >= self._vocab_size:
+            raise DataError(f"a sample has the token {largest}, but model.vocab_size = {self._vocab_size}. Set it to the tokenizer's.")
         tokens, targets, starts = rows.swapaxes(0, 1) if self._dataset.chat else (rows[:, :-1], rows[:, 1:].copy(), None)
         if self._reset_positions and self._dataset.eos is not None:
             starts = document_start(tokens, self._dataset.eos)

@@ -13,15 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from time import sleep
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from megalite.config.rules.training import duration_seconds
-
-if TYPE_CHECKING:
-    from megalite.parallel.collectives import CommunicationError
-    from megalite.parallel.sharding.offload import OffloadError
 
 GRACE = 2.0  # seconds that a rank which can not go on stays
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -100,9 +96,9 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[[Any,
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size, **options)
 
 
-def abandon(error: CommunicationError | OffloadError | str, reason: str = "") -> NoReturn:
-    """End the process after a failure of communication, of offloaded state or of memory, status 1: nothing that needs other ranks can
-    still be done.
+def abandon(error: Exception | str, reason: str = "") -> NoReturn:
+    """End the process after a failure of communication, of offloaded state, of memory or of data, status 1: nothing that needs other
+    ranks can still be done.
 
     A rank that waits for one that has given up loses that one too, so all say whom they lost, and the message names where it began, with
     the `reason` that the first one gives.

@@ -110,6 +110,7 @@ class Trainer:
             dp_size=data_axis.size,
             reset_positions=options.reset_positions,
             eod_mask_loss=options.eod_mask_loss,
+            vocab_size=self.config.model.vocab_size,
             samples=samples,
         )
 

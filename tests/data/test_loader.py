@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.dataset import Dataset
+from megalite.data.indexed import DataError
 from megalite.data.loader import IGNORE_INDEX, Loader
 
 EOS = 9
@@ -149,6 +150,14 @@ def test_error_surfaces_in_the_step_that_needs_it(load):
     with pytest.raises(OSError, match="the disk is gone"):
         loader.step(1)
     assert loader.step(2)[0].samples.tolist() == [2]
+
+
+def test_a_token_beyond_the_vocabulary_is_named(load):
+    rows = [[1, 2, 3, 4, 9], [1, 2, 3, 4, 10]]  # the second one's is a target alone
+    loader = load(Fixed(rows), vocab_size=10)
+    loader.step(0)
+    with pytest.raises(DataError, match=r"the token 10, but model.vocab_size = 10\. Set it"):
+        loader.step(1)
 
 
 def test_close_joins_the_thread(load):
