@@ -132,7 +132,7 @@ def across_hosts(found: Sequence[Facts], tp: int) -> list[str]:
     ]
 
 
-def compare_ranks(own: Facts, store: Store, rank: int, size: int, tp: int = 1) -> list[str]:
+def compare_ranks(own: Facts, store: Store, rank: int, size: int, *, tp: int = 1) -> list[str]:
     """Tell rank 0 what this rank runs on, through the store with which ranks find each other; returns what is worth knowing.
 
     Nothing else joins the ranks yet: where they differ, the communication itself might be what does not work.
