@@ -138,6 +138,8 @@ def base_config(options: argparse.Namespace) -> Config:
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--model {path} can not be read: {error.strerror}. Give the config.json of a Hugging Face model.") from None
     except ValueError as error:
         raise ConfigError(f"--model {path} is not JSON: {error}.") from None
     if not isinstance(content, dict):

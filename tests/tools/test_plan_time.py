@@ -60,6 +60,8 @@ def test_a_device_of_ones_own(tmp_path):
         ({"sustained": "fast"}, "wrong kind"),
         ({"within": "nvlink9"}, "nvlink9 is not a known link. Nearest: nvlink"),
         ({"tflops": None}, "is not in peaks.yaml"),
+        ({"gpus_per_node": 0}, "gpus_per_node must be above 0"),
+        ({"within": {"gbs": -1, "latency_us": 0}}, "gbs must be above 0"),
     ],
 )
 def test_what_is_wrong_with_a_device_is_said(change, message):

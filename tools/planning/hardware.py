@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ TABLE = Path(__file__).with_name("hardware.yaml")
 HOST_MEMORY_GBS = 40.0  # of a host's bandwidth, for each of its devices: eight share twelve channels of DDR5-4800
 HOST_MEMORY_GIB = 200.0  # of a host's memory, for each of its devices
 DISK_GBS = 1.5  # of a host's NVMe, for each of its devices
+
+MAY_BE_ZERO = ("latency_us", "kernel_us", "host_us", "price_per_hour")
 
 
 class HardwareError(ValueError):
@@ -121,6 +123,8 @@ def found_as(driver_name: str) -> Device | None:
 
 def read_device(name: str, row: Mapping[str, Any]) -> Device:
     """A device from its row. Raises HardwareError."""
+    if wrong := next((key for key, value in _numbers(row) if value < 0 or (value == 0 and key not in MAY_BE_ZERO)), None):
+        raise HardwareError(f"--gpu {name}: {wrong} must be above 0. {TABLE.name} explains every key.")
     try:
         return _read(name, dict(row))
     except KeyError as error:
@@ -170,6 +174,16 @@ def _read(name: str, row: dict[str, Any]) -> Device:
     if row:
         raise HardwareError(f"--gpu {name}: {next(iter(row))} is not a known key. {TABLE.name} explains every key.")
     return device
+
+
+def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """(key, number) of a row and of what lies in it."""
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        else:
+            found = value if isinstance(value, list) else [value]
+            yield from ((key, number) for number in found if isinstance(number, int | float) and not isinstance(number, bool))
 
 
 def _peaks(row: dict[str, Any]) -> dict[str, float]:
