@@ -100,9 +100,9 @@ class Loader:
         """samples: [batch], the global sample index of each row."""
         last = samples.max() if self._end is None else self._end - 1  # stands in for the rows past the end
         rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])  # [batch, seq + 1] or [batch, 3, seq]
-        if self._vocab_size is not None and (largest := rows.max()) >= self._vocab_size:
-            raise DataError(f"a sample has the token {largest}, but model.vocab_size = {self._vocab_size}. Set it to the tokenizer's.")
         tokens, targets, starts = rows.swapaxes(0, 1) if self._dataset.chat else (rows[:, :-1], rows[:, 1:].copy(), None)
+        if self._vocab_size is not None and (largest := max(tokens.max(), targets.max())) >= self._vocab_size:
+            raise DataError(f"a sample has the token {largest}, but model.vocab_size = {self._vocab_size}. Set it to the tokenizer's.")
         if self._reset_positions and self._dataset.eos is not None:
             starts = document_start(tokens, self._dataset.eos)
         targets[samples > last] = IGNORE_INDEX

@@ -160,6 +160,14 @@ def test_a_token_beyond_the_vocabulary_is_named(load):
         loader.step(1)
 
 
+def test_where_conversations_begin_is_no_token(load):
+    row = [[1] * 13, [2] * 13, [0] * 12 + [12]]  # the last position begins a conversation
+    conversations = Fixed([row], eos=None)
+    conversations.chat = True
+    (batch,) = load(conversations, vocab_size=10).step(0)
+    assert batch.document_start[:, 0].tolist() == row[2]
+
+
 def test_close_joins_the_thread(load):
     loader = load(Fixed())
     loader.step(0)
