@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from statistics import fmean, median
 from typing import Any
@@ -74,7 +75,7 @@ class Outcome(Observer):
             found = facts(trainer.device, 1)
             environment = {"ranks": trainer.mesh.world.size, "python": platform.python_version(), "cores": os.cpu_count()}
             environment |= {name: found[name] for name in (*EQUAL, *ALIKE) if found[name] is not None}
-            write_synced(trainer.run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
+            self._keep("environment.json", environment)
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         self.times.append(metrics.step_time_s)
@@ -87,6 +88,9 @@ class Outcome(Observer):
             return []
         config = self.trainer.config
         seconds, bubble = None if self.device is None else step_seconds(config, self.device), predicted_bubble(config)
-        prediction = {"step_time_s": seconds, "bubble_fraction": bubble}
-        write_synced(self.trainer.run_dir / "prediction.json", json.dumps(prediction) + "\n")
+        self._keep("prediction.json", {"step_time_s": seconds, "bubble_fraction": bubble})
         return describe(self.times, self.bubbles, seconds, bubble)
+
+    def _keep(self, name: str, content: dict[str, Any]) -> None:
+        with suppress(OSError):  # a full disk is no reason to end a run
+            write_synced(self.trainer.run_dir / name, json.dumps(content, indent=2) + "\n")
