@@ -104,7 +104,7 @@ def abandon(error: Exception | str, reason: str = "") -> NoReturn:
     the `reason` that the first one gives.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks once it has seen one end; this one does so by itself
-    print(f"{error}{_origin(error, reason)}", file=sys.stderr, flush=True)
+    print(f"{error}{_origin(error, reason)}\n", end="", file=sys.stderr, flush=True)  # in one write: other ranks print, too
     sleep(GRACE)  # so that those who wait for this rank can ask
     os._exit(1)
 
