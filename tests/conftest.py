@@ -31,7 +31,8 @@ import pytest  # noqa: E402
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
+        parameters = item.callspec.params if hasattr(item, "callspec") else ()
+        if "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in parameters:  # the fixture
             item.add_marker("ranks")
 
 

@@ -21,7 +21,6 @@ from tests.distributed.jobs_training import resume
 from tests.distributed.test_faults import fitted
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.ranks
 TIMEOUT = 120.0  # seconds: far more than a loaded machine needs
 
 
