@@ -6,18 +6,17 @@ import os
 from collections import defaultdict
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megalite.checkpoint.manifest import ALIGNMENT, Chunk, Manifest, StoredTensor, crc32c
+from megalite.checkpoint.chunks import append, name_of
+from megalite.checkpoint.manifest import Chunk, Manifest, StoredTensor
 
 
 class _Plain:
@@ -98,35 +97,6 @@ class Reader(_Plain, StorageReader):
         return done
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-
-def append(file: BinaryIO, offsets: tuple[int, ...], part: Tensor) -> Chunk:
-    """Write a part of a global tensor, contiguous, which begins there at `offsets`, at the end of a file."""
-    start, data = file.tell(), _bytes_of(part)
-    filling = bytes(-len(data) % ALIGNMENT)
-    file.write(data.data)
-    file.write(filling)
-    _start_writing(file, start)
-    return Chunk(offsets, tuple(part.shape), Path(file.name).name, start, len(data), f"{crc32c(data, filling):08x}")
-
-
-def _start_writing(file: BinaryIO, start: int) -> None:
-    """Set the disk to work on what has been written since `start`: the kernel would wait for gigabytes, and the last sync for all of them.
-
-    Linux writes pages that are said to be needed no more; a cache full of what nobody reads would push out what training needs, too.
-    """
-    if hasattr(os, "posix_fadvise"):
-        file.flush()
-        os.posix_fadvise(file.fileno(), start, 0, os.POSIX_FADV_DONTNEED)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """A contiguous tensor's memory, or a copy of it where that is a GPU's."""
-    return tensor.detach().cpu().view(-1).view(torch.uint8).numpy()
 
 
 def _description(tensor: StoredTensor) -> TensorStorageMetadata:

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from megalite.checkpoint.chunks import name_of
 from megalite.checkpoint.errors import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import Manifest, StoredTensor
-from megalite.checkpoint.storage import Reader, Writer, name_of
+from megalite.checkpoint.storage import Reader, Writer
 from megalite.mesh import MeshAxis
 from megalite.parallel.spec import Rectangle
 

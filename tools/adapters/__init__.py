@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import directories
-from megalite.checkpoint.storage import name_of
+from megalite.checkpoint.chunks import name_of
 from megalite.config.schema import Config, LoraConfig
 from megalite.parallel.spec import Rectangle
 from tools import converting

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories
+from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
-from megalite.checkpoint.storage import append, name_of
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import Facts, show
 from megalite.config.rules import model as model_rules
