@@ -22,8 +22,8 @@ from tools.tokenizing import ByteTokenizer
 
 COUNT = 12  # tokens: more than any window
 LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows
-SPREAD = ["llama, one key-value head", "gemma2, caps that act", "gpt2"]  # one key-value head is held by both tp ranks
-NAMES = [*SPREAD, "llama, yarn rope", "qwen3, tied", "olmo2", "smollm3, windows"]
+SPREAD = ["llama, one key-value head", "gemma2, caps that act", "qwen3, tied", "gpt2"]  # one key-value head is held by both tp ranks
+NAMES = [*SPREAD, "llama, yarn rope", "olmo2", "smollm3, windows"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
 
 
