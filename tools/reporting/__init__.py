@@ -15,9 +15,10 @@ import yaml
 
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import model_specs, with_adapters
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.spec import parameter_count
+from megalite.training.plan import microbatch_count
 from tools.drawing import measured
 from tools.planning.bubble import Plan
 from tools.planning.bubble import plan as planned
@@ -60,17 +61,17 @@ class Run:
 
     @property
     def parameters(self) -> int:
-        return parameter_count(model_specs(self.config.model))
+        return parameter_count(with_adapters(model_specs(self.config.model), self.config.lora))
 
     def schedule(self) -> Plan | None:
         """The pipeline of a step: with the durations that the run recorded, else with those that its schedule was planned for."""
         if self.recorded is not None:
             return self.recorded.plan
-        parallel, train = self.config.parallel, self.config.train
+        parallel = self.config.parallel
         if parallel.pp == 1 or parallel.dp is None:
             return None
-        microbatches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
-        return planned(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages, Costs(*parallel.schedule_costs))
+        sizes = (parallel.pp, microbatch_count(self.config), parallel.virtual_stages)
+        return planned(parallel.schedule, *sizes, Costs(*parallel.schedule_costs))
 
 
 def read(directory: Path) -> Run:
