@@ -78,7 +78,7 @@ def main() -> None:
         print(f"{describe(mesh.layout)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
         print("\n".join(notes), flush=True)
     try:
-        fit(trainer, observers(trainer, hardware))
+        fit(trainer, observers(trainer, own, hardware))
         trainer.close()
     except (CheckpointError, FaultLimit) as error:  # one that could not be written, or steps that stay bad: every rank hears of it
         exit_with(str(error), status=1)

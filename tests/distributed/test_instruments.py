@@ -24,7 +24,7 @@ from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs_training import make_trainer
 from tests.distributed.layouts import Case
 from tools.instruments import links, observers
-from tools.instruments.environment import compare_ranks
+from tools.instruments.environment import compare_ranks, facts
 from tools.instruments.phases import PHASES
 from tools.planning.predicting import device_of
 
@@ -78,7 +78,7 @@ def fitted(context: Any, config: dict[str, Any]) -> tuple[list[dict[str, float]]
     computed, frame = Computed(trainer), Frame()
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            fit(trainer, [*observers(trainer, device_of(trainer.config, "")), computed, frame])
+            fit(trainer, [*observers(trainer, facts(trainer.device, 1), device_of(trainer.config, "")), computed, frame])
     finally:
         trainer.close()
         gc.unfreeze()

@@ -15,7 +15,6 @@ from typing import Any
 from megalite.config.load import exit_with, read_arguments, resolve
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
-from megalite.parallel.pipeline.partition import layer_costs
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.spec import parameter_count
 from megalite.training import plan
@@ -23,6 +22,7 @@ from tools import Parser, positive
 from tools.families import hf_shape
 from tools.planning.flops import per_token
 from tools.planning.memory import estimate, settled
+from tools.planning.predicting import estimated_costs, stage_sums
 from tools.planning.simulator import simulate
 from tools.planning.states import Device
 from tools.planning.traffic import traffic
@@ -126,9 +126,7 @@ def flops(config: Config) -> dict[str, Any]:
 
 def bubble(config: Config, schedule: Schedule) -> float:
     """Share of the step in which ranks wait, where every stage takes as long as its matrix products and messages take none."""
-    costs, units = layer_costs(config.model, config.data.sequence_length), plan.units_of(config)
-    every = [costs.embedding, *costs.layers, costs.head]
-    stages = [float(sum(every[unit] for unit in units[stage])) for stage in range(schedule.stages)]
+    stages = stage_sums(config, estimated_costs(config))
     return simulate(schedule, stages, stages, stages).bubble_fraction
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from megalite.training.fit import Observer
 from megalite.training.trainer import Trainer
+from tools.instruments.environment import Facts
 from tools.instruments.gpu import Gpu
 from tools.instruments.phases import PhaseTimes
 from tools.instruments.prediction import Outcome
@@ -27,8 +28,8 @@ class ComparedTimeline(TimelineRecorder):
         return [*lines, *(compare(self.trainer.run_dir) if self.summary else ())]
 
 
-def observers(trainer: Trainer, device: Device | None = None) -> Sequence[Observer]:
-    """All instruments of a run, on every rank alike. device: what the planner knows of the one that it runs on."""
+def observers(trainer: Trainer, own: Facts, device: Device | None = None) -> Sequence[Observer]:
+    """All instruments of a run, on every rank alike. own: what this rank says of itself; device: what the planner knows of its device."""
     phases = PhaseTimes(trainer)
     ranks = RankTimes(trainer, phases)
-    return phases, ranks, Gpu(trainer), ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer), Outcome(trainer, device)
+    return phases, ranks, Gpu(trainer), ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer), Outcome(trainer, own, device)

@@ -5,37 +5,25 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
 from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
-from megalite.parallel.pipeline.partition import layer_costs
 from megalite.training import build
 from megalite.training.fit import Observer
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
-from tools.instruments.environment import ALIKE, EQUAL, facts
+from tools.instruments.environment import ALIKE, EQUAL, Facts
 from tools.planning.hardware import Device
-from tools.planning.predicting import step_seconds
+from tools.planning.predicting import estimated_costs, stage_sums, step_seconds
 from tools.planning.simulator import simulate
 
 
 def stage_costs(config: Config) -> list[float]:
     """The work of each stage beside that of a mean rank, whose stages sum to 1: as measured (parallel.layer_costs), else estimated."""
-    layers: Sequence[float]
-    if config.parallel.layer_costs is not None:
-        embedding, *layers, head = config.parallel.layer_costs
-    else:
-        layers, embedding, head = layer_costs(config.model, config.data.sequence_length)
-    rest, costs = iter(layers), []
-    for count in build.partition(config):
-        costs.append(sum(islice(rest, count), 0.0))
-    costs[0] += embedding
-    costs[-1] += head
+    costs = stage_sums(config, config.parallel.layer_costs or estimated_costs(config))
     mean = sum(costs) / config.parallel.pp
     return [cost / mean for cost in costs]
 
@@ -64,17 +52,17 @@ def describe(times: list[float], bubbles: list[float], predicted_time: float | N
 class Outcome(Observer):
     """Keeps what the run runs on, and compares at the end what rank 0 measured with the simulator's bubble and the planner's step.
 
-    environment.json and prediction.json of the run's directory hold both. `device` is the one that is planned for; None is unknown.
+    environment.json and prediction.json of the run's directory hold both. `own` is what this rank says of itself, `device` what the
+    planner knows of its device; None is unknown.
     """
 
-    def __init__(self, trainer: Trainer, device: Device | None = None):
+    def __init__(self, trainer: Trainer, own: Facts, device: Device | None = None):
         self.trainer, self.device = trainer, device
         self.times: list[float] = []
         self.bubbles: list[float] = []
         if trainer.mesh.rank == 0:
-            found = facts(trainer.device, 1)
             environment = {"ranks": trainer.mesh.world.size, "python": platform.python_version(), "cores": os.cpu_count()}
-            environment |= {name: found[name] for name in (*EQUAL, *ALIKE) if found[name] is not None}
+            environment |= {name: own[name] for name in (*EQUAL, *ALIKE) if own[name] is not None}
             self._keep("environment.json", environment)
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megalite.config.schema import Config, ConfigError
+from megalite.parallel.pipeline.partition import layer_costs
+from megalite.training.plan import units_of
 from tools.planning.hardware import Device, HardwareError, find, found_as
 from tools.planning.step import Choice, Job, Stepper
 
@@ -23,6 +27,18 @@ def choice_of(config: Config) -> Choice:
         offload_parameters=parallel.offload_parameters,
         sequence_parallel=parallel.sequence_parallel,
     )
+
+
+def estimated_costs(config: Config) -> list[float]:
+    """FLOPs of the matrix products of the embedding, each layer and the head, for a token."""
+    costs = layer_costs(config.model, config.data.sequence_length)
+    return [costs.embedding, *costs.layers, costs.head]
+
+
+def stage_sums(config: Config, costs: Sequence[float]) -> list[float]:
+    """What each stage takes, given what the embedding, each layer and the head take."""
+    units = units_of(config)
+    return [float(sum(costs[unit] for unit in units[stage])) for stage in range(config.parallel.stages)]
 
 
 def device_of(config: Config, driver_name: str) -> Device | None:
