@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megalite.clock import Clock
 from megalite.parallel.collectives import Pending
-from megalite.parallel.pipeline.clock import Clock
 
 Reduction = Iterator[None]
 """A reduction under way: each `next` awaits a collective and starts the one that follows."""

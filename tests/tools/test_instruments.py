@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megalite.activity import BETWEEN, READING, REDUCING, UPDATING, Activity
+from megalite.clock import HostClock
 from megalite.config.schema import Config, NetworkConfig
-from megalite.parallel.pipeline.clock import HostClock
 from megalite.parallel.pipeline.schedule import Action, Kind
 from tests.training.test_metrics import example
 from tools.instruments import gpu, links, memory, tracing

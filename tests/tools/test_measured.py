@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megalite.clock import Ran
 from megalite.mesh import Layout
-from megalite.parallel.pipeline.clock import Ran
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError

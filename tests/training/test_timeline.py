@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.clock import DeviceClock, Mark, Ran
 from megalite.config.load import from_dict, write_config
 from megalite.mesh import Layout
-from megalite.parallel.pipeline.clock import DeviceClock, Mark, Ran
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.parallel.transfers import Transfer

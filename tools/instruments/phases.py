@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from megalite.activity import BETWEEN, READING, REDUCING, UPDATING
-from megalite.parallel.pipeline.clock import DeviceClock, HostClock
+from megalite.clock import DeviceClock, HostClock
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.training.fit import Observer
 from megalite.training.metrics import StepMetrics

@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
+from megalite.clock import Ran
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.mesh import Layout
-from megalite.parallel.pipeline.clock import Ran
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from megalite.parallel.transfers import Transfer
 from megalite.training import build

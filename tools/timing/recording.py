@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megalite.parallel.pipeline.clock import DeviceClock, HostClock, Ran
+from megalite.clock import DeviceClock, HostClock, Ran
 from megalite.parallel.transfers import Transfer
 from megalite.training.fit import Observer
 from megalite.training.trainer import Trainer

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.batch import Microbatch
+from megalite.clock import Clock, HostClock, Mark, Pace, Ran
 from megalite.mesh import Mesh
 from megalite.parallel.collectives import message
-from megalite.parallel.pipeline.clock import Clock, HostClock, Mark, Pace, Ran
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.residency import Residency
