@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.schema import Config
-from megalite.parallel.regions import Regions
+from megalite.parallel.compiled_ops import Regions
 
 
 @dataclass(frozen=True)

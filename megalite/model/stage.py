@@ -15,7 +15,7 @@ from megalite.model.context import Dropout, ForwardContext, Site
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import head_unit
 from megalite.model.transformer import Layer, make_norm
-from megalite.parallel.regions import Regions
+from megalite.parallel.compiled_ops import Regions
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding

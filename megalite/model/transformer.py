@@ -16,7 +16,7 @@ from megalite.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.context import Dropout, ForwardContext, Site
 from megalite.model.options import LayerOptions
-from megalite.parallel.regions import Regions
+from megalite.parallel.compiled_ops import Regions
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm

@@ -25,8 +25,8 @@ from megalite.parallel.pipeline.communication import CHANNELS, with_communicatio
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.schedule import Schedule
+from megalite.parallel.pipeline.simulator import simulate
 from tests.distributed.pool import RankContext, RankPool
-from tools.planning.simulator import simulate
 
 RANKS, MICROBATCHES, STEPS = 4, 8, 2
 PASS_S = 0.03  # seconds of one microbatch on a stage: of its forward, of its input gradient and of its weight gradient

@@ -10,7 +10,7 @@ from megalite_kernels.dropout import dropout
 from torch import Tensor
 
 from megalite.mesh import Layout, Mesh
-from megalite.parallel.regions import Regions
+from megalite.parallel.compiled_ops import Regions
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.lora import attach_adapters

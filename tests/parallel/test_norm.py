@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.config.load import from_dict
 from megalite.mesh import MeshAxis
 from megalite.model import transformer
-from megalite.parallel.regions import Regions
+from megalite.parallel.compiled_ops import Regions
 from megalite.parallel.tensor.norm import FullWidthRMSNorm, LayerNorm, RMSNorm, add_and_norm
 from megalite.training.build import make_mesh
 from megalite.training.trainer import Trainer

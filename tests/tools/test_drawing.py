@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megalite.parallel.pipeline.bubble import Plan, compare, plan
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Kind
+from megalite.parallel.pipeline.simulator import simulate
 from tools import drawing
-from tools.planning.bubble import Plan, compare, plan
-from tools.planning.simulator import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDEST_DIGIT, MEAN_LETTER = 0.637, 0.6  # of the font's height, in DejaVu Sans, which is a wide font

@@ -12,8 +12,8 @@ from megalite.mesh import Layout
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
+from megalite.parallel.pipeline.simulator import simulate
 from tools.drawing.measured import read
-from tools.planning.simulator import simulate
 from tools.timing import timeline
 from tools.timing.recording import Record
 

@@ -12,6 +12,7 @@ from megalite.config.load import from_dict
 from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
 from megalite.parallel.pipeline.generator import SCHEDULES, build, chunks_of
+from megalite.parallel.pipeline.simulator import simulate
 from tools.planning import links, published
 from tools.planning.configuring import configured
 from tools.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
@@ -19,7 +20,6 @@ from tools.planning.kernels import STREAM, TILE_START, attention, computed_pairs
 from tools.planning.links import START, Fabric, Group, group
 from tools.planning.operations import Software
 from tools.planning.pacing import pace
-from tools.planning.simulator import simulate
 from tools.planning.step import Choice, Job, Stepper
 from tools.planning.traffic import traffic
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 
+from megalite.parallel.pipeline.bubble import plan
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, Kind
 from tools.drawing.trace import chrome_trace
-from tools.planning.bubble import plan
 
 
 @pytest.fixture(params=SCHEDULES)

@@ -19,7 +19,7 @@ from megalite.config.load import from_dict, write_config
 from megalite.mesh import Layout
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
-from megalite.parallel.transfers import Transfer
+from megalite.parallel.sharding.transfers import Transfer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, config_of, write_tokens

@@ -16,6 +16,7 @@ from megalite.config.load import exit_with, read_arguments, resolve
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.schedule import Schedule
+from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
 from megalite.training import plan
 from tools import Parser, positive
@@ -23,7 +24,6 @@ from tools.families import hf_shape
 from tools.planning.flops import per_token
 from tools.planning.memory import estimate, settled
 from tools.planning.predicting import estimated_costs, stage_sums
-from tools.planning.simulator import simulate
 from tools.planning.states import Device
 from tools.planning.traffic import traffic
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.parallel.pipeline.bubble import BUBBLES, Plan, compare
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
+from megalite.parallel.pipeline.simulator import simulate
 from tools.drawing.tables import aligned, percent
-from tools.planning.bubble import BUBBLES, Plan, compare
-from tools.planning.simulator import simulate
 
 TIMELINE = Path("traces", "timeline.json")
 LONGEST = 1e9  # seconds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megalite.parallel.pipeline.bubble import BUBBLES, DIGITS, Plan
 from megalite.parallel.pipeline.schedule import Kind
-from tools.planning.bubble import BUBBLES, DIGITS, Plan
 
 LISTED = 16  # ranks up to which a value is printed for each
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tools.planning.simulator import Timeline
+from megalite.parallel.pipeline.simulator import Timeline
 
 
 def draw(timeline: Timeline, columns: int | None = None) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalite.parallel.pipeline.bubble import Plan
 from megalite.parallel.pipeline.communication import send_after
 from megalite.parallel.pipeline.schedule import Action, Kind
-from tools.planning.bubble import Plan
 
 MICROSECONDS = {"s": 1e6, "ms": 1e3, "": 1e3}  # of a unit of time; where durations have none, one is shown as a millisecond
 CATEGORIES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}

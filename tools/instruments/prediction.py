@@ -11,6 +11,7 @@ from typing import Any
 
 from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
+from megalite.parallel.pipeline.simulator import simulate
 from megalite.training import build
 from megalite.training.fit import Observer
 from megalite.training.metrics import StepMetrics
@@ -18,7 +19,6 @@ from megalite.training.trainer import Trainer
 from tools.instruments.environment import ALIKE, EQUAL, Facts
 from tools.planning.hardware import Device
 from tools.planning.predicting import estimated_costs, stage_sums, step_seconds
-from tools.planning.simulator import simulate
 
 
 def stage_costs(config: Config) -> list[float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Schedule
-from tools.planning.simulator import simulate
+from megalite.parallel.pipeline.simulator import simulate
 
 SETTLED = 1e-9  # relative difference of two increments that count as equal: sums of floats differ in their last digits
 

@@ -16,12 +16,12 @@ import yaml
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.model.parameters import model_specs, with_adapters
+from megalite.parallel.pipeline.bubble import Plan
+from megalite.parallel.pipeline.bubble import plan as planned
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.spec import parameter_count
 from megalite.training.plan import microbatch_count
 from tools.drawing import measured
-from tools.planning.bubble import Plan
-from tools.planning.bubble import plan as planned
 
 METRICS, ENVIRONMENT, PREDICTION = "metrics.jsonl", "environment.json", "prediction.json"
 PHASES = "time_"  # metrics.jsonl's keys of a step's phases start with this

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from megalite.parallel.pipeline.bubble import BUBBLES
 from tools import drawing
-from tools.planning.bubble import BUBBLES
 from tools.reporting import Run
 from tools.reporting.charts import charts
 

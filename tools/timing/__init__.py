@@ -23,9 +23,9 @@ from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.mesh import Layout
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
-from megalite.parallel.transfers import Transfer
+from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
+from megalite.parallel.sharding.transfers import Transfer
 from megalite.training import build
-from tools.planning.simulator import Span, Timeline, simulate
 from tools.timing.recording import RECORDS, Record
 
 TIMELINE = Path("traces", "timeline.json")

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megalite.clock import DeviceClock, HostClock, Ran
-from megalite.parallel.transfers import Transfer
+from megalite.parallel.sharding.transfers import Transfer
 from megalite.training.fit import Observer
 from megalite.training.trainer import Trainer
 

@@ -24,7 +24,7 @@ from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter, reduces_in_place
 from megalite.parallel.sharding.buckets import Bucket
 from megalite.parallel.sharding.powersgd import Compression
-from megalite.parallel.transfers import Reduction, TransferLog
+from megalite.parallel.sharding.transfers import Reduction, TransferLog
 from megalite.parallel.weight import Weight
 
 

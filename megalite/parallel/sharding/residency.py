@@ -20,7 +20,7 @@ from torch import Tensor
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
 from megalite.parallel.pipeline.schedule import Action, Kind
-from megalite.parallel.transfers import TransferLog
+from megalite.parallel.sharding.transfers import TransferLog
 
 if TYPE_CHECKING:
     from megalite.parallel.sharding.store import BucketMemory

@@ -26,8 +26,8 @@ from megalite.parallel.sharding.gradients import BucketGradients, GradientReduce
 from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zeros
 from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.residency import Residency
+from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment, rectangles
-from megalite.parallel.transfers import TransferLog
 from megalite.parallel.weight import Weight, WeightGradients
 
 

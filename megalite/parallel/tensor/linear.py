@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from megalite.parallel.regions import Regions
+from megalite.parallel.compiled_ops import Regions
 from megalite.parallel.tensor.lora import Mask
 from megalite.parallel.weight import Weight
 

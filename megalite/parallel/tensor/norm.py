@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.regions import Regions
+from megalite.parallel.compiled_ops import Regions
 from megalite.parallel.weight import Weight
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megalite.parallel.pipeline.communication import channel_of, channels, with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError
+from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.pipeline.validator import validate
-from tools.planning.simulator import simulate
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 SF, RF, SB, RB = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.parallel.pipeline.bubble import Weights, plan
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Kind, Schedule, ScheduleError, Unit
+from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.pipeline.validator import validate
-from tools.planning.bubble import Weights, plan
-from tools.planning.simulator import simulate
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 

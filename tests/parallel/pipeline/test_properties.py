@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Costs, Kind, Schedule
+from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.pipeline.validator import validate
 from tests.parallel.pipeline.test_communication import message_of, terminates
-from tools.planning.simulator import simulate
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half")

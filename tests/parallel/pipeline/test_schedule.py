@@ -10,8 +10,8 @@ import pytest
 
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, peak_activations
+from megalite.parallel.pipeline.simulator import simulate
 from tools.drawing.text import draw
-from tools.planning.simulator import simulate
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 ROOT = Path(__file__).parents[3]

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import pytest
 
+from megalite.parallel.pipeline.bubble import compare, plan, sweep
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Action, Costs, Kind, ScheduleError, peak_activations
+from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
 from tools.drawing.tables import grid, summary, table
 from tools.drawing.text import draw
-from tools.planning.bubble import compare, plan, sweep
-from tools.planning.simulator import Span, Timeline, simulate
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 RANKS = range(2, 17)

@@ -14,7 +14,7 @@ from megalite.parallel.pipeline.gathering import check_gathering, with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Action, Costs, Kind, Schedule, ScheduleError, Unit, peak_activations
-from tools.planning.simulator import Timeline, simulate
+from megalite.parallel.pipeline.simulator import Timeline, simulate
 
 BUBBLES = ("bubble_fraction", "bubble_over_ideal", "bubble_rate")
 DIGITS = 12  # sums of equal durations differ by rounding: what is 0 should read 0
