@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
+from megalite.config.families import hf_shape
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import ConfigError
 from megalite.training.launch import abandon, choose_device, configure_process, leave, local_world_size, start_process_group, world_size
-from tools.families import hf_shape
 
 
 def main() -> None:

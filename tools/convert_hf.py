@@ -21,10 +21,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint import CheckpointError
+from megalite.config.families import families
 from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError
 from tools import Answer, Parser, answer
-from tools.families import families
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 TOLERANCE = 1e-4

@@ -19,11 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.importers.convert import Imported, Remark, convert, linked_file
 from megalite.config.load import nest, read_tree
 from megalite.config.rule import show
 from megalite.config.schema import ConfigError
 from tools import Parser
-from tools.importing import Imported, Remark, convert, linked_file
 
 HEADINGS = {
     "lost": "not honoured",

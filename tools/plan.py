@@ -21,13 +21,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.families import from_hf_config
 from megalite.config.load import build_parser as config_parser
 from megalite.config.load import flatten, from_dict, nest, parse_values, read_tree
 from megalite.config.presets import preset
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
 from tools import Parser, positive
-from tools.families import from_hf_config
 from tools.planning import explaining
 from tools.planning.configuring import broken_rule, configured, to_yaml
 from tools.planning.hardware import Device, HardwareError, find, known_devices

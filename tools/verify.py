@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.config.families import hf_shape
 from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
 from tools import Parser
-from tools.families import hf_shape
 
 TOLERANCES = {  # relative (loss, norm), absolute (weights)
     "fp32": (1e-5, 2e-5),

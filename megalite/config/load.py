@@ -39,7 +39,7 @@ def load_config(argv: list[str] | None = None, *, world_size: int, read_shape: R
 
     Ends the process, without traceback, where there is nothing to run: exit status 2 and one message on stderr for a wrong
     configuration, 0 after --help or --print_config. world_size: number of processes; read_shape: what model.from_hf needs
-    (`tools.families.hf_shape`).
+    (`megalite.config.families.hf_shape`).
     """
     try:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv)

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megalite.config import load as loading
+from megalite.config.families import hf_shape
 from megalite.config.load import from_dict, load_config, to_dict, to_yaml
 from megalite.config.schema import Config, ConfigError
-from tools.families import hf_shape
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +213,7 @@ def test_other_local_ranks_say_nothing_and_let_rank_0_speak_first(capsys, monkey
 
 def test_loading_needs_no_torch_and_using_a_configuration_no_parser():
     code = (
-        "import sys, tools.families; from megalite.config.load import from_dict, load_config; from_dict({});"
+        "import sys, megalite.config.families; from megalite.config.load import from_dict, load_config; from_dict({});"
         "print([m for m in ('torch', 'jsonargparse', 'yaml', 'transformers') if m in sys.modules]);"
         "load_config(['--data.train', 'tokens'], world_size=1);"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"

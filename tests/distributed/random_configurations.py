@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+from megalite.config.families import hf_shape
 from megalite.config.load import OPTIONS, Arguments, from_dict, nest, resolve, to_dict
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError, ParallelConfig
@@ -28,7 +29,6 @@ from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
 from tests.distributed.jobs import mesh_of
 from tests.distributed.pool import RankContext, RankPool
-from tools.families import hf_shape
 
 STEPS = 2
 TIMEOUT_S = 60.0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError
+from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig
 from megalite.data.indexed import IndexedTokens
@@ -24,7 +25,6 @@ from tools import convert_hf
 from tools.accounting import report
 from tools.adapters import starting_weights
 from tools.converting.checking import load_stage, our_logits
-from tools.families import from_hf_config, hf_config
 from tools.verifying import global_tensors
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.training.build import make_mesh
@@ -21,7 +22,6 @@ from tests.tools.hf_models import BF16, CASES, VOCAB, logits_of, make, random_id
 from tests.tools.jobs import logits_from_hf, step_from_hf
 from tools import convert_hf
 from tools.converting import ConversionError, starting_weights
-from tools.families import from_hf_config, hf_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE, BATCH, LR, DECAY = 24, 4, 3e-4, 0.1

@@ -12,6 +12,7 @@ import sys
 from math import prod
 from typing import Any
 
+from megalite.config.families import hf_shape
 from megalite.config.load import exit_with, read_arguments, resolve
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
@@ -20,7 +21,6 @@ from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
 from megalite.training import plan
 from tools import Parser, positive
-from tools.families import hf_shape
 from tools.planning.flops import per_token
 from tools.planning.memory import estimate, settled
 from tools.planning.predicting import estimated_costs, stage_sums

@@ -27,6 +27,7 @@ from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
+from megalite.config.families import families, from_hf_config, hf_config
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import Facts, show
 from megalite.config.rules import model as model_rules
@@ -39,7 +40,6 @@ from tools.converting.merging import Adapters
 from tools.converting.names import FAMILY_NAMES, Place, places
 from tools.converting.vocabulary import check_vocabulary, companions
 from tools.exporting import meaning, misfit, to_hf_config
-from tools.families import families, from_hf_config, hf_config
 
 WEIGHT = "weight/"
 HF = "hf:"

@@ -1,10 +1,10 @@
-"""ModelConfig → Hugging Face config.json, by the families that `tools.families` reads. Imports no torch."""
+"""ModelConfig → Hugging Face config.json, by the families that `megalite.config.families` reads. Imports no torch."""
 
 from dataclasses import asdict
 from typing import Any
 
+from megalite.config.families import Family, families, from_hf_config
 from megalite.config.schema import ConfigError, ModelConfig
-from tools.families import Family, families, from_hf_config
 
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError
+from megalite.config.families import hf_config
 from megalite.config.load import from_dict
 from megalite.config.rule import Facts
 from megalite.config.rules import model as model_rules
@@ -20,7 +21,6 @@ from megalite.parallel.spec import Rectangle
 from tools import tokenizing
 from tools.chatting import ChatTemplate, read_template
 from tools.converting import HF, Source, origin, starting_weights
-from tools.families import hf_config
 from tools.inspecting import find
 from tools.tokenizing import Tokenizer
 

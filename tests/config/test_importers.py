@@ -14,9 +14,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.importers.convert import convert
 from megalite.config.load import load_config, nest
 from megalite.config.schema import Config, ConfigError
-from tools.importing import convert
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "import_config.py"
 ADAMW = {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.98], "eps": 1e-9, "weight_decay": 0.05}}

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megalite.config.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, never, only, rounded, sets, word
 from megalite.config.schema import ConfigError
-from tools.importing.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, never, only, rounded, sets, word
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ZERO, ADAM, WARMUP = "zero_optimization.", "optimizer.params.", "scheduler.params."

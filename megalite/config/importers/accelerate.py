@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.importing import deepspeed
-from tools.importing.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, never, only, sets, word
+from megalite.config.importers import deepspeed
+from megalite.config.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, never, only, sets, word
 
 PLUGIN, FSDP, SIZES = "deepspeed_config.", "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 MARK = "distributed_type"

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from megalite.config.importers import accelerate, deepspeed
+from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost
 from megalite.config.load import OPTIONS, build_parser, from_dict, nest, parse_values
 from megalite.config.rule import Facts, show
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ConfigError
-from tools.importing import accelerate, deepspeed
-from tools.importing.verdict import Kind, Source, Table, harmless, lost
 
 NEEDS = {"train.global_batch_size": ("train.micro_batch_size", "parallel.dp"), "optimizer.warmup_steps": ("train.steps",)}
 """Options whose rules look at others: while the file leaves one of those open, a broken rule says what is still to be set."""
