@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megalite import __version__
-from tools.preparing.writing import IndexedWriter
+from megalite.data.preparation.writer import IndexedWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -26,8 +26,8 @@ from tools import Parser
 Answer = tuple[dict[str, Any], list[str]]  # for --json, for people
 
 if TYPE_CHECKING:
+    from megalite.data.tokenizers import Tokenizer
     from tools.generating import LanguageModel
-    from tools.tokenizing import Tokenizer
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,9 +29,9 @@ from megalite.config.schema import ConfigError
 from tools import Parser
 
 if TYPE_CHECKING:
+    from megalite.data.tokenizers import Tokenizer
     from tools.generating import LanguageModel, Sampling
     from tools.generating.text import Reply
-    from tools.tokenizing import Tokenizer
 
 SHOWN = 60  # characters of a prompt that stand before its continuation, where there are several
 

@@ -22,12 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
+from megalite.data.chat_template import read_template
 from megalite.data.indexed import DataError
+from megalite.data.preparation.chats import Chats
+from megalite.data.preparation.prepare import Progress, Summary, prepare
+from megalite.data.preparation.sources import open_inputs
 from tools import Parser
-from tools.chatting import read_template
-from tools.preparing import Progress, Summary, prepare
-from tools.preparing.chats import Chats
-from tools.preparing.sources import open_inputs
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@
 
 `PREFIX.json` says what the format can not: the vocabulary size, the EOS token and the tokenizer. Of chat data it says `chat`, and the token
 file PREFIX.loss holds, as uint8, a 1 for each token of PREFIX whose loss counts, else a 0. The layout is that of Megatron-LM's
-megatron/core/datasets/indexed_dataset.py. `tools/preparing/writing.py` writes it.
+megatron/core/datasets/indexed_dataset.py. `megalite/data/preparation/writer.py` writes it.
 """
 
 import struct

@@ -9,7 +9,7 @@ import pytest
 
 from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError, IndexedTokens
-from tools.preparing.writing import IndexedWriter, token_dtype
+from megalite.data.preparation.writer import IndexedWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7, 99], [99], [1, 2, 99]]
 

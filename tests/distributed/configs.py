@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from megalite.data.preparation.writer import IndexedWriter
 from tests.distributed.layouts import Case, global_batch, micro_batch, schedule_options
-from tools.preparing.writing import IndexedWriter
 
 SEQUENCE = 16
 STEPS = 20

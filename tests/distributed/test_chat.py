@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from megalite.config.load import from_dict
+from megalite.data.chat_template import ChatTemplate
+from megalite.data.preparation.chats import Chats
+from megalite.data.preparation.prepare import prepare
+from megalite.data.preparation.sources import open_inputs
+from megalite.data.preparation.writer import IndexedWriter
+from megalite.data.tokenizers import load
 from megalite.training import build
 from megalite.training.trainer import Trainer
+from tests.data.chats import SHORT, write_lines
 from tests.distributed import jobs, jobs_training
-from tests.tools.chats import SHORT, write_lines
-from tools.chatting import ChatTemplate
-from tools.preparing import prepare
-from tools.preparing.chats import Chats
-from tools.preparing.sources import open_inputs
-from tools.preparing.writing import IndexedWriter
-from tools.tokenizing import load
 
 S = 24
 LENGTHS = [5, 9, 14, 3, 25, 11, 8, 12, 6, 17, 4, 20]  # 122 inputs: six rows of 24

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.data.preparation.writer import IndexedWriter
 from tests.structure.sources import ROOT, python
-from tools.preparing.writing import IndexedWriter
 
 SHARE_OF_TORCH = 0.25
 NEVER_WHILE_TRAINING = (

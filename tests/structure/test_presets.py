@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from megalite.config.load import load_config
+from megalite.data.preparation.writer import IndexedWriter
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.training import build
 from tests.structure.sources import ROOT
-from tools.preparing.writing import IndexedWriter
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 RANKS = {"quickstart": 8, "llama-3-8b": 64, "llama-3-70b": 512}

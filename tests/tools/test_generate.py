@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from megalite.checkpoint.manifest import encode
+from megalite.data.preparation.writer import IndexedWriter
+from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from tests.distributed.pool import RankPool
 from tests.tools.hf_models import CASES, write
 from tests.tools.jobs import train_and_save
 from tools.generating import LanguageModel, Sampling
 from tools.generating.text import reply_to
-from tools.preparing.writing import IndexedWriter
-from tools.tokenizing import ByteTokenizer, HuggingFaceTokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
 SENTENCE = "Every café at six: quick brown foxes jump over lazy dogs."

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.load import from_dict
+from megalite.data.tokenizers import ByteTokenizer
 from tests.distributed.pool import RankContext, RankPool
 from tests.tools.hf_models import CASES, VOCAB, random_ids, write
 from tests.tools.jobs import continued
@@ -18,7 +19,6 @@ from tools.generating import LanguageModel, Sampling
 from tools.generating.sampling import draw, uniform
 from tools.generating.sources import end_tokens, for_inference, open_source
 from tools.generating.text import Reply
-from tools.tokenizing import ByteTokenizer
 
 COUNT = 12  # tokens: more than any window
 LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.chats import CHATML, write_lines, write_tokenizer
+from tests.data.chats import CHATML, write_lines, write_tokenizer
 from tests.tools.hf_models import SIZES, Case
 from tests.tools.hf_models import write as write_model
 

@@ -75,7 +75,7 @@ def show_text(text: str) -> str:
 
 
 def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
-    from tools.tokenizing import load
+    from megalite.data.tokenizers import load
 
     ids = load(hf).encode(text)[:longest]
     if not ids or max(ids) >= vocabulary:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.schema import ConfigError
+from megalite.data.tokenizers import Tokenizer
 from tools.evaluating.perplexity import windows
 from tools.evaluating.scoring import Progress, Row, score
 from tools.generating import LanguageModel, Sampling
 from tools.generating.sources import ModelSource, end_tokens, opening
-from tools.tokenizing import Tokenizer
 
 MAX_TOKENS = 256  # of a generation, where its task does not say
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the names under which it may say so

@@ -12,11 +12,11 @@ from contextlib import suppress
 from io import TextIOWrapper
 
 from megalite.checkpoint.agreement import on_rank_0
+from megalite.data.chat_template import ChatTemplate, Message
 from megalite.data.indexed import DataError
-from tools.chatting import ChatTemplate, Message
+from megalite.data.tokenizers import Tokenizer
 from tools.generating import LanguageModel, Sampling
 from tools.generating.text import reply_to
-from tools.tokenizing import Tokenizer
 
 
 def converse(

@@ -16,13 +16,13 @@ from megalite.config.rules import model as model_rules
 from megalite.config.rules import numbers
 from megalite.config.rules import parallel as parallel_rules
 from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.data import tokenizers as tokenizing
+from megalite.data.chat_template import ChatTemplate, read_template
 from megalite.data.indexed import IndexedTokens
+from megalite.data.tokenizers import Tokenizer
 from megalite.parallel.spec import Rectangle
-from tools import tokenizing
-from tools.chatting import ChatTemplate, read_template
 from tools.converting import HF, Source, origin, starting_weights
 from tools.inspecting import find
-from tools.tokenizing import Tokenizer
 
 TIMEOUT = "24h"  # a conversation waits for its user; where a rank dies, what started the ranks ends the others
 

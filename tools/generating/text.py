@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from tools.tokenizing import Tokenizer
+from megalite.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from tools.generating import LanguageModel, Sampling

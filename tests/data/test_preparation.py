@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 
+from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError, IndexedTokens
-from tools import tokenizing
-from tools.preparing import prepare
-from tools.preparing.sources import open_inputs
+from megalite.data.preparation.prepare import prepare
+from megalite.data.preparation.sources import open_inputs
 
 TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"
 WORDS = ["alpha", "beta", "def f(x):\n    return x", "grüße", "日本語", "\tgamma\r\n"]
@@ -173,8 +173,8 @@ def test_workers_do_not_show(tmp_path):
 
 def test_training_reads_its_share_alone(tmp_path, monkeypatch):
     """Of 40 tasks every fourth trains the tokenizer: a bad line between them is met only when tokenizing."""
-    monkeypatch.setattr("tools.preparing.sources.TASK_BYTES", 10_000)
-    monkeypatch.setattr("tools.preparing.TRAINING_BYTES", 100_000)
+    monkeypatch.setattr("megalite.data.preparation.sources.TASK_BYTES", 10_000)
+    monkeypatch.setattr("megalite.data.preparation.prepare.TRAINING_BYTES", 100_000)
     lines = [json.dumps({"text": f"{i} " + TEXTS[i % 60] * 5}) for i in range(200)]
     lines[13] = "{}"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -248,7 +248,9 @@ BAD = {
 
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_input(refusal, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setattr("tools.preparing.TRAINING_BYTES", 100_000)  # so that training skips key.jsonl and preparation meets it
+    monkeypatch.setattr(
+        "megalite.data.preparation.prepare.TRAINING_BYTES", 100_000
+    )  # so that training skips key.jsonl and preparation meets it
     for name, text in {
         "ok.txt": "fine",
         "empty.txt": "",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.data.indexed import DataError
-from tools.tokenizing import CLOSE, OPEN, Tokenizer
+from megalite.data.tokenizers import CLOSE, OPEN, Tokenizer
 
 DEFAULT_TEMPLATE = Path(__file__).with_name("default.jinja")
 """For tokenizers that have none: <|role|> on a line of its own, what is said, and after the assistant's words EOS."""

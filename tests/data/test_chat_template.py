@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from megalite.data import tokenizers as tokenizing
+from megalite.data.chat_records import conversation_of
+from megalite.data.chat_template import ChatTemplate
 from megalite.data.indexed import DataError, IndexedTokens
-from tests.tools.chats import CHATML, LONG, SHORT, TEMPLATES, unmarked, write_lines, write_tokenizer
-from tools import prepare_data, tokenizing
-from tools.chatting import ChatTemplate
-from tools.chatting.forms import conversation_of
-from tools.preparing.chats import Chats
-from tools.preparing.sources import open_inputs
+from megalite.data.preparation.chats import Chats
+from megalite.data.preparation.sources import open_inputs
+from tests.data.chats import CHATML, LONG, SHORT, TEMPLATES, unmarked, write_lines, write_tokenizer
+from tools import prepare_data
 
 FORMS: dict[str, dict[str, Any]] = {
     "messages": {"messages": SHORT, "id": 1},

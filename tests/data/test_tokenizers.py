@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError
-from tools import tokenizing
 
 SOURCES = [inspect.getsource(module) for module in (inspect, json, textwrap)]
 HARD = [

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.data import tokenizers as tokenizing
+from megalite.data.chat_template import ChatTemplate
 from megalite.data.indexed import DataError
-from tools import tokenizing
-from tools.chatting import ChatTemplate
-from tools.preparing.chats import Chats
-from tools.preparing.encoded import Encoded
-from tools.preparing.sources import Source, Task, documents
-from tools.preparing.writing import IndexedWriter
+from megalite.data.preparation.chats import Chats
+from megalite.data.preparation.encoded import Encoded
+from megalite.data.preparation.sources import Source, Task, documents
+from megalite.data.preparation.writer import IndexedWriter
 
 TRAINING_BYTES = 8_000_000  # of the input that a tokenizer is trained on: more changes a vocabulary of thousands little and costs minutes
 TASKS_AHEAD = 4

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megalite.data.chat_records import conversation_of
+from megalite.data.chat_template import ChatTemplate, LossOn
 from megalite.data.indexed import DataError
-from tools.chatting import ChatTemplate, LossOn
-from tools.chatting.forms import conversation_of
-from tools.preparing.encoded import Encoded
-from tools.preparing.sources import Task, records
-from tools.tokenizing import Tokenizer
+from megalite.data.preparation.encoded import Encoded
+from megalite.data.preparation.sources import Task, records
+from megalite.data.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Chats:
     """How conversations become documents.
 
     Attributes:
-        template: Jinja source instead of the tokenizer's own (`tools.chatting.ChatTemplate`).
+        template: Jinja source instead of the tokenizer's own (`megalite.data.chat_template.ChatTemplate`).
         loss_on: what counts.
         max_length: tokens of a conversation at most; longer ones are left out, or with `truncate` lose their end. None: any.
     """
