@@ -19,7 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint import CheckpointError, Manifest, manifest_of
-from tools import Answer, Parser, answer, inspecting
+from megalite.checkpoint import inspect as inspecting
+from tools import Answer, Parser, answer
 
 
 def main(argv: list[str] | None = None) -> int:

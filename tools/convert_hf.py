@@ -96,8 +96,8 @@ def bring_in(options: argparse.Namespace) -> Answer:
 def bring_out(options: argparse.Namespace) -> Answer:
     import torch
 
+    from megalite.checkpoint.inspect import find
     from tools.converting import export_model
-    from tools.inspecting import find
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     asked = {"like": options.like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
@@ -105,8 +105,8 @@ def bring_out(options: argparse.Namespace) -> Answer:
 
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:
+    from megalite.checkpoint.inspect import find
     from tools.adapters import export_adapter
-    from tools.inspecting import find
 
     content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
@@ -120,8 +120,8 @@ def _written(content: dict[str, Any], place: Path) -> Answer:
 
 
 def check(options: argparse.Namespace) -> Answer:
+    from megalite.checkpoint.inspect import find
     from tools.converting.checking import compare, rounding
-    from tools.inspecting import find
 
     directory = find(options.checkpoint_dir)
     found = compare(directory, options.hf_dir, texts=options.text, tokens=options.tokens, rows=options.rows)

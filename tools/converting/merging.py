@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import Manifest
+from megalite.checkpoint.inspect import WEIGHT, whole
 from megalite.checkpoint.manifest import Chunk
 from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.parameters import model_specs
-from tools.inspecting import WEIGHT, whole
 
 
 def adapted(model: ModelConfig, lora: LoraConfig) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError
+from megalite.checkpoint.inspect import find
 from megalite.config.families import hf_config
 from megalite.config.load import from_dict
 from megalite.config.rule import Facts
@@ -22,7 +23,6 @@ from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizers import Tokenizer
 from megalite.parallel.spec import Rectangle
 from tools.converting import HF, Source, origin, starting_weights
-from tools.inspecting import find
 
 TIMEOUT = "24h"  # a conversation waits for its user; where a rank dies, what started the ranks ends the others
 

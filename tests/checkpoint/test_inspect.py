@@ -118,7 +118,7 @@ def test_consolidate_writes_what_safetensors_reads(call: Callable[..., Any], ran
     for name, optimizer in (("weights", False), ("all", True)):
         file = tmp_path / f"{name}.safetensors"
         (manifest := checkpoint.manifest_of(directory)).verify()
-        from tools.inspecting import consolidate
+        from megalite.checkpoint.inspect import consolidate
 
         assert consolidate(manifest, file, optimizer) == file.stat().st_size
         found = load_file(file)
