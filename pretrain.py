@@ -22,13 +22,13 @@ def main() -> None:
 
     import torch
 
+    from megalite.build import parts as build
     from megalite.checkpoint import CheckpointError
     from megalite.config.rules import check
     from megalite.data import dataset
     from megalite.mesh import describe
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
-    from megalite.training import build
     from megalite.training.fit import fit
     from megalite.training.guard import FaultLimit
     from megalite.training.metrics import check_packages

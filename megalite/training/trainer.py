@@ -19,6 +19,7 @@ import torch
 from megalite import checkpoint
 from megalite.activity import READING, REDUCING, UPDATING
 from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError, DamagedError
 from megalite.checkpoint.agreement import all_or_none, on_rank_0
 from megalite.checkpoint.saver import Save, Saver
@@ -34,7 +35,6 @@ from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle, parameter_count
-from megalite.training import build
 from megalite.training.closing import Closing, Update
 from megalite.training.faults import Injection, restarts
 from megalite.training.guard import Guard

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.mesh import Mesh
-from megalite.training import build
 from megalite.training.trainer import Trainer
 from tools.verifying import global_tensors
 

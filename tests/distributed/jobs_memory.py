@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megalite.batch import Microbatch
+from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.model.parameters import padded_vocabulary
 from megalite.optimizer.adamw import AdamW
 from megalite.parallel.weight import WeightGradients
-from megalite.training import build
 from tests.distributed.jobs import mesh_of
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.build.parts import build_parts
 from megalite.config.load import from_dict
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
@@ -21,7 +22,6 @@ from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.spec import Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
-from megalite.training.build import build_parts
 from tests.distributed.jobs import mesh_of
 from tests.distributed.jobs_training import make_trainer
 

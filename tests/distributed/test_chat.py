@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.data.chat_template import ChatTemplate
 from megalite.data.preparation.chats import Chats
@@ -16,7 +17,6 @@ from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizers import load
-from megalite.training import build
 from megalite.training.trainer import Trainer
 from tests.data.chats import SHORT, write_lines
 from tests.distributed import jobs, jobs_training

@@ -3,8 +3,8 @@
 import pytest
 from megalite_kernels.launch import Variant
 
+from megalite.build import parts as build
 from megalite.config.load import from_dict
-from megalite.training import build
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, STEPS, config_of, write_tokens
 from tests.kernels.compiling import MODULES

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.build.parts import make_mesh
 from megalite.config.families import from_hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.parallel.spec import Segment
-from megalite.training.build import make_mesh
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import STEPS, write_tokens
 from tools.verifying import global_tensors

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import FP16Config
 from megalite.optimizer.loss_scale import LossScale
-from megalite.training import build
 from megalite.training.trainer import Trainer
 from tests.distributed import jobs_training
 from tests.distributed.configs import SINGLE, config_of, write_tokens

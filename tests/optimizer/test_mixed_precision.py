@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megalite.build import parts as build
 from megalite.config.load import from_dict
-from megalite.training import build
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 

@@ -9,12 +9,12 @@ import torch
 from megalite_kernels import norm as kernels
 from torch import Tensor
 
+from megalite.build.parts import make_mesh
 from megalite.config.load import from_dict
 from megalite.mesh import MeshAxis
 from megalite.model import transformer
 from megalite.parallel.compiled_ops import Regions
 from megalite.parallel.tensor.norm import FullWidthRMSNorm, LayerNorm, RMSNorm, add_and_norm
-from megalite.training.build import make_mesh
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tools.verifying import global_tensors

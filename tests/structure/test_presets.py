@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import yaml
 
+from megalite.build import parts as build
 from megalite.config.load import load_config
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
-from megalite.training import build
 from tests.structure.sources import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

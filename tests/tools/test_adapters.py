@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
+from megalite.build.parts import make_mesh
 from megalite.checkpoint import CheckpointError
 from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig
 from megalite.data.indexed import IndexedTokens
-from megalite.training.build import make_mesh
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
 from tests.tools.hf_models import CASES, VOCAB, logits_of, make, random_ids, write

@@ -16,9 +16,9 @@ import torch
 from benchmarks import checkpoint, comm, overhead, plan, report, scaling, step
 from benchmarks.ours import linear_shapes, step_products
 from benchmarks.scaling_run import measure
+from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.mesh import Mesh
-from megalite.training import build
 from megalite.training.flops import model_flops_per_token
 from tests.distributed.pool import RankPool
 from tests.tools.jobs import measure_steps

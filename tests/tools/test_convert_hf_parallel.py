@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.build.parts import make_mesh
 from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
-from megalite.training.build import make_mesh
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
 from tests.distributed.pool import RankPool

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.config.presets import preset
 from megalite.mesh import Mesh
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
-from megalite.training import build
 from tests.distributed import jobs_memory
 from tools.accounting import meta
 from tools.planning.memory import estimate

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megalite.build import parts as build
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
 from megalite.config.schema import ConfigError
-from megalite.training import build
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
 from tools.accounting import dry_run

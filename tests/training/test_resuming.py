@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
-from megalite.training import build
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import SINGLE, config_of, write_tokens

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from megalite.build import parts as build
+from megalite.build import plan
 from megalite.config.schema import Config
 from megalite.model.parameters import model_specs, with_adapters
 from megalite.optimizer.adamw import AdamW
@@ -21,7 +23,6 @@ from megalite.parallel.pipeline.schedule import Kind
 from megalite.parallel.sharding.powersgd import Matrix
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
-from megalite.training import build, plan
 from megalite.training.trainer import Trainer
 from tools.planning.memory import estimate
 from tools.planning.states import Device, model_states

@@ -12,6 +12,7 @@ import sys
 from math import prod
 from typing import Any
 
+from megalite.build import plan
 from megalite.config.families import hf_shape
 from megalite.config.load import exit_with, read_arguments, resolve
 from megalite.config.rules import check
@@ -19,7 +20,6 @@ from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
-from megalite.training import plan
 from tools import Parser, positive
 from tools.planning.flops import per_token
 from tools.planning.memory import estimate, settled

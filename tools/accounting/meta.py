@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megalite.build import parts as build
 from megalite.config.schema import Config
 from megalite.mesh import Mesh
 from megalite.optimizer.adamw import AdamW
 from megalite.parallel.sharding.offload import StateMemory
-from megalite.training import build
 from tools.accounting import ModelStates, planned, states_of
 from tools.planning.states import Device, Sharing
 

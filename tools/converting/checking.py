@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.batch import Microbatch
+from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError, Manifest
 from megalite.config.families import hf_config
 from megalite.config.load import from_dict
 from megalite.model.stage import Stage
-from megalite.training import build
 from tools.converting import WEIGHT, model_of
 from tools.converting.files import ConversionError
 from tools.generating.sources import for_inference

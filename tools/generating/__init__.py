@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.batch import Microbatch
+from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import all_or_none
 from megalite.mesh import Mesh
@@ -24,7 +25,6 @@ from megalite.model.attention import Attention
 from megalite.model.context import ForwardContext
 from megalite.model.stage import Stage
 from megalite.parallel.collectives import Work, all_gather, message
-from megalite.training import build
 from tools.generating.cache import CachedAttention, CachedContext, KeyValueCache, padded
 from tools.generating.sampling import Sampling, draw, uniform
 from tools.generating.sources import check_layout, for_inference, open_source

@@ -9,10 +9,10 @@ from contextlib import suppress
 from statistics import fmean, median
 from typing import Any
 
+from megalite.build import parts as build
 from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.training import build
 from megalite.training.fit import Observer
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer

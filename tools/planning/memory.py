@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megalite.build import plan
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.schedule import Kind, Schedule
-from megalite.training import plan
 from tools.planning.activations import Activations, Held
 from tools.planning.in_flight import gathered_bytes, message_bytes, open_gradients
 from tools.planning.states import Device, States, Widths, model_states

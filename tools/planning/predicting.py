@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megalite.build.plan import units_of
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.partition import layer_costs
-from megalite.training.plan import units_of
 from tools.planning.hardware import Device, HardwareError, find, found_as
 from tools.planning.step import Choice, Job, Stepper
 

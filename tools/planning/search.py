@@ -15,13 +15,13 @@ from enum import IntEnum
 from itertools import count
 from typing import Literal
 
+from megalite.build import plan
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of, placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.orders import Shape as OrderShape
 from megalite.parallel.pipeline.schedule import Schedule
-from megalite.training import plan
 from tools.planning.activations import Activations
 from tools.planning.configuring import broken_rule, configured
 from tools.planning.memory import RankMemory, estimate

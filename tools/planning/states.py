@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from megalite.build.plan import ends_in_turn, runs_ahead
 from megalite.config.schema import Config
 from megalite.parallel.sharding.buckets import Bucket
-from megalite.training.plan import ends_in_turn, runs_ahead
 
 Device = Literal["cuda", "cpu"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from megalite.build import plan
 from megalite.config.schema import Config
 from megalite.model.parameters import head_unit, kv_replicas
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.sharding.buckets import Bucket
 from megalite.parallel.spec import ParamSpec, Segment
-from megalite.training import plan
 from tools.planning.activations import Activations
 from tools.planning.in_flight import NARROW
 from tools.planning.memory import settled

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from megalite.build.plan import microbatch_count
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.model.parameters import model_specs, with_adapters
@@ -20,7 +21,6 @@ from megalite.parallel.pipeline.bubble import Plan
 from megalite.parallel.pipeline.bubble import plan as planned
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.spec import parameter_count
-from megalite.training.plan import microbatch_count
 from tools.drawing import measured
 
 METRICS, ENVIRONMENT, PREDICTION = "metrics.jsonl", "environment.json", "prediction.json"

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from megalite.build import parts as build
 from megalite.clock import Ran
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
@@ -25,7 +26,6 @@ from megalite.mesh import Layout
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
 from megalite.parallel.sharding.transfers import Transfer
-from megalite.training import build
 from tools.timing.recording import RECORDS, Record
 
 TIMELINE = Path("traces", "timeline.json")

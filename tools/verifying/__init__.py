@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.build import parts as build
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError, ParallelConfig
-from megalite.training import build
 from megalite.training.launch import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
 from tools import ranks

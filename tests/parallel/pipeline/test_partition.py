@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.build import parts as build
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.parallel.pipeline.partition import balanced, layer_costs
-from megalite.training import build
 
 
 def stage_costs(sizes, costs, first_extra, last_extra):

@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from megalite_kernels import dispatch
 
+from megalite.build.plan import ends_in_turn as ends_in_turn
+from megalite.build.plan import microbatch_count as microbatch_count
+from megalite.build.plan import partition as partition
+from megalite.build.plan import runs_ahead as runs_ahead
+from megalite.build.plan import schedule as schedule
+from megalite.build.plan import specs_of, units_of
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
@@ -26,12 +32,6 @@ from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
 from megalite.parallel.tensor.lora import attach_adapters
-from megalite.training.plan import ends_in_turn as ends_in_turn
-from megalite.training.plan import microbatch_count as microbatch_count
-from megalite.training.plan import partition as partition
-from megalite.training.plan import runs_ahead as runs_ahead
-from megalite.training.plan import schedule as schedule
-from megalite.training.plan import specs_of, units_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
