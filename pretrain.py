@@ -10,7 +10,7 @@ import sys
 from megalite.config.families import hf_shape
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import ConfigError
-from megalite.training.launch import abandon, choose_device, configure_process, leave, local_world_size, start_process_group, world_size
+from megalite.launch.process import abandon, choose_device, configure_process, leave, local_world_size, start_process_group, world_size
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
     from megalite.checkpoint import CheckpointError
     from megalite.config.rules import check
     from megalite.data import dataset
+    from megalite.launch.environment import compare_ranks, facts, set_variables
     from megalite.mesh import describe
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
@@ -35,7 +36,6 @@ def main() -> None:
     from megalite.training.trainer import Trainer
     from tools.accounting import report
     from tools.instruments import links, observers
-    from tools.instruments.environment import compare_ranks, facts, set_variables
     from tools.instruments.memory import out_of_memory
     from tools.planning.predicting import device_of
 

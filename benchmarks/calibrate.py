@@ -17,9 +17,9 @@ from megalite_kernels.attention import attention, attention_backward
 from torch import Tensor
 
 from benchmarks.measure import finish, read_spec, wait
+from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.collectives import all_reduce
-from megalite.training.launch import choose_device, configure_process, start_process_group
 from tools.planning.kernels import computed_pairs
 from tools.planning.links import START
 

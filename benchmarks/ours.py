@@ -16,9 +16,9 @@ from benchmarks.measure import Memory, device_memory, finish, product_peak, read
 from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
+from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.mesh import Mesh
 from megalite.model.parameters import head_unit, model_specs, stage_units
-from megalite.training.launch import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
 
 

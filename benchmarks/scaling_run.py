@@ -10,7 +10,7 @@ import torch
 from benchmarks.measure import finish, read_spec, timed
 from megalite.build import parts as build
 from megalite.config.load import from_dict
-from megalite.training.launch import choose_device, configure_process, start_process_group, world_size
+from megalite.launch.process import choose_device, configure_process, start_process_group, world_size
 from megalite.training.trainer import Trainer
 
 

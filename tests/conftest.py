@@ -46,7 +46,7 @@ def _same_settings_as_ranks() -> None:
     """The reference in pytest's process must use the matrix products that the ranks use."""
     import torch
 
-    from megalite.training.launch import configure_cpu
+    from megalite.launch.process import configure_cpu
 
     torch.set_num_threads(1)
     configure_cpu()

@@ -198,6 +198,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes that are being measured end with this one
     main()
     if "WORLD_SIZE" in os.environ:
-        from megalite.training.launch import leave
+        from megalite.launch.process import leave
 
         leave()

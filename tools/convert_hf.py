@@ -34,7 +34,7 @@ ROW = 8  # positions on a line
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
     options = tool.parse_args(argv)
-    from megalite.training.launch import configure_cpu
+    from megalite.launch.process import configure_cpu
 
     configure_cpu()  # blocks use the same memory again: half the time of an export
     commands = {"import": bring_in, "export": bring_out, "adapter-export": bring_adapter_out, "check": check}

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_ranks(options)
         if options.tp * options.pp > 1 and "WORLD_SIZE" not in os.environ:
-            from tools.ranks import run_ranks
+            from megalite.launch.local_ranks import run_ranks
 
             return run_ranks(options.tp * options.pp, [str(Path(__file__).resolve()), *words])
         content, lines = (perplexity if options.command == "perplexity" else tasks)(options)
@@ -99,7 +99,7 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
     """The model, spread over the ranks, and its tokenizer."""
-    from megalite.training.launch import choose_device, configure_process, start_process_group
+    from megalite.launch.process import choose_device, configure_process, start_process_group
     from tools.generating import LanguageModel
     from tools.generating.sources import TIMEOUT, tokenizer_of
 
@@ -202,7 +202,7 @@ def progress(done: int, total: int) -> None:
 if __name__ == "__main__":
     status = main()
     if "WORLD_SIZE" in os.environ and status == 0:
-        from megalite.training.launch import leave
+        from megalite.launch.process import leave
 
         leave()
     sys.exit(status)

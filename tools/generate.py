@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         ranks = options.tp * options.pp
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
             check_source(options)
-            from tools.ranks import run_ranks
+            from megalite.launch.local_ranks import run_ranks
 
             return run_ranks(ranks, [str(Path(__file__).resolve()), *words])
         run(options)
@@ -114,8 +114,8 @@ def check_source(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """What one rank does; the first one prints."""
+    from megalite.launch.process import abandon, choose_device, configure_process, start_process_group
     from megalite.parallel.collectives import CommunicationError
-    from megalite.training.launch import abandon, choose_device, configure_process, start_process_group
     from tools.generating import LanguageModel, Sampling
     from tools.generating.sources import TIMEOUT, tokenizer_of
 
@@ -215,6 +215,6 @@ if __name__ == "__main__":
         sys.exit(status)
     if status:
         os._exit(status)  # tearing communication down would wait for the others
-    from megalite.training.launch import leave
+    from megalite.launch.process import leave
 
     leave()

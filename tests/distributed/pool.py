@@ -76,7 +76,7 @@ def _serve(rank: int, pipe: connection.Connection, store_port: int, log_path: st
     import torch
     import torch.distributed as dist
 
-    from megalite.training.launch import configure_cpu
+    from megalite.launch.process import configure_cpu
 
     torch.set_num_threads(1)
     configure_cpu()

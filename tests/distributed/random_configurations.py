@@ -22,9 +22,9 @@ from megalite.config.families import hf_shape
 from megalite.config.load import OPTIONS, Arguments, from_dict, nest, resolve, to_dict
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.launch.process import configure_process
 from megalite.optimizer.schedule import batch_scale
 from megalite.parallel.pipeline.generator import SCHEDULES
-from megalite.training.launch import configure_process
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
 from tests.distributed.jobs import mesh_of

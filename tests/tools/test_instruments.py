@@ -12,10 +12,10 @@ import torch
 from megalite.activity import BETWEEN, READING, REDUCING, UPDATING, Activity
 from megalite.clock import HostClock
 from megalite.config.schema import Config, NetworkConfig
+from megalite.launch.environment import across_hosts, facts, odd_ranks, set_variables, short_of_memory
 from megalite.parallel.pipeline.schedule import Action, Kind
 from tests.training.test_metrics import example
 from tools.instruments import gpu, links, memory, tracing
-from tools.instruments.environment import across_hosts, facts, odd_ranks, set_variables, short_of_memory
 from tools.instruments.phases import PhaseTimes
 from tools.instruments.prediction import describe, predicted_bubble, stage_costs
 from tools.instruments.ranks import compare

@@ -7,9 +7,9 @@ step, memory.py says what may help where memory has run out.
 
 from collections.abc import Sequence
 
+from megalite.launch.environment import Facts
 from megalite.training.fit import Observer
 from megalite.training.trainer import Trainer
-from tools.instruments.environment import Facts
 from tools.instruments.gpu import Gpu
 from tools.instruments.phases import PhaseTimes
 from tools.instruments.prediction import Outcome

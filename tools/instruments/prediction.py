@@ -12,11 +12,11 @@ from typing import Any
 from megalite.build import parts as build
 from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
+from megalite.launch.environment import ALIKE, EQUAL, Facts
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.training.fit import Observer
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
-from tools.instruments.environment import ALIKE, EQUAL, Facts
 from tools.planning.hardware import Device
 from tools.planning.predicting import estimated_costs, stage_sums, step_seconds
 

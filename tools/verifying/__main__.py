@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megalite.config.load import from_dict
-from megalite.training.launch import leave
+from megalite.launch.process import leave
 from tools.verifying import record
 
 
