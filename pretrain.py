@@ -60,7 +60,7 @@ def main() -> None:
         notes.append(links.describe(links.measure(mesh, device)))
     read_weights = None
     if (config.model.init_from or "").startswith("hf:") or config.lora.init_from:
-        from tools.adapters import starting_weights
+        from megalite.huggingface.adapters import starting_weights
 
         read_weights = starting_weights(config)
     try:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
 from megalite.config.load import from_dict
-from tools.exporting import to_hf_config
+from megalite.huggingface.config_json import to_hf_config
 
 
 def main() -> None:

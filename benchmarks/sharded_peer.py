@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.measure import Memory, finish, read_spec, timed
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
-from tools.exporting import to_hf_config
+from megalite.huggingface.config_json import to_hf_config
 
 
 def main() -> None:

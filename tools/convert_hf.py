@@ -88,7 +88,7 @@ def count(text: str) -> int:
 
 
 def bring_in(options: argparse.Namespace) -> Answer:
-    from tools.converting import import_model
+    from megalite.huggingface.convert import import_model
 
     return _written(import_model(options.hf_dir, options.checkpoint_dir), options.checkpoint_dir)
 
@@ -97,7 +97,7 @@ def bring_out(options: argparse.Namespace) -> Answer:
     import torch
 
     from megalite.checkpoint.inspect import find
-    from tools.converting import export_model
+    from megalite.huggingface.convert import export_model
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     asked = {"like": options.like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
@@ -106,7 +106,7 @@ def bring_out(options: argparse.Namespace) -> Answer:
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:
     from megalite.checkpoint.inspect import find
-    from tools.adapters import export_adapter
+    from megalite.huggingface.adapters import export_adapter
 
     content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)

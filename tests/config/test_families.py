@@ -10,7 +10,7 @@ import pytest
 from megalite.config.families import from_hf_config
 from megalite.config.presets import preset
 from megalite.config.schema import ConfigError, ModelConfig
-from tools.exporting import to_hf_config
+from megalite.huggingface.config_json import to_hf_config
 
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
 GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}

@@ -11,9 +11,9 @@ from torch import Tensor
 from benchmarks.scaling_run import measure
 from megalite.batch import Microbatch
 from megalite.config.load import from_dict
+from megalite.huggingface.convert import starting_weights
 from megalite.training.trainer import Trainer
 from tests.distributed.jobs import mesh_of
-from tools.converting import starting_weights
 from tools.generating import LanguageModel, Sampling
 from tools.generating.sources import for_inference, open_source
 

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from megalite.config.schema import DataConfig
 from megalite.data import tokenizers as tokenizing
-from tests.tools.hf_models import Case, write
+from megalite.huggingface.convert import import_model
+from tests.huggingface.hf_models import Case, write
 from tools import evaluate
-from tools.converting import import_model
 from tools.evaluating import harness
 from tools.evaluating.harness import document_start
 from tools.evaluating.perplexity import windows

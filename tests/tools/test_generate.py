@@ -16,7 +16,7 @@ from megalite.checkpoint.manifest import encode
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from tests.distributed.pool import RankPool
-from tests.tools.hf_models import CASES, write
+from tests.huggingface.hf_models import CASES, write
 from tests.tools.jobs import train_and_save
 from tools.generating import LanguageModel, Sampling
 from tools.generating.text import reply_to

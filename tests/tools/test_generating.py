@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.config.load import from_dict
 from megalite.data.tokenizers import ByteTokenizer
 from tests.distributed.pool import RankContext, RankPool
-from tests.tools.hf_models import CASES, VOCAB, random_ids, write
+from tests.huggingface.hf_models import CASES, VOCAB, random_ids, write
 from tests.tools.jobs import continued
 from tools.generating import LanguageModel, Sampling
 from tools.generating.sampling import draw, uniform

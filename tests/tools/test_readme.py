@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.data.chats import CHATML, write_lines, write_tokenizer
-from tests.tools.hf_models import SIZES, Case
-from tests.tools.hf_models import write as write_model
+from tests.huggingface.hf_models import SIZES, Case
+from tests.huggingface.hf_models import write as write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) for line in block.splitlines()]

@@ -16,9 +16,9 @@ from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError, Manifest
 from megalite.config.families import hf_config
 from megalite.config.load import from_dict
+from megalite.huggingface.convert import WEIGHT, model_of
+from megalite.huggingface.files import ConversionError
 from megalite.model.stage import Stage
-from tools.converting import WEIGHT, model_of
-from tools.converting.files import ConversionError
 from tools.generating.sources import for_inference
 
 SEED = 0

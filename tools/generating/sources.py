@@ -21,8 +21,8 @@ from megalite.data import tokenizers as tokenizing
 from megalite.data.chat_template import ChatTemplate, read_template
 from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizers import Tokenizer
+from megalite.huggingface.convert import HF, Source, origin, starting_weights
 from megalite.parallel.spec import Rectangle
-from tools.converting import HF, Source, origin, starting_weights
 
 TIMEOUT = "24h"  # a conversation waits for its user; where a rank dies, what started the ranks ends the others
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from megalite.build import parts as build
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.huggingface.adapters import starting_weights
 from megalite.launch import local_ranks as ranks
 from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
-from tools.adapters import starting_weights
 
 RANK = Path(__file__).with_name("__main__.py")  # what each rank runs
 

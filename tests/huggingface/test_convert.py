@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint import manifest_of
-from tests.tools.hf_models import CASES, VOCAB, logits_of, random_ids, write
-from tools import convert_hf, converting
+from megalite.huggingface import convert as converting
+from tests.huggingface.hf_models import CASES, VOCAB, logits_of, random_ids, write
+from tools import convert_hf
 from tools.converting.checking import load_stage, our_logits
 
 

@@ -27,12 +27,12 @@ from megalite import checkpoint
 from megalite.checkpoint import directories
 from megalite.checkpoint.chunks import name_of
 from megalite.config.schema import Config, LoraConfig
+from megalite.huggingface import convert as converting
+from megalite.huggingface.convert import HF, NAMED, WEIGHT, model_of, places_of
+from megalite.huggingface.files import ConversionError, NewFile, Weights
+from megalite.huggingface.merging import Adapters, adapted, adapter_names
+from megalite.huggingface.names import Place
 from megalite.parallel.spec import Rectangle
-from tools import converting
-from tools.converting import HF, NAMED, WEIGHT, model_of, places_of
-from tools.converting.files import ConversionError, NewFile, Weights
-from tools.converting.merging import Adapters, adapted, adapter_names
-from tools.converting.names import Place
 
 Read = Callable[[Sequence[Rectangle]], None]
 SETTINGS, FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")

@@ -33,13 +33,13 @@ from megalite.config.rule import Facts, show
 from megalite.config.rules import model as model_rules
 from megalite.config.rules import numbers
 from megalite.config.schema import Config, ConfigError, ModelConfig
+from megalite.huggingface.config_json import meaning, misfit, to_hf_config
+from megalite.huggingface.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
+from megalite.huggingface.merging import Adapters
+from megalite.huggingface.names import FAMILY_NAMES, Place, places
+from megalite.huggingface.vocabulary import check_vocabulary, companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
-from tools.converting.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
-from tools.converting.merging import Adapters
-from tools.converting.names import FAMILY_NAMES, Place, places
-from tools.converting.vocabulary import check_vocabulary, companions
-from tools.exporting import meaning, misfit, to_hf_config
 
 WEIGHT = "weight/"
 HF = "hf:"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tools.converting.files import ConversionError
+from megalite.huggingface.files import ConversionError
 
 _PATTERNS = "tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt spiece.model chat_template.* generation_config.json"
 
