@@ -30,6 +30,7 @@ def main() -> None:
     from megalite.mesh import describe
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
+    from megalite.planning.predicting import device_of
     from megalite.training.fit import fit
     from megalite.training.guard import FaultLimit
     from megalite.training.metrics import check_packages
@@ -37,7 +38,6 @@ def main() -> None:
     from tools.accounting import report
     from tools.instruments import links, observers
     from tools.instruments.memory import out_of_memory
-    from tools.planning.predicting import device_of
 
     device = choose_device()
     try:

@@ -20,8 +20,8 @@ from benchmarks.measure import finish, read_spec, wait
 from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.collectives import all_reduce
-from tools.planning.kernels import computed_pairs
-from tools.planning.links import START
+from megalite.planning.kernels import computed_pairs
+from megalite.planning.links import START
 
 REPEATS = 7
 TINY = 8  # a side of a product that takes no time but its call's
@@ -74,7 +74,7 @@ class Measured:
             activation.gated_forward(gate_up, "silu")
             activation.gated_backward(dh, gate_up, "silu")
 
-        values = rows * (8 * width + 9 * 2 * width)  # see tools.planning.operations: 4 + 4 of the norm, 3 + 6 of the activation
+        values = rows * (8 * width + 9 * 2 * width)  # see megalite.planning.operations: 4 + 4 of the norm, 3 + 6 of the activation
         return values * x.element_size() / self.seconds(pass_over)
 
     def loss(self, rows: int, vocabulary: int) -> float:

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks import overhead, report
 from megalite.config.load import from_dict
+from megalite.planning.hardware import Device, read_device
+from megalite.planning.step import Choice, Job, Stepper
 from megalite.training.flops import peak_flops
-from tools.planning.hardware import Device, read_device
-from tools.planning.step import Choice, Job, Stepper
 
 COLUMNS = {
     "layout": "layout",
@@ -48,7 +48,7 @@ SMOKE = {"sizes": [16, 32], "rows": [16, 16], "logits": [16, 32], "attention": [
 
 
 def calibrate(smoke: bool = False) -> dict[str, Any]:
-    """Measure this machine; returns a device as `tools/planning/hardware.py` reads it."""
+    """Measure this machine; returns a device as `megalite/planning/hardware.py` reads it."""
     gpu = report.gpu()
     ranks = 2 if gpu is None else _gpus()
     spec: dict[str, Any] = {"device": "cpu" if gpu is None else "cuda", "ranks": ranks, **(ON_CPU if gpu is None else ON_GPU)}

@@ -27,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.parallel.pipeline.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from tools import Parser, drawing, positive
-from tools.drawing import measured, trace
-from tools.drawing.tables import durations, grid, heading, summary, table
-from tools.drawing.text import draw
+from megalite.planning.drawing import measured, trace
+from megalite.planning.drawing import timeline as drawing
+from megalite.planning.drawing.tables import durations, grid, heading, summary, table
+from megalite.planning.drawing.text import draw
+from tools import Parser, positive
 
 FORMATS = (".png", ".svg", ".html", ".json")
 LONGEST = 1e100  # duration: what is added up from so many stays finite

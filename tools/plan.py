@@ -5,7 +5,7 @@
     python tools/plan.py … --tokens 15e12 --price_per_hour 2.5 --write run.yaml                       days, dollars, a configuration to run
     python tools/plan.py --calibrate here.yaml                                                  measure this machine; then --gpu here.yaml
 
-Memory is that of `tools.planning.memory`, bubbles are the simulator's; docs/planner.md says what is modelled, and how far off it was.
+Memory is that of `megalite.planning.memory`, bubbles are the simulator's; docs/planner.md says what is modelled, and how far off it was.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megalite.config.load import flatten, from_dict, nest, parse_values, read_tr
 from megalite.config.presets import preset
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
+from megalite.planning import explaining
+from megalite.planning.configuring import broken_rule, configured, to_yaml
+from megalite.planning.hardware import Device, HardwareError, find, known_devices
+from megalite.planning.search import Plan, Search
+from megalite.planning.step import Job
 from tools import Parser, positive
-from tools.planning import explaining
-from tools.planning.configuring import broken_rule, configured, to_yaml
-from tools.planning.hardware import Device, HardwareError, find, known_devices
-from tools.planning.search import Plan, Search
-from tools.planning.step import Job
 
 FIXED = ("tp", "pp", "dp", "zero", "micro_batch_size", "virtual_stages", "recompute", "schedule", "offload")
 DAY = 86_400

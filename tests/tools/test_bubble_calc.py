@@ -14,7 +14,7 @@ import pytest
 
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
-from tools.drawing import svg
+from megalite.planning.drawing.timeline import svg
 from tools.drawing.parallelism import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]

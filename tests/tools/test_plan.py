@@ -13,15 +13,15 @@ from megalite.build import parts as build
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
 from megalite.config.schema import ConfigError
+from megalite.planning.configuring import configured
+from megalite.planning.hardware import find
+from megalite.planning.memory import estimate
+from megalite.planning.predicting import device_of, step_seconds
+from megalite.planning.search import Search
+from megalite.planning.step import Choice, Job
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
 from tools.accounting import dry_run
-from tools.planning.configuring import configured
-from tools.planning.hardware import find
-from tools.planning.memory import estimate
-from tools.planning.predicting import device_of, step_seconds
-from tools.planning.search import Search
-from tools.planning.step import Choice, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {

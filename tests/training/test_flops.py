@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megalite.config.presets import preset
 from megalite.config.schema import Config, LoraConfig, ModelConfig
+from megalite.planning.flops import per_token
 from megalite.training.flops import model_flops_per_token, peak_flops, throughput
-from tools.planning.flops import per_token
 
 
 def counted_flops_per_token(model: ModelConfig, length: int, rank: int = 0) -> float:

@@ -1,8 +1,8 @@
-"""What the model's states take on each rank, measured beside what the planner says (`tools.planning.states`).
+"""What the model's states take on each rank, measured beside what the planner says (`megalite.planning.states`).
 
 Between steps: weights, accumulated gradients, the optimizer's (master weights where they are apart, two moments), and what PowerSGD keeps
 of the matrices that it compresses. What a step adds (activations, buckets that are whole for the moment, PowerSGD's new errors) is planned
-(`tools.planning.memory`). On disk lies what is offloaded there, in memory but for the windows that a step walks through.
+(`megalite.planning.memory`). On disk lies what is offloaded there, in memory but for the windows that a step walks through.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megalite.parallel.pipeline.schedule import Kind
 from megalite.parallel.sharding.powersgd import Matrix
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
+from megalite.planning.memory import estimate
+from megalite.planning.states import Device, model_states
 from megalite.training.trainer import Trainer
-from tools.planning.memory import estimate
-from tools.planning.states import Device, model_states
 
 
 class ModelStates(NamedTuple):

@@ -20,12 +20,12 @@ from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
+from megalite.planning.flops import per_token
+from megalite.planning.memory import estimate, settled
+from megalite.planning.predicting import estimated_costs, stage_sums
+from megalite.planning.states import Device
+from megalite.planning.traffic import traffic
 from tools import Parser, positive
-from tools.planning.flops import per_token
-from tools.planning.memory import estimate, settled
-from tools.planning.predicting import estimated_costs, stage_sums
-from tools.planning.states import Device
-from tools.planning.traffic import traffic
 
 ABOUT_FILES = {
     *("training data is given", "data.train exists", "data.validation exists", "vocabulary is known", "the run can be written"),

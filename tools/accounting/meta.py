@@ -14,8 +14,8 @@ from megalite.config.schema import Config
 from megalite.mesh import Mesh
 from megalite.optimizer.adamw import AdamW
 from megalite.parallel.sharding.offload import StateMemory
+from megalite.planning.states import Device, Sharing
 from tools.accounting import ModelStates, planned, states_of
-from tools.planning.states import Device, Sharing
 
 
 class Disagreement(RuntimeError):

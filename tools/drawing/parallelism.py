@@ -1,4 +1,4 @@
-"""The manual's figures of tensor parallelism, sequence parallelism and ZeRO: `python -m tools.drawing.parallelism DIRECTORY`.
+"""The manual's figures of tensor parallelism, sequence parallelism and ZeRO: `python -m megalite.planning.drawing.timeline.parallelism DIRECTORY`.
 
 Colours are ranks where ranks share something, and kinds of memory where memory is counted.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tools.drawing import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
+from megalite.planning.drawing.timeline import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
 
 RANKS = (*COLOURS.values(), "#7a4fa3")
 SHARED = "#e4e4e8"  # what every rank holds whole

@@ -8,6 +8,7 @@ step, memory.py says what may help where memory has run out.
 from collections.abc import Sequence
 
 from megalite.launch.environment import Facts
+from megalite.planning.hardware import Device
 from megalite.training.fit import Observer
 from megalite.training.trainer import Trainer
 from tools.instruments.gpu import Gpu
@@ -15,7 +16,6 @@ from tools.instruments.phases import PhaseTimes
 from tools.instruments.prediction import Outcome
 from tools.instruments.ranks import RankTimes
 from tools.instruments.tracing import MemorySnapshot, Tracer
-from tools.planning.hardware import Device
 from tools.timing import compare
 from tools.timing.recording import TimelineRecorder
 

@@ -91,7 +91,7 @@ def describe(place: str, error: BaseException, rungs: list[Rung]) -> str:
 
 def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.device, mesh: Mesh) -> str:
     """What to tell the user, after writing what fills the memory, where that can be seen."""
-    from tools.planning.memory import estimate
+    from megalite.planning.memory import estimate
 
     world_size, gpu = mesh.world.size, device.type == "cuda"
 

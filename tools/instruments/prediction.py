@@ -14,11 +14,11 @@ from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, Facts
 from megalite.parallel.pipeline.simulator import simulate
+from megalite.planning.hardware import Device
+from megalite.planning.predicting import estimated_costs, stage_sums, step_seconds
 from megalite.training.fit import Observer
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
-from tools.planning.hardware import Device
-from tools.planning.predicting import estimated_costs, stage_sums, step_seconds
 
 
 def stage_costs(config: Config) -> list[float]:

@@ -21,7 +21,7 @@ from megalite.parallel.pipeline.bubble import Plan
 from megalite.parallel.pipeline.bubble import plan as planned
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.spec import parameter_count
-from tools.drawing import measured
+from megalite.planning.drawing import measured
 
 METRICS, ENVIRONMENT, PREDICTION = "metrics.jsonl", "environment.json", "prediction.json"
 PHASES = "time_"  # metrics.jsonl's keys of a step's phases start with this

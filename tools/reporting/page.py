@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megalite.parallel.pipeline.bubble import BUBBLES
-from tools import drawing
+from megalite.planning.drawing import timeline as drawing
 from tools.reporting import Run
 from tools.reporting.charts import charts
 

@@ -11,7 +11,7 @@ import pytest
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, peak_activations
 from megalite.parallel.pipeline.simulator import simulate
-from tools.drawing.text import draw
+from megalite.planning.drawing.text import draw
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 ROOT = Path(__file__).parents[3]

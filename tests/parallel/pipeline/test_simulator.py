@@ -14,8 +14,8 @@ from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Action, Costs, Kind, ScheduleError, peak_activations
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
-from tools.drawing.tables import grid, summary, table
-from tools.drawing.text import draw
+from megalite.planning.drawing.tables import grid, summary, table
+from megalite.planning.drawing.text import draw
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 RANKS = range(2, 17)

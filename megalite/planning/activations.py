@@ -13,7 +13,7 @@ from megalite.config.schema import Config
 from megalite.config.token_files import is_chat, prefixes
 from megalite.model.parameters import head_unit, kv_replicas, padded_vocabulary
 from megalite.parallel.spec import ParamSpec
-from tools.planning.states import Device, Widths
+from megalite.planning.states import Device, Widths
 
 INDEX = 8  # bytes of a token or a target
 ATTENTION_BLOCK = 64  # queries, of `megalite_kernels.attention`

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from megalite.build.plan import units_of
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.partition import layer_costs
-from tools.planning.hardware import Device, HardwareError, find, found_as
-from tools.planning.step import Choice, Job, Stepper
+from megalite.planning.hardware import Device, HardwareError, find, found_as
+from megalite.planning.step import Choice, Job, Stepper
 
 
 def choice_of(config: Config) -> Choice:

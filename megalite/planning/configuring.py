@@ -8,7 +8,7 @@ from typing import Any
 from megalite.config.rule import Facts
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
-from tools.planning.step import Choice
+from megalite.planning.step import Choice
 
 ELSEWHERE = ("data.train", "data.validation", "run.", "checkpoint.", "faults.", "validation.", "logging.", "profiling.")
 """What a plan leaves open: rules about it wait for the run."""

@@ -13,7 +13,7 @@ from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
-from tools.drawing.measured import read
+from megalite.planning.drawing.measured import read
 from tools.timing import timeline
 from tools.timing.recording import Record
 

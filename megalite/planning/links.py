@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tools.planning.hardware import Device
+from megalite.planning.hardware import Device
 
 START = 5e-6
 """Seconds from the call of a collective to its first byte, with the kernel that carries it."""

@@ -13,15 +13,16 @@ from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
 from megalite.parallel.pipeline.generator import SCHEDULES, build, chunks_of
 from megalite.parallel.pipeline.simulator import simulate
-from tools.planning import links, published
-from tools.planning.configuring import configured
-from tools.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
-from tools.planning.kernels import STREAM, TILE_START, attention, computed_pairs, exact_pairs, product, stream
-from tools.planning.links import START, Fabric, Group, group
-from tools.planning.operations import Software
-from tools.planning.pacing import pace
-from tools.planning.step import Choice, Job, Stepper
-from tools.planning.traffic import traffic
+from megalite.planning import links
+from megalite.planning.configuring import configured
+from megalite.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
+from megalite.planning.kernels import STREAM, TILE_START, attention, computed_pairs, exact_pairs, product, stream
+from megalite.planning.links import START, Fabric, Group, group
+from megalite.planning.operations import Software
+from megalite.planning.pacing import pace
+from megalite.planning.step import Choice, Job, Stepper
+from megalite.planning.traffic import traffic
+from tools.planning import published
 
 A100 = find("a100")
 PLAIN = replace(A100, within=Link("fast", 200e9, 1e-6), between=Link("slow", 20e9, 10e-6), kernel=0.0)

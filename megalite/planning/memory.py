@@ -17,9 +17,9 @@ from typing import Any
 from megalite.build import plan
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.schedule import Kind, Schedule
-from tools.planning.activations import Activations, Held
-from tools.planning.in_flight import gathered_bytes, message_bytes, open_gradients
-from tools.planning.states import Device, States, Widths, model_states
+from megalite.planning.activations import Activations, Held
+from megalite.planning.in_flight import gathered_bytes, message_bytes, open_gradients
+from megalite.planning.states import Device, States, Widths, model_states
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megalite.parallel.pipeline.bubble import BUBBLES, Plan, compare
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
-from tools.drawing.tables import aligned, percent
+from megalite.planning.drawing.tables import aligned, percent
 
 TIMELINE = Path("traces", "timeline.json")
 LONGEST = 1e9  # seconds

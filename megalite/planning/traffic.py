@@ -15,10 +15,10 @@ from megalite.model.parameters import head_unit, kv_replicas
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.sharding.buckets import Bucket
 from megalite.parallel.spec import ParamSpec, Segment
-from tools.planning.activations import Activations
-from tools.planning.in_flight import NARROW
-from tools.planning.memory import settled
-from tools.planning.states import Sharing, Widths, matrices
+from megalite.planning.activations import Activations
+from megalite.planning.in_flight import NARROW
+from megalite.planning.memory import settled
+from megalite.planning.states import Sharing, Widths, matrices
 
 
 @dataclass(frozen=True)

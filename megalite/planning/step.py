@@ -12,12 +12,12 @@ from megalite.model.parameters import padded_vocabulary
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced, layer_costs
-from tools.planning.flops import per_token
-from tools.planning.hardware import Device
-from tools.planning.kernels import stream
-from tools.planning.links import Group, group
-from tools.planning.operations import OURS, Operations, Passes, Shape, Software
-from tools.planning.pacing import Pace, pace
+from megalite.planning.flops import per_token
+from megalite.planning.hardware import Device
+from megalite.planning.kernels import stream
+from megalite.planning.links import Group, group
+from megalite.planning.operations import OURS, Operations, Passes, Shape, Software
+from megalite.planning.pacing import Pace, pace
 
 COMMUNICATION_UNITS = 16
 """Multiprocessors that NCCL's kernels take from computation while communication runs beside it."""

@@ -12,7 +12,7 @@ from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, receive_
 from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.buckets import Bucket
-from tools.planning.states import Device, Sharing, Widths
+from megalite.planning.states import Device, Sharing, Widths
 
 NARROW = 2  # bytes of a bf16 number, in which gradients may travel
 

@@ -22,11 +22,11 @@ from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of, placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.orders import Shape as OrderShape
 from megalite.parallel.pipeline.schedule import Schedule
-from tools.planning.activations import Activations
-from tools.planning.configuring import broken_rule, configured
-from tools.planning.memory import RankMemory, estimate
-from tools.planning.pacing import schedule_of
-from tools.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
+from megalite.planning.activations import Activations
+from megalite.planning.configuring import broken_rule, configured
+from megalite.planning.memory import RankMemory, estimate
+from megalite.planning.pacing import schedule_of
+from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
 
 USABLE = 0.93
 """Share of a device's memory that a plan may take: the driver's context, NCCL's buffers and the allocator's gaps take the rest."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from megalite.config.schema import ModelConfig
 from megalite.model.parameters import padded_vocabulary
-from tools.planning.hardware import Device
-from tools.planning.kernels import ELEMENTWISE_BYTES, attention, product, stream
-from tools.planning.links import Fabric, group
+from megalite.planning.hardware import Device
+from megalite.planning.kernels import ELEMENTWISE_BYTES, attention, product, stream
+from megalite.planning.links import Fabric, group
 
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time on a GPU, `megalite.model.stage`
 ACCUMULATED = 8.0  # bytes: an fp32 accumulator is read and written

@@ -14,7 +14,7 @@ from megalite.parallel.pipeline.bubble import Plan, compare, plan
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Kind
 from megalite.parallel.pipeline.simulator import simulate
-from tools import drawing
+from megalite.planning.drawing import timeline as drawing
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDEST_DIGIT, MEAN_LETTER = 0.637, 0.6  # of the font's height, in DejaVu Sans, which is a wide font

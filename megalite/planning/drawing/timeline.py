@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megalite.parallel.pipeline.bubble import BUBBLES, Plan
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.parallel.pipeline.simulator import Span
-from tools.drawing.tables import durations, heading, number, percent
+from megalite.planning.drawing.tables import durations, heading, number, percent
 
 COLOURS = {Kind.FORWARD: "#2a62a8", Kind.BACKWARD: "#c8691b", Kind.WEIGHT: "#2f7d4f"}
 MEANING = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tools.planning.configuring import broken_rule, configured
-from tools.planning.search import USABLE, Plan, Search
-from tools.planning.step import Choice, Job, StepTime
+from megalite.planning.configuring import broken_rule, configured
+from megalite.planning.search import USABLE, Plan, Search
+from megalite.planning.step import Choice, Job, StepTime
 
 GIB = 2**30
 ALIKE = 0.02  # difference of two predictions that says nothing: they share most of their errors, but not all

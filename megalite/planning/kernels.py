@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from tools.planning.hardware import Device
+from megalite.planning.hardware import Device
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.62))
 """Rows and columns of the result that one multiprocessor computes at a time, and its speed: a small tile reads more for each FLOP."""

@@ -15,10 +15,10 @@ from megalite.config.presets import preset
 from megalite.mesh import Mesh
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
+from megalite.planning.memory import estimate
+from megalite.planning.traffic import ring, traffic
 from tests.distributed import jobs_memory
 from tools.accounting import meta
-from tools.planning.memory import estimate
-from tools.planning.traffic import ring, traffic
 
 MODEL = {
     **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
