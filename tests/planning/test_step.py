@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks import published
 from megalite.config.load import from_dict
 from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
@@ -22,7 +23,6 @@ from megalite.planning.operations import Software
 from megalite.planning.pacing import pace
 from megalite.planning.step import Choice, Job, Stepper
 from megalite.planning.traffic import traffic
-from tools.planning import published
 
 A100 = find("a100")
 PLAIN = replace(A100, within=Link("fast", 200e9, 1e-6), between=Link("slow", 20e9, 10e-6), kernel=0.0)
@@ -258,4 +258,4 @@ def test_published_speeds_are_met(tables):
 
 def test_the_page_shows_what_is_predicted(tables):
     page = published.PAGE.read_text()
-    assert published.document(list(tables.values())) in page, "run python -m tools.planning.published"
+    assert published.document(list(tables.values())) in page, "run python -m benchmarks.published"

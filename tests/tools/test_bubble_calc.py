@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.parallelism_figures import FIGURES
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.planning.drawing.timeline import svg
-from tools.drawing.parallelism import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "bubble_calc.py"

@@ -1,6 +1,6 @@
 """Predicts the speeds that others have measured and published (published.yaml), and says how far off that is.
 
-    python -m tools.planning.published              the tables of docs/planner.md, written there
+    python -m benchmarks.published              the tables of docs/planner.md, written there
 
 No constant of the planner is fitted to these rows; a row says what is assumed where its source is silent.
 """
@@ -23,7 +23,7 @@ from megalite.training.flops import model_flops_per_token
 
 ROWS = Path(__file__).with_name("published.yaml")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
-BEGIN, END = "<!-- written by python -m tools.planning.published -->", "<!-- end of what was predicted -->"
+BEGIN, END = "<!-- written by python -m benchmarks.published -->", "<!-- end of what was predicted -->"
 
 UNITS = {
     "sc21_tflops": "TFLOP/s",
