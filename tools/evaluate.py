@@ -27,7 +27,7 @@ Answer = tuple[dict[str, Any], list[str]]  # for --json, for people
 
 if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
-    from tools.generating import LanguageModel
+    from megalite.generation.language_model import LanguageModel
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,16 +92,16 @@ def check_ranks(options: argparse.Namespace) -> None:
     if world != ranks:
         raise ConfigError(f"--tp {options.tp} and --pp {options.pp} need {ranks} ranks, but {world} were started.")
     if ranks > 1:
-        from tools.generating.sources import check_layout, for_inference, open_source
+        from megalite.generation.sources import check_layout, for_inference, open_source
 
         check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
 
 
 def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
     """The model, spread over the ranks, and its tokenizer."""
+    from megalite.generation.language_model import LanguageModel
+    from megalite.generation.sources import TIMEOUT, tokenizer_of
     from megalite.launch.process import choose_device, configure_process, start_process_group
-    from tools.generating import LanguageModel
-    from tools.generating.sources import TIMEOUT, tokenizer_of
 
     device = choose_device()
     configure_process(device)

@@ -30,8 +30,8 @@ from tools import Parser
 
 if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
-    from tools.generating import LanguageModel, Sampling
-    from tools.generating.text import Reply
+    from megalite.generation.language_model import LanguageModel, Sampling
+    from megalite.generation.text import Reply
 
 SHOWN = 60  # characters of a prompt that stand before its continuation, where there are several
 
@@ -106,7 +106,7 @@ def check(options: argparse.Namespace) -> None:
 
 def check_source(options: argparse.Namespace) -> None:
     """Raise CheckpointError or ConfigError where no rank could do what is asked for: before any is started."""
-    from tools.generating.sources import check_layout, for_inference, open_source
+    from megalite.generation.sources import check_layout, for_inference, open_source
 
     check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
     prompts_of(options)
@@ -114,10 +114,10 @@ def check_source(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """What one rank does; the first one prints."""
+    from megalite.generation.language_model import LanguageModel, Sampling
+    from megalite.generation.sources import TIMEOUT, tokenizer_of
     from megalite.launch.process import abandon, choose_device, configure_process, start_process_group
     from megalite.parallel.collectives import CommunicationError
-    from tools.generating import LanguageModel, Sampling
-    from tools.generating.sources import TIMEOUT, tokenizer_of
 
     prompts = prompts_of(options)
     device = choose_device()
@@ -157,8 +157,8 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
 
 
 def chat(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:
-    from tools.generating.chat import converse
-    from tools.generating.sources import chat_template, end_tokens
+    from megalite.generation.chat import converse
+    from megalite.generation.sources import chat_template, end_tokens
 
     template = chat_template(model.source, tokenizer, options.tokenizer is not None, options.chat_template)
     ends, show = end_tokens(model.source, tokenizer), printer(model)
@@ -168,8 +168,8 @@ def chat(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer
 
 def write(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling, prompts: list[str]) -> None:
     """Continue the prompts, and print what they become: as it is made, at the end, or as JSON."""
-    from tools.generating.sources import end_tokens, opening
-    from tools.generating.text import reply_to
+    from megalite.generation.sources import end_tokens, opening
+    from megalite.generation.text import reply_to
 
     ends, before, show = end_tokens(model.source, tokenizer), opening(model.source, tokenizer), printer(model)
     streams = sys.stdout.isatty() and not options.json and len(prompts) == 1 if options.stream is None else options.stream

@@ -11,11 +11,11 @@ from torch import Tensor
 from benchmarks.scaling_run import measure
 from megalite.batch import Microbatch
 from megalite.config.load import from_dict
+from megalite.generation.language_model import LanguageModel, Sampling
+from megalite.generation.sources import for_inference, open_source
 from megalite.huggingface.convert import starting_weights
 from megalite.training.trainer import Trainer
 from tests.distributed.jobs import mesh_of
-from tools.generating import LanguageModel, Sampling
-from tools.generating.sources import for_inference, open_source
 
 
 def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:

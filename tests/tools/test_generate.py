@@ -15,11 +15,11 @@ import pytest
 from megalite.checkpoint.manifest import encode
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from megalite.generation.language_model import LanguageModel, Sampling
+from megalite.generation.text import reply_to
 from tests.distributed.pool import RankPool
 from tests.huggingface.hf_models import CASES, write
 from tests.tools.jobs import train_and_save
-from tools.generating import LanguageModel, Sampling
-from tools.generating.text import reply_to
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
 SENTENCE = "Every café at six: quick brown foxes jump over lazy dogs."

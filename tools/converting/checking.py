@@ -16,10 +16,10 @@ from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError, Manifest
 from megalite.config.families import hf_config
 from megalite.config.load import from_dict
+from megalite.generation.sources import for_inference
 from megalite.huggingface.convert import WEIGHT, model_of
 from megalite.huggingface.files import ConversionError
 from megalite.model.stage import Stage
-from tools.generating.sources import for_inference
 
 SEED = 0
 

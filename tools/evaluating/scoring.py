@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tools.generating import LanguageModel
+from megalite.generation.language_model import LanguageModel
 
 Progress = Callable[[int, int], None]  # rows done, rows in all
 

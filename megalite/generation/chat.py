@@ -15,8 +15,8 @@ from megalite.checkpoint.agreement import on_rank_0
 from megalite.data.chat_template import ChatTemplate, Message
 from megalite.data.indexed import DataError
 from megalite.data.tokenizers import Tokenizer
-from tools.generating import LanguageModel, Sampling
-from tools.generating.text import reply_to
+from megalite.generation.language_model import LanguageModel, Sampling
+from megalite.generation.text import reply_to
 
 
 def converse(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megalite.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from tools.generating import LanguageModel, Sampling
+    from megalite.generation.language_model import LanguageModel, Sampling
 
 CONTEXT = 8  # tokens of the prompt that are decoded with the first one: by itself it may lose its leading space
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and tokens where each is a byte

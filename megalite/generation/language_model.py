@@ -20,14 +20,14 @@ from megalite.batch import Microbatch
 from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import all_or_none
+from megalite.generation.cache import CachedAttention, CachedContext, KeyValueCache, padded
+from megalite.generation.sampling import Sampling, draw, uniform
+from megalite.generation.sources import check_layout, for_inference, open_source
 from megalite.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.context import ForwardContext
 from megalite.model.stage import Stage
 from megalite.parallel.collectives import Work, all_gather, message
-from tools.generating.cache import CachedAttention, CachedContext, KeyValueCache, padded
-from tools.generating.sampling import Sampling, draw, uniform
-from tools.generating.sources import check_layout, for_inference, open_source
 
 __all__ = ["LanguageModel", "Sampling"]
 

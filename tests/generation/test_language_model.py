@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megalite.config.load import from_dict
 from megalite.data.tokenizers import ByteTokenizer
+from megalite.generation.language_model import LanguageModel, Sampling
+from megalite.generation.sampling import draw, uniform
+from megalite.generation.sources import end_tokens, for_inference, open_source
+from megalite.generation.text import Reply
 from tests.distributed.pool import RankContext, RankPool
 from tests.huggingface.hf_models import CASES, VOCAB, random_ids, write
 from tests.tools.jobs import continued
-from tools.generating import LanguageModel, Sampling
-from tools.generating.sampling import draw, uniform
-from tools.generating.sources import end_tokens, for_inference, open_source
-from tools.generating.text import Reply
 
 COUNT = 12  # tokens: more than any window
 LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows
