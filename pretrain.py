@@ -28,16 +28,17 @@ def main() -> None:
     from megalite.data import dataset
     from megalite.launch.environment import compare_ranks, facts, set_variables
     from megalite.mesh import describe
+    from megalite.monitoring import links
+    from megalite.monitoring.metrics import check_packages
+    from megalite.monitoring.observers import observers
+    from megalite.monitoring.out_of_memory import out_of_memory
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
     from megalite.planning.predicting import device_of
     from megalite.training.fit import fit
     from megalite.training.guard import FaultLimit
-    from megalite.training.metrics import check_packages
     from megalite.training.trainer import Trainer
     from tools.accounting import report
-    from tools.instruments import links, observers
-    from tools.instruments.memory import out_of_memory
 
     device = choose_device()
     try:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.monitoring.report.page import page
+from megalite.monitoring.report.run import ReportError, read
 from tools import Parser
-from tools.reporting import ReportError, read
-from tools.reporting.page import page
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.schema import ConfigError
+from megalite.monitoring.timeline import compare
 from tools import Parser
-from tools.timing import compare
 
 
 def main(argv: list[str] | None = None) -> None:

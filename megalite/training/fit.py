@@ -14,9 +14,9 @@ from megalite.activity import BETWEEN
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.saver import Saver
 from megalite.config.rules.training import duration_seconds
-from megalite.training.console import Console
+from megalite.monitoring.console import Console
+from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from megalite.training.flops import throughput
-from megalite.training.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from megalite.training.signals import StopRequest
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.watchdog import Watchdog

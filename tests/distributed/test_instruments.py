@@ -20,13 +20,14 @@ import torch.distributed as dist
 from megalite.config.load import from_dict, write_config
 from megalite.config.schema import ConfigError
 from megalite.launch.environment import compare_ranks, facts
+from megalite.monitoring import links
+from megalite.monitoring.observers import observers
+from megalite.monitoring.phases import PHASES
 from megalite.planning.predicting import device_of
 from megalite.training.fit import Observer, fit
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs_training import make_trainer
 from tests.distributed.layouts import Case
-from tools.instruments import links, observers
-from tools.instruments.phases import PHASES
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "pp": 2}
 STEPS = 4

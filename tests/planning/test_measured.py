@@ -9,13 +9,13 @@ import pytest
 
 from megalite.clock import Ran
 from megalite.mesh import Layout
+from megalite.monitoring.timeline import timeline
+from megalite.monitoring.timeline_recorder import Record
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning.drawing.measured import read
-from tools.timing import timeline
-from tools.timing.recording import Record
 
 DURATIONS = {"forward": [1, 2, 2, 1], "input_backward": [2, 3, 2, 2], "weight_backward": [1, 1, 2, 2], "comm": 0.25}
 FILE = {

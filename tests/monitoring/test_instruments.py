@@ -13,12 +13,13 @@ from megalite.activity import BETWEEN, READING, REDUCING, UPDATING, Activity
 from megalite.clock import HostClock
 from megalite.config.schema import Config, NetworkConfig
 from megalite.launch.environment import across_hosts, facts, odd_ranks, set_variables, short_of_memory
+from megalite.monitoring import gpu, links, tracing
+from megalite.monitoring import out_of_memory as memory
+from megalite.monitoring.phases import PhaseTimes
+from megalite.monitoring.prediction import describe, predicted_bubble, stage_costs
+from megalite.monitoring.rank_times import compare
 from megalite.parallel.pipeline.schedule import Action, Kind
-from tests.training.test_metrics import example
-from tools.instruments import gpu, links, memory, tracing
-from tools.instruments.phases import PhaseTimes
-from tools.instruments.prediction import describe, predicted_bubble, stage_costs
-from tools.instruments.ranks import compare
+from tests.monitoring.test_metrics import example
 
 F, B, W = (Action(kind, 0, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT))
 SEND = Action(Kind.SEND_FORWARD, 0, 0, 1)

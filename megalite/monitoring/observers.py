@@ -8,16 +8,16 @@ step, memory.py says what may help where memory has run out.
 from collections.abc import Sequence
 
 from megalite.launch.environment import Facts
+from megalite.monitoring.gpu import Gpu
+from megalite.monitoring.phases import PhaseTimes
+from megalite.monitoring.prediction import Outcome
+from megalite.monitoring.rank_times import RankTimes
+from megalite.monitoring.timeline import compare
+from megalite.monitoring.timeline_recorder import TimelineRecorder
+from megalite.monitoring.tracing import MemorySnapshot, Tracer
 from megalite.planning.hardware import Device
 from megalite.training.fit import Observer
 from megalite.training.trainer import Trainer
-from tools.instruments.gpu import Gpu
-from tools.instruments.phases import PhaseTimes
-from tools.instruments.prediction import Outcome
-from tools.instruments.ranks import RankTimes
-from tools.instruments.tracing import MemorySnapshot, Tracer
-from tools.timing import compare
-from tools.timing.recording import TimelineRecorder
 
 
 class ComparedTimeline(TimelineRecorder):

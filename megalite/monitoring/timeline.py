@@ -23,10 +23,10 @@ from megalite.clock import Ran
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.mesh import Layout
+from megalite.monitoring.timeline_recorder import RECORDS, Record
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
 from megalite.parallel.sharding.transfers import Transfer
-from tools.timing.recording import RECORDS, Record
 
 TIMELINE = Path("traces", "timeline.json")
 PASSES = {Kind.FORWARD: "forward", Kind.BACKWARD: "input_backward", Kind.WEIGHT: "weight_backward"}

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from megalite.training.metrics import StepMetrics
+    from megalite.monitoring.metrics import StepMetrics
 
 
 class Console(ExitStack):

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.monitoring.metrics import StepMetrics
+from megalite.monitoring.phases import PhaseTimes
 from megalite.parallel.collectives import Pending, all_gather
 from megalite.training.fit import Observer
-from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
-from tools.instruments.phases import PhaseTimes
 
 
 def compare(step: int, working: Sequence[float]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import torch
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
 from megalite.mesh import Mesh
+from megalite.monitoring.tracing import write_snapshot
 from megalite.parallel.pipeline.schedule import ScheduleError
-from tools.instruments.tracing import write_snapshot
 
 Changes = dict[str, Any]
 """Option → new value."""

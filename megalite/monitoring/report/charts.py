@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tools.reporting import PHASES, Run
+from megalite.monitoring.report.run import PHASES, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

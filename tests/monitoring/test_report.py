@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from megalite.config.load import from_dict, to_dict
+from megalite.monitoring.report import charts
+from megalite.monitoring.report.run import read
 from tools import report
-from tools.reporting import charts, read
 
 VOID = {"meta", "br", "img", "link"}
 

@@ -13,11 +13,11 @@ from megalite.build import parts as build
 from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, Facts
+from megalite.monitoring.metrics import StepMetrics
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning.hardware import Device
 from megalite.planning.predicting import estimated_costs, stage_sums, step_seconds
 from megalite.training.fit import Observer
-from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from megalite.activity import BETWEEN, READING, REDUCING, UPDATING
 from megalite.clock import DeviceClock, HostClock
+from megalite.monitoring.metrics import StepMetrics
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.training.fit import Observer
-from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
 
 PHASES = ("data", "forward", "backward", "pipeline", "communication", "optimizer")

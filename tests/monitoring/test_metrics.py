@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megalite.config.schema import Config, ConfigError, LoggingConfig
-from megalite.training import metrics
-from megalite.training.metrics import MetricsWriter, StepMetrics, check_packages
+from megalite.monitoring import metrics
+from megalite.monitoring.metrics import MetricsWriter, StepMetrics, check_packages
 
 FIELDS = [
     "step",

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
+from megalite.monitoring.report.charts import charts
+from megalite.monitoring.report.run import Run
 from megalite.parallel.pipeline.bubble import BUBBLES
 from megalite.planning.drawing import timeline as drawing
-from tools.reporting import Run
-from tools.reporting.charts import charts
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>

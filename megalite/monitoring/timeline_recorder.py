@@ -1,7 +1,7 @@
 """The measured timeline: when every compute action of a few steps ran, on every rank, and what travelled over data parallelism meanwhile.
 
 The runtime marks its actions in every step; here those of `profiling.steps` are kept, gathered after the last of them, and written by
-rank 0 to traces/records.json, as they were measured. `tools.timing` puts them on one clock, and beside what the simulator says.
+rank 0 to traces/records.json, as they were measured. `megalite.monitoring.timeline` puts them on one clock, and beside what the simulator says.
 """
 
 from __future__ import annotations

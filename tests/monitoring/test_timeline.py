@@ -17,6 +17,8 @@ import torch
 from megalite.clock import DeviceClock, Mark, Ran
 from megalite.config.load import from_dict, write_config
 from megalite.mesh import Layout
+from megalite.monitoring.timeline import compare, describe, timeline
+from megalite.monitoring.timeline_recorder import Record, TimelineRecorder
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.parallel.sharding.transfers import Transfer
@@ -26,8 +28,6 @@ from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs import mesh_of
 from tests.distributed.layouts import Case
 from tests.distributed.pool import RankContext
-from tools.timing import compare, describe, timeline
-from tools.timing.recording import Record, TimelineRecorder
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": False, "dropout": 0.0}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from megalite.monitoring.metrics import StepMetrics
 from megalite.training.fit import Observer
-from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
 
 SENSORS: dict[str, Callable[[torch.device], float]] = {

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megalite.training.console import Console
-from tests.training.test_metrics import example
+from megalite.monitoring.console import Console
+from tests.monitoring.test_metrics import example
 
 
 class Terminal(io.StringIO):
@@ -75,5 +75,5 @@ def test_unknown_mfu_is_not_shown_and_bubbles_are() -> None:
 
 
 def test_rich_is_imported_only_on_a_terminal() -> None:
-    code = "import megalite.training.console as c, sys; c.Console(1).close(); sys.exit('rich' in sys.modules)"
+    code = "import megalite.monitoring.console as c, sys; c.Console(1).close(); sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.PIPE).returncode == 0
