@@ -121,7 +121,7 @@ def _written(content: dict[str, Any], place: Path) -> Answer:
 
 def check(options: argparse.Namespace) -> Answer:
     from megalite.checkpoint.inspect import find
-    from tools.converting.checking import compare, rounding
+    from megalite.evaluation.logits import compare, rounding
 
     directory = find(options.checkpoint_dir)
     found = compare(directory, options.hf_dir, texts=options.text, tokens=options.tokens, rows=options.rows)

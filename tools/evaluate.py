@@ -112,8 +112,8 @@ def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
 
 
 def perplexity(options: argparse.Namespace) -> Answer:
-    from tools.evaluating.harness import document_start
-    from tools.evaluating.perplexity import measure, together
+    from megalite.evaluation.harness import document_start
+    from megalite.evaluation.perplexity import measure, together
 
     texts = [read(path) for path in options.text]
     model, tokenizer = opened(options)
@@ -158,7 +158,7 @@ def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int
 
 
 def tasks(options: argparse.Namespace) -> Answer:
-    from tools.evaluating import harness
+    from megalite.evaluation import harness
 
     harness_model = harness.as_harness_model()
     if options.include_path is not None and not options.include_path.is_dir():

@@ -18,13 +18,13 @@ from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig
 from megalite.data.indexed import IndexedTokens
+from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface.adapters import starting_weights
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
 from tools import convert_hf
 from tools.accounting import report
-from tools.converting.checking import load_stage, our_logits
 from tools.verifying import global_tensors
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8

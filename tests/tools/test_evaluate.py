@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from megalite.config.schema import DataConfig
 from megalite.data import tokenizers as tokenizing
+from megalite.evaluation import harness
+from megalite.evaluation.harness import document_start
+from megalite.evaluation.perplexity import windows
 from megalite.generation.language_model import LanguageModel
 from megalite.generation.sources import open_source, opening
 from megalite.huggingface.convert import import_model
 from tests.huggingface.hf_models import Case, write
 from tools import evaluate
-from tools.evaluating import harness
-from tools.evaluating.harness import document_start
-from tools.evaluating.perplexity import windows
 
 LONGEST = 48
 SHAPE = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -16,10 +16,10 @@ from typing import Any
 
 from megalite.config.schema import ConfigError
 from megalite.data.tokenizers import Tokenizer
+from megalite.evaluation.perplexity import windows
+from megalite.evaluation.scoring import Progress, Row, score
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.sources import ModelSource, end_tokens, opening
-from tools.evaluating.perplexity import windows
-from tools.evaluating.scoring import Progress, Row, score
 
 MAX_TOKENS = 256  # of a generation, where its task does not say
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the names under which it may say so

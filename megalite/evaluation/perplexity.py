@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.schema import ConfigError
+from megalite.evaluation.scoring import Progress, Row, score
 from megalite.generation.language_model import LanguageModel
-from tools.evaluating.scoring import Progress, Row, score
 
 HIGHEST = 700.0  # loss of a token: a float holds no higher perplexity
 
