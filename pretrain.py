@@ -15,7 +15,7 @@ from megalite.launch.process import abandon, choose_device, configure_process, l
 
 def main() -> None:
     if "--dry_run" in sys.argv:
-        from tools.accounting.dry_run import main as dry_run
+        from megalite.training.dry_run import main as dry_run
 
         return dry_run()
     config = load_config(world_size=world_size(), read_shape=hf_shape)
@@ -37,8 +37,8 @@ def main() -> None:
     from megalite.planning.predicting import device_of
     from megalite.training.fit import fit
     from megalite.training.guard import FaultLimit
+    from megalite.training.memory_report import report
     from megalite.training.trainer import Trainer
-    from tools.accounting import report
 
     device = choose_device()
     try:

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     config = load_config([*defaults, *rest], world_size=math.prod(layout.values()), read_shape=hf_shape)
     import torch
 
-    from tools.verifying import compare, run_ranks, single_process
+    from megalite.training.verify import compare, run_ranks, single_process
 
     on_cpu = torch.cuda.device_count() < math.prod(layout.values())  # both runs on the same kind of device
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
 from tests.distributed.configs import SINGLE, config_of
 from tests.distributed.jobs import mesh_of
 from tests.distributed.layouts import OPTIONS, Case, with_layers
 from tests.distributed.pool import RankContext, RankPool
-from tools.verifying import global_tensors
 
 SHARE = 0.15  # of the places where a delay is possible
 CLIP = 1.1  # what gradient norms pass within a few steps: ranks that run ahead are right at first, and then wrong

@@ -8,7 +8,7 @@ from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.mesh import Mesh
 from megalite.training.trainer import Trainer
-from tools.verifying import global_tensors
+from megalite.training.verify import global_tensors
 
 
 def mesh_of(context: Any, config: Any) -> Mesh:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config.load import from_dict
+from megalite.training.memory_report import ModelStates, formula, measured
 from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
 from tests.distributed.jobs import mesh_of
-from tools.accounting import ModelStates, formula, measured
-from tools.verifying import global_tensors
 
 
 def train(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megalite.training.verify import global_tensors
 from tests.distributed.jobs_training import make_trainer
-from tools.verifying import global_tensors
 
 
 class LargestLogits(TorchDispatchMode):

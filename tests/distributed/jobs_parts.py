@@ -78,7 +78,7 @@ def random_gradients(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
 
 def step_without_gradient(context: Any, config: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights before and after an optimizer step whose gradients are zero: what weight decay alone does."""
-    from tools.verifying import global_tensors
+    from megalite.training.verify import global_tensors
 
     trainer = make_trainer(context, config)
     trainer.close()

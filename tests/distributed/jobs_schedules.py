@@ -10,8 +10,8 @@ from torch import Tensor
 from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
 from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
 from tests.distributed.jobs import mesh_of
-from tools.verifying import global_tensors
 
 
 def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:

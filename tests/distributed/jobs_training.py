@@ -14,8 +14,8 @@ from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.optimizer.adamw import STATE
 from megalite.training.trainer import StepResult, Trainer
+from megalite.training.verify import global_tensors
 from tests.distributed.jobs import mesh_of
-from tools.verifying import global_tensors
 
 
 def make_trainer(context: Any, config: dict[str, Any]) -> Trainer:

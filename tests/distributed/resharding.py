@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megalite.optimizer.adamw import STATE
+from megalite.training.verify import global_tensors
 from tests.distributed.configs import SINGLE, config_of
 from tests.distributed.jobs_training import make_trainer
 from tests.distributed.layouts import Case
 from tests.distributed.pool import RankPool
-from tools.verifying import global_tensors
 
 BATCH = 24
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": True, "dropout": 0.1}

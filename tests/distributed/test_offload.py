@@ -20,12 +20,12 @@ from megalite.config.schema import ConfigError
 from megalite.mesh import Layout, Mesh
 from megalite.optimizer.adamw import STATE
 from megalite.parallel.sharding import offload
+from megalite.training import memory_report as accounting
 from megalite.training.trainer import Trainer
 from tests.distributed import jobs, jobs_training
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs import mesh_of
 from tests.distributed.layouts import Case
-from tools import accounting
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
@@ -198,7 +198,7 @@ LIMITED = """
 import re, resource, sys
 from pathlib import Path
 import pretrain
-import megalite.checkpoint.tensors, megalite.training.fit, tools.accounting
+import megalite.checkpoint.tensors, megalite.training.fit, megalite.training.memory_report
 from megalite.training.trainer import Trainer
 
 def mebibytes(key):

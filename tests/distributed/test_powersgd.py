@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megalite.rng import key
+from megalite.training.memory_report import ModelStates, formula, measured, report
 from tests.distributed import jobs, jobs_reduction
 from tests.distributed.configs import SINGLE, config_of, write_tokens
 from tests.distributed.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
 from tests.distributed.jobs_training import make_trainer
 from tests.distributed.layouts import Case
-from tools.accounting import ModelStates, formula, measured, report
 
 STEPS = 5
 

@@ -20,12 +20,12 @@ from megalite.config.schema import LoraConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface.adapters import starting_weights
+from megalite.training.memory_report import report
 from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
 from tests.distributed.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
 from tools import convert_hf
-from tools.accounting import report
-from tools.verifying import global_tensors
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
 NAMES = {"llama, one key-value head": None, "phi3": None, "gpt2": ["q", "v", "down"]}  # with lora.targets

@@ -17,8 +17,8 @@ from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.parallel.spec import Segment
 from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
 from tests.distributed.configs import STEPS, write_tokens
-from tools.verifying import global_tensors
 
 SEQUENCE, BATCH, VOCAB, LR, DECAY = 24, 8, 101, 3e-4, 0.1
 

@@ -19,9 +19,9 @@ from megalite.planning.memory import estimate
 from megalite.planning.predicting import device_of, step_seconds
 from megalite.planning.search import Search
 from megalite.planning.step import Choice, Job
+from megalite.training import dry_run
 from megalite.training.trainer import Trainer
 from tests.distributed.configs import write_tokens
-from tools.accounting import dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megalite.config.load import from_dict
 from megalite.launch.process import leave
-from tools.verifying import record
+from megalite.training.verify import record
 
 
 def main() -> None:

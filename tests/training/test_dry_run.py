@@ -13,7 +13,8 @@ import pretrain
 from megalite.config.rules import RULES
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
-from tools.accounting import dry_run, meta
+from megalite.training import dry_run
+from megalite.training import meta_device as meta
 
 LLAMA_405B = {
     **{"model.preset": "llama-3-70b", "model.num_hidden_layers": 126, "model.hidden_size": 16384, "model.num_attention_heads": 128},

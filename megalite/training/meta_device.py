@@ -15,7 +15,7 @@ from megalite.mesh import Mesh
 from megalite.optimizer.adamw import AdamW
 from megalite.parallel.sharding.offload import StateMemory
 from megalite.planning.states import Device, Sharing
-from tools.accounting import ModelStates, planned, states_of
+from megalite.training.memory_report import ModelStates, planned, states_of
 
 
 class Disagreement(RuntimeError):

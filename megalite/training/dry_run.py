@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         ranks = distinct(config, options.ranks)
     except ConfigError as error:
         exit_with(str(error))
-    from tools.accounting.meta import Disagreement  # imports torch, which a wrong configuration need not wait for
+    from megalite.training.meta_device import Disagreement  # imports torch, which a wrong configuration need not wait for
 
     try:
         content = calculate(config, ranks, options.device)
@@ -98,7 +98,7 @@ def distinct(config: Config, asked: list[int] | None) -> list[int]:
 
 def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
     """Everything that is printed, by name. Raises Disagreement where what is built differs from what is planned."""
-    from tools.accounting.meta import check_states
+    from megalite.training.meta_device import check_states
 
     parallel = config.parallel
     world_size = parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
