@@ -27,7 +27,7 @@ pictures: install
 	for name in gpipe 1f1b interleaved zb-h1 zb-h2 zb-v v-half; do \
 		$(BIN)/python tools/bubble_calc.py --pp 4 --microbatches 8 --schedule $$name --timeline docs/pictures/$$name.svg > /dev/null || exit 1; \
 	done
-	$(BIN)/python -m megalite.planning.drawing.timeline.parallelism docs/pictures
+	$(BIN)/python -m benchmarks.parallelism_figures docs/pictures
 
 # The manual as a site: docs/ with search, in runs/manual.
 manual: install

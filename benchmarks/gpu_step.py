@@ -18,7 +18,8 @@ from typing import Any
 from benchmarks import report
 from megalite.config.load import from_dict
 from megalite.config.presets import preset
-from megalite.training.flops import model_flops_per_token, peak_flops
+from megalite.model.cost import model_flops_per_token
+from megalite.planning.peaks import peak_flops
 
 SECONDS, LONGEST = 560.0, 240.0  # for all runs, and for one
 COLUMNS = {

@@ -1,4 +1,4 @@
-"""The manual's figures of tensor parallelism, sequence parallelism and ZeRO: `python -m megalite.planning.drawing.timeline.parallelism DIRECTORY`.
+"""The manual's figures of tensor parallelism, sequence parallelism and ZeRO: `python -m benchmarks.parallelism_figures DIRECTORY`.
 
 Colours are ranks where ranks share something, and kinds of memory where memory is counted.
 """

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks import overhead, report
 from megalite.config.load import from_dict
 from megalite.planning.hardware import Device, read_device
+from megalite.planning.peaks import peak_flops
 from megalite.planning.step import Choice, Job, Stepper
-from megalite.training.flops import peak_flops
 
 COLUMNS = {
     "layout": "layout",

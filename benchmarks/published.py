@@ -15,11 +15,11 @@ from typing import Any
 
 from megalite.config.load import read_tree
 from megalite.config.schema import ModelConfig
+from megalite.model.cost import model_flops_per_token
 from megalite.planning.explaining import described
 from megalite.planning.hardware import find
 from megalite.planning.operations import Software
 from megalite.planning.step import Choice, Job, Stepper, StepTime
-from megalite.training.flops import model_flops_per_token
 
 ROWS = Path(__file__).with_name("published.yaml")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import report
 from megalite.config.load import from_dict
-from megalite.training.flops import model_flops_per_token
+from megalite.model.cost import model_flops_per_token
 
 MODEL = {
     "vocab_size": 8192,

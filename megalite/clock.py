@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megalite.parallel.pipeline.schedule import Action
+if TYPE_CHECKING:
+    from megalite.parallel.pipeline.schedule import Action
 
 
 class Mark(NamedTuple):

@@ -1,44 +1,10 @@
-"""One page that tells what a run did, or how several differ.
+"""`megalite report` from a checkout: python tools/report.py --help."""
 
-    python tools/report.py runs/run
-    python tools/report.py runs/a runs/b --output comparison.html
-
-Writes report.html into the (first) run's directory: loss, learning rate, gradient norm, throughput, memory, the pipeline's timeline,
-predicted beside measured, configuration and environment. The page needs nothing beside it; a run may still be training.
-"""
-
-from __future__ import annotations
-
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megalite.monitoring.report.page import page
-from megalite.monitoring.report.run import ReportError, read
-from tools import Parser
-
-
-def main(argv: list[str] | None = None) -> None:
-    tool = Parser(prog="report.py", description=__doc__)
-    add = tool.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="directories of runs; several are compared")
-    add("--output", type=Path, metavar="FILE.html", help="by default report.html in the first run's directory")
-    add("--json", action="store_true", help="print where the page is as one JSON object, and nothing else, on stdout")
-    options = tool.parse_args(argv)
-    output = options.output or options.runs[0] / "report.html"
-    try:
-        found = [read(directory) for directory in options.runs]
-        output.write_text(page(found), encoding="utf-8")
-    except ImportError as error:
-        tool.error(f"a report needs the package {error.name}: pip install {error.name}.")
-    except ReportError as error:
-        tool.error(str(error))
-    except OSError as error:
-        tool.error(f"{output} can not be written: {error.strerror}. Choose another with --output.")
-    print(json.dumps({"report": str(output), "runs": [run.name for run in found]}) if options.json else output)
-
+from megalite.commands.start import start
 
 if __name__ == "__main__":
-    main()
+    start("report")

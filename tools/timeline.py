@@ -1,30 +1,10 @@
-"""What a run has recorded of a few steps (`--profiling.timeline true`), beside what the simulator says.
-
-    python tools/timeline.py runs/run
-
-Prints the bubble measured and the one predicted, and writes traces/timeline.json into the run's directory, which ui.perfetto.dev opens.
-A run does the same when it ends.
-"""
+"""`megalite timeline` from a checkout: python tools/timeline.py --help."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megalite.config.schema import ConfigError
-from megalite.monitoring.timeline import compare
-from tools import Parser
-
-
-def main(argv: list[str] | None = None) -> None:
-    tool = Parser(description=__doc__)
-    tool.add_argument("run", type=Path, metavar="RUN_DIR", help="directory of a run")
-    options = tool.parse_args(argv)
-    try:
-        print("\n".join(compare(options.run)))
-    except ConfigError as error:
-        tool.error(str(error))
-
+from megalite.commands.start import start
 
 if __name__ == "__main__":
-    main()
+    start("timeline")

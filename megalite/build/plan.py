@@ -8,11 +8,12 @@ from __future__ import annotations
 from itertools import chain
 
 from megalite.config.schema import Config
+from megalite.model.cost import layer_costs
 from megalite.model.parameters import model_specs, stage_units, with_adapters
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
-from megalite.parallel.pipeline.partition import balanced, layer_costs
+from megalite.parallel.pipeline.partition import balanced
 from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
 from megalite.parallel.pipeline.validator import validate
 from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of_units

@@ -12,9 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
+import megalite
+
+_PACKAGE_ROOT = str(Path(megalite.__file__).resolve().parents[1])
 POLL_S, GRACE_S = 0.05, 5.0
 
 
@@ -48,8 +52,9 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     """What torchrun would set."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     own = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}  # ranks run this very package
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**os.environ, **own, **threads, **{name: str(number) for name, number in numbers.items()}}
+    return {**os.environ, **own, **path, **threads, **{name: str(number) for name, number in numbers.items()}}
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:

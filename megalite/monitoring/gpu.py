@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megalite.monitoring.metrics import StepMetrics
-from megalite.training.fit import Observer
-from megalite.training.trainer import Trainer
+from megalite.monitoring.observer import Observer
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
 
 SENSORS: dict[str, Callable[[torch.device], float]] = {
     "gpu_utilization": lambda device: torch.cuda.utilization(device) / 100,

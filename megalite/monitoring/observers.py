@@ -5,10 +5,14 @@ profiler, prediction.py says at the end how far the plan was off. environment.py
 step, memory.py says what may help where memory has run out.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megalite.launch.environment import Facts
 from megalite.monitoring.gpu import Gpu
+from megalite.monitoring.observer import Observer
 from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import Outcome
 from megalite.monitoring.rank_times import RankTimes
@@ -16,8 +20,9 @@ from megalite.monitoring.timeline import compare
 from megalite.monitoring.timeline_recorder import TimelineRecorder
 from megalite.monitoring.tracing import MemorySnapshot, Tracer
 from megalite.planning.hardware import Device
-from megalite.training.fit import Observer
-from megalite.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
 
 
 class ComparedTimeline(TimelineRecorder):

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalite.activity import BETWEEN, READING, REDUCING, UPDATING
 from megalite.clock import DeviceClock, HostClock
 from megalite.monitoring.metrics import StepMetrics
+from megalite.monitoring.observer import Observer
 from megalite.parallel.pipeline.schedule import Action, Kind
-from megalite.training.fit import Observer
-from megalite.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
 
 PHASES = ("data", "forward", "backward", "pipeline", "communication", "optimizer")
 WORKING = ("data", "forward", "backward", "optimizer")

@@ -7,18 +7,20 @@ import os
 import platform
 from contextlib import suppress
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalite.build import parts as build
 from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, Facts
 from megalite.monitoring.metrics import StepMetrics
+from megalite.monitoring.observer import Observer
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning.hardware import Device
 from megalite.planning.predicting import estimated_costs, stage_sums, step_seconds
-from megalite.training.fit import Observer
-from megalite.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
 
 
 def stage_costs(config: Config) -> list[float]:

@@ -7,16 +7,18 @@ read after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megalite.monitoring.metrics import StepMetrics
+from megalite.monitoring.observer import Observer
 from megalite.monitoring.phases import PhaseTimes
 from megalite.parallel.collectives import Pending, all_gather
-from megalite.training.fit import Observer
-from megalite.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
 
 
 def compare(step: int, working: Sequence[float]) -> dict[str, Any]:

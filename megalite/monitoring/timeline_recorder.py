@@ -1,7 +1,7 @@
 """The measured timeline: when every compute action of a few steps ran, on every rank, and what travelled over data parallelism meanwhile.
 
 The runtime marks its actions in every step; here those of `profiling.steps` are kept, gathered after the last of them, and written by
-rank 0 to traces/records.json, as they were measured. `megalite.monitoring.timeline` puts them on one clock, and beside what the simulator says.
+rank 0 to traces/records.json, as they were measured. `timeline.py` puts them on one clock, and beside what the simulator says.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megalite.clock import DeviceClock, HostClock, Ran
+from megalite.monitoring.observer import Observer
 from megalite.parallel.sharding.transfers import Transfer
-from megalite.training.fit import Observer
-from megalite.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
 
 BARRIERS = 5  # readings of each clock: those of several hosts are compared by their median
 RECORDS = Path("traces", "records.json")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megalite.training.fit import Observer
-from megalite.training.trainer import Trainer
+from megalite.monitoring.observer import Observer
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
 
 MOST_ENTRIES = 100_000  # allocations and frees that a memory snapshot remembers, the newest
 

@@ -11,7 +11,7 @@ from typing import Any
 from megalite.config.load import read_tree
 from megalite.config.rule import describe_legal, nearest_name
 from megalite.config.schema import ConfigError
-from megalite.training.flops import peak_flops
+from megalite.planning.peaks import peak_flops
 
 TABLE = Path(__file__).with_name("hardware.yaml")
 HOST_MEMORY_GBS = 40.0  # of a host's bandwidth, for each of its devices: eight share twelve channels of DDR5-4800

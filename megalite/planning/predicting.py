@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megalite.build.plan import units_of
 from megalite.config.schema import Config, ConfigError
-from megalite.parallel.pipeline.partition import layer_costs
+from megalite.model.cost import layer_costs
 from megalite.planning.hardware import Device, HardwareError, find, found_as
 from megalite.planning.step import Choice, Job, Stepper
 

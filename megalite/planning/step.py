@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megalite.config.schema import ModelConfig
+from megalite.model.cost import layer_costs, per_token
 from megalite.model.parameters import padded_vocabulary
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
-from megalite.parallel.pipeline.partition import balanced, layer_costs
-from megalite.planning.flops import per_token
+from megalite.parallel.pipeline.partition import balanced
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group

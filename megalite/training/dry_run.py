@@ -1,4 +1,4 @@
-"""pretrain.py --dry_run: what a run on any number of ranks would take, without starting one.
+"""What a run on any number of ranks would take, without starting one.
 
 Every distinct rank is built on the meta device, and its states must have the bytes that the planner computes from specs alone; the rest is
 the planner's. Reads no data and needs no GPU; nothing is written.
@@ -6,26 +6,22 @@ the planner's. Reads no data and needs no GPU; nothing is written.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from math import prod
 from typing import Any
 
 from megalite.build import plan
 from megalite.config.families import hf_shape
-from megalite.config.load import exit_with, read_arguments, resolve
+from megalite.config.load import read_arguments, resolve
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
+from megalite.model.cost import per_token
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
-from megalite.planning.flops import per_token
 from megalite.planning.memory import estimate, settled
 from megalite.planning.predicting import estimated_costs, stage_sums
 from megalite.planning.states import Device
 from megalite.planning.traffic import traffic
-from tools import Parser, positive
 
 ABOUT_FILES = {
     *("training data is given", "data.train exists", "data.validation exists", "vocabulary is known", "the run can be written"),
@@ -36,38 +32,6 @@ ABOUT_FILES = {
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
 AXES = ("tp", "dp", "pp")
-
-
-def main(argv: list[str] | None = None) -> None:
-    options, rest = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
-    try:
-        config = read(rest, options.world_size)
-        ranks = distinct(config, options.ranks)
-    except ConfigError as error:
-        exit_with(str(error))
-    from megalite.training.meta_device import Disagreement  # imports torch, which a wrong configuration need not wait for
-
-    try:
-        content = calculate(config, ranks, options.device)
-    except Disagreement as error:
-        exit_with(str(error), status=1)
-    print(json.dumps(content) if options.json else "\n".join(describe(config, content)), flush=True)
-
-
-def parser() -> Parser:
-    made = Parser(prog="pretrain.py --dry_run", description=__doc__, allow_abbrev=False)
-    made.add_argument("--dry_run", action="store_true", required=True)
-    made.add_argument("--world_size", type=positive, metavar="W", help="ranks of the run (default tp * pp * cp * dp)")
-    made.add_argument("--ranks", type=numbers, metavar="R,R,…", help="build these on the meta device (default two of each pipeline rank)")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks compute on (default cuda)")
-    made.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    return made
-
-
-def numbers(text: str) -> list[int]:
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,7")
-    return [int(part) for part in text.split(",")]
 
 
 def read(argv: list[str], world_size: int | None) -> Config:

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
-from typing import Any
 
 import torch
 
@@ -16,28 +15,11 @@ from megalite.checkpoint.saver import Saver
 from megalite.config.rules.training import duration_seconds
 from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
-from megalite.training.flops import throughput
+from megalite.monitoring.observer import Observer
+from megalite.monitoring.throughput import throughput
 from megalite.training.signals import StopRequest
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.watchdog import Watchdog
-
-
-class Observer:
-    """Watches a run from outside; this one sees nothing. Every rank has the same ones, and calls them alike but for `numbers`."""
-
-    def before(self, step: int) -> None:
-        """A step begins."""
-
-    def after(self, step: int) -> None:
-        """It has ended on this rank."""
-
-    def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
-        """Further keys of a step's line in metrics.jsonl. Rank 0 alone asks, when the step's result is known."""
-        return {}
-
-    def finish(self) -> list[str]:
-        """The run is over; returns lines that rank 0 prints."""
-        return []
 
 
 def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> None:

@@ -23,7 +23,7 @@ from megalite.launch import local_ranks as ranks
 from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
 
-RANK = Path(__file__).with_name("__main__.py")  # what each rank runs
+RANK = "megalite.training.verify_rank"  # what each rank runs
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False)
     count = build.layout(config).world
     with tempfile.TemporaryFile() as output:
         variables = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-        if ranks.run_ranks(count, [str(RANK), str(directory), str(steps)], variables=variables, output=output):
+        if ranks.run_ranks(count, ["-m", RANK, str(directory), str(steps)], variables=variables, output=output):
             output.seek(0)
             raise ConfigError(f"the run on {count} ranks failed:\n{output.read().decode(errors='replace')[-4000:]}")
 

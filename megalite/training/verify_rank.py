@@ -1,12 +1,13 @@
-"""A rank of a recorded run, which `run_ranks` starts: `__main__.py DIRECTORY STEPS`; the directory holds the configuration."""
+"""A rank of a recorded run, started by `verify.run_ranks` as `-m megalite.training.verify_rank DIRECTORY STEPS`.
+
+The directory holds the configuration.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megalite.config.load import from_dict
 from megalite.launch.process import leave

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import pretrain
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import crc32c
+from megalite.commands import train
 from megalite.config.load import from_dict, to_dict
 from megalite.mesh import Layout, Mesh
 from megalite.training.trainer import Trainer
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_is_named_is_used_or_refused(
     config.write_text(yaml.safe_dump(to_dict(from_dict(configuration(prefix, tmp_path, 1, checkpoint={"load": str(copy)})))))
     monkeypatch.setattr("sys.argv", ["pretrain.py", "--config", str(config)])
     with pytest.raises(SystemExit) as ended:
-        pretrain.main()
+        train.main()
     out, err = capsys.readouterr()
     assert (ended.value.code, out, len(err.splitlines())) == (2, "", 1)
     assert f"{copy}/rank_00000.bin is damaged: expected checksum " in err

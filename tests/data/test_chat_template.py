@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megalite.commands import prepare as prepare_data
 from megalite.data import tokenizers as tokenizing
 from megalite.data.chat_records import conversation_of
 from megalite.data.chat_template import ChatTemplate
@@ -18,7 +19,6 @@ from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.sources import open_inputs
 from tests.data.chats import CHATML, LONG, SHORT, TEMPLATES, unmarked, write_lines, write_tokenizer
-from tools import prepare_data
 
 FORMS: dict[str, dict[str, Any]] = {
     "messages": {"messages": SHORT, "id": 1},

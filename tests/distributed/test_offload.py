@@ -197,7 +197,7 @@ def test_the_report_says_what_is_where(zero, precision, on_disk, ranks, prefix):
 LIMITED = """
 import re, resource, sys
 from pathlib import Path
-import pretrain
+from megalite.commands import train
 import megalite.checkpoint.tensors, megalite.training.fit, megalite.training.memory_report
 from megalite.training.trainer import Trainer
 
@@ -212,7 +212,7 @@ unlimited, Trainer.begin_save = Trainer.begin_save, save
 before = mebibytes("VmRSS")
 limit = mebibytes("VmData") + int(sys.argv.pop(1))
 resource.setrlimit(resource.RLIMIT_DATA, (limit << 20, limit << 20))
-pretrain.main()
+train.main()
 """
 LARGE = {
     **{"model.hidden_size": 512, "model.intermediate_size": 2048, "model.num_hidden_layers": 4},

@@ -16,9 +16,9 @@ from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.sampling import draw, uniform
 from megalite.generation.sources import end_tokens, for_inference, open_source
 from megalite.generation.text import Reply
+from tests.commands.jobs import continued
 from tests.distributed.pool import RankContext, RankPool
 from tests.huggingface.hf_models import CASES, VOCAB, random_ids, write
-from tests.tools.jobs import continued
 
 COUNT = 12  # tokens: more than any window
 LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows

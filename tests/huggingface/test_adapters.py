@@ -14,6 +14,7 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.build.parts import make_mesh
 from megalite.checkpoint import CheckpointError
+from megalite.commands import convert as convert_hf
 from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig
@@ -25,7 +26,6 @@ from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.distributed.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
-from tools import convert_hf
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
 NAMES = {"llama, one key-value head": None, "phi3": None, "gpt2": ["q", "v", "down"]}  # with lora.targets

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint import manifest_of
+from megalite.commands import convert as convert_hf
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface import convert as converting
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, random_ids, write
-from tools import convert_hf
 
 
 def stored(directory: Path) -> dict[str, Tensor]:

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from megalite.build.parts import make_mesh
+from megalite.commands import convert as convert_hf
 from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.huggingface.convert import ConversionError, starting_weights
 from megalite.training.trainer import Trainer
+from tests.commands.jobs import logits_from_hf, step_from_hf
 from tests.distributed.configs import write_tokens
 from tests.distributed.pool import RankPool
 from tests.huggingface.hf_models import BF16, CASES, VOCAB, logits_of, make, random_ids, write
-from tests.tools.jobs import logits_from_hf, step_from_hf
-from tools import convert_hf
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE, BATCH, LR, DECAY = 24, 4, 3e-4, 0.1

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import yaml
 
+from megalite.commands import report
 from megalite.config.load import from_dict, to_dict
 from megalite.monitoring.report import charts
 from megalite.monitoring.report.run import read
-from tools import report
 
 VOID = {"meta", "br", "img", "link"}
 

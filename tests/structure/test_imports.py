@@ -21,12 +21,12 @@ import json, sys, time
 started = time.process_time()
 import torch
 torch_is_there, before = time.process_time(), set(sys.modules)
-import pretrain
+from megalite.config.load import load_config
 from megalite.training import build
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 share = (time.process_time() - torch_is_there) / (torch_is_there - started)
-config = pretrain.load_config(["--data.train", sys.argv[1], "--run.dir", sys.argv[2], "--model.preset", "tiny"], world_size=1)
+config = load_config(["--data.train", sys.argv[1], "--run.dir", sys.argv[2], "--model.preset", "tiny"], world_size=1)
 result = Trainer(config, build.make_mesh(config), "cpu").step()
 print(json.dumps({"share": share, "modules": sorted(set(sys.modules) - before), "loss": result.loss}))
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import pretrain
+from megalite.commands import train
 from megalite.config.rules import RULES
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
@@ -31,7 +31,7 @@ def say(monkeypatch, capsys, tmp_path):
     def call(options: dict[str, Any], *words: str) -> str:
         given = [word for option, value in options.items() for word in (f"--{option}", str(value))]
         monkeypatch.setattr("sys.argv", ["pretrain.py", "--dry_run", *given, *words])
-        pretrain.main()
+        train.main()
         return capsys.readouterr().out
 
     yield call

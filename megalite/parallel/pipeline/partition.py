@@ -8,36 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
-
-from megalite.config.schema import ModelConfig
-
-
-class LayerCosts(NamedTuple):
-    """FLOPs of one sequence's forward pass; backward takes twice as many everywhere, so the proportions hold for training."""
-
-    layers: list[int]
-    embedding: int
-    head: int
-
-
-def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
-    """Costs from the configuration alone: matrix products, and the attended pairs of positions (causal, within the layer's window).
-
-    Norms, activations and other elementwise work are left out; a lookup counts one operation for each element it copies.
-    """
-    hidden = model.hidden_size
-    query, key_value = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
-    projections = hidden * (2 * query + 2 * key_value)
-    feed_forward = hidden * model.intermediate_size * (3 if model.gated_mlp else 2)
-
-    def layer(index: int) -> int:
-        window = min(model.window(index) or sequence_length, sequence_length)
-        pairs = window * (window + 1) // 2 + (sequence_length - window) * window
-        return 2 * sequence_length * (projections + feed_forward) + 4 * pairs * query
-
-    layers = [layer(index) for index in range(model.num_hidden_layers)]
-    return LayerCosts(layers, sequence_length * hidden, 2 * sequence_length * hidden * model.vocabulary)
 
 
 def balanced(costs: Sequence[float], stages: int, first_extra: float = 0, last_extra: float = 0) -> list[int]:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megalite.build import parts as build
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
-from megalite.parallel.pipeline.partition import balanced, layer_costs
+from megalite.model.cost import layer_costs
+from megalite.parallel.pipeline.partition import balanced
 
 
 def stage_costs(sizes, costs, first_extra, last_extra):

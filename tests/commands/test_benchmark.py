@@ -19,11 +19,10 @@ from benchmarks.scaling_run import measure
 from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.mesh import Mesh
-from megalite.planning.flops import per_token
+from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planning.hardware import Link, find
-from megalite.training.flops import model_flops_per_token
+from tests.commands.jobs import measure_steps
 from tests.distributed.pool import RankPool
-from tests.tools.jobs import measure_steps
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

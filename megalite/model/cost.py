@@ -1,16 +1,62 @@
-"""FLOPs of one token, by the conventions in use: what the model needs, and what the hardware computes for it. Imports no torch.
+"""What the model computes, unit by unit, from the configuration alone: FLOPs by the conventions in use. Imports no torch.
 
-Everything rests on `megalite.training.flops`, which the trainer's MFU uses: matrix products alone, two FLOPs a multiply-add, a backward
-counts twice its forward.
+Matrix products alone, two FLOPs a multiply-add; a backward counts twice its forward. The trainer's MFU, the partition over stages and the
+planner's times all read this module. Model FLOPs are those of the PaLM paper (Chowdhery et al. 2022, appendix B): what the model needs, so
+recomputation does not count.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 from megalite.config.schema import LoraConfig, ModelConfig, TrainConfig
-from megalite.training.flops import model_flops_per_token
+from megalite.model.parameters import model_specs
+
+
+class LayerCosts(NamedTuple):
+    """FLOPs of one sequence's forward pass; backward takes twice as many everywhere, so the proportions hold for training."""
+
+    layers: list[int]
+    embedding: int
+    head: int
+
+
+def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
+    """Costs from the configuration alone: matrix products, and the attended pairs of positions (causal, within the layer's window).
+
+    Norms, activations and other elementwise work are left out; a lookup counts one operation for each element it copies.
+    """
+    hidden = model.hidden_size
+    query, key_value = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+    projections = hidden * (2 * query + 2 * key_value)
+    feed_forward = hidden * model.intermediate_size * (3 if model.gated_mlp else 2)
+
+    def layer(index: int) -> int:
+        window = min(model.window(index) or sequence_length, sequence_length)
+        pairs = window * (window + 1) // 2 + (sequence_length - window) * window
+        return 2 * sequence_length * (projections + feed_forward) + 4 * pairs * query
+
+    layers = [layer(index) for index in range(model.num_hidden_layers)]
+    return LayerCosts(layers, sequence_length * hidden, 2 * sequence_length * hidden * model.vocabulary)
+
+
+def model_flops_per_token(model: ModelConfig, sequence_length: int, lora: LoraConfig | None = None) -> float:
+    """FLOPs of forward and backward for one token of a sequence.
+
+    Two a multiply-add; backward counts twice the forward; the head counts, the embedding lookup does not. Attention counts every position
+    of the sequence (of the window, where the layer has one), although a causal mask needs only half of them: the convention of Megatron-LM
+    and PaLM, under which numbers are comparable. Norms, activations and softmax are left out. Frozen weights have no weight gradient.
+    """
+    lora, layers = lora or LoraConfig(), model.num_hidden_layers
+    projections = {segment.role: segment.shape for spec in model_specs(model, units=[1]) for segment in spec.segments if segment.role}
+    weights = layers * sum(map(prod, projections.values())) + model.hidden_size * model.vocabulary
+    adapters = layers * lora.rank * sum(sum(shape) for role, shape in projections.items() if lora.adapts(role))
+    positions = sum(min(sequence_length, model.window(layer) or sequence_length) for layer in range(layers))
+    scores_and_values = 2 * positions * projections["q"][0]  # multiply-adds of query · key and of probabilities · value
+    return 2.0 * ((2 if lora.rank else 3) * weights + 3 * (adapters + scores_and_values))
+
 
 Convention = Literal["palm", "causal"]
 

@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch.nn import functional
 
+from megalite.commands import evaluate
 from megalite.config.schema import DataConfig
 from megalite.data import tokenizers as tokenizing
 from megalite.evaluation import harness
@@ -25,7 +26,6 @@ from megalite.generation.language_model import LanguageModel
 from megalite.generation.sources import open_source, opening
 from megalite.huggingface.convert import import_model
 from tests.huggingface.hf_models import Case, write
-from tools import evaluate
 
 LONGEST = 48
 SHAPE = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -18,7 +18,7 @@ from megalite_kernels.launch import Variant
 from benchmarks import gpu_step, kernel_page, kernel_run, kernels, report, tuning
 from benchmarks.kernel_cases import CASES, Case, Contest, Sizes, Target
 from megalite.config.load import from_dict
-from megalite.training.flops import model_flops_per_token
+from megalite.model.cost import model_flops_per_token
 from tests.conftest import HAS_GPU
 from tests.kernels.compiling import MODULES
 from tests.kernels.variants import launches
@@ -127,9 +127,9 @@ def test_a_broken_process_costs_its_group_and_other_groups_stay(monkeypatch: pyt
 def test_a_process_that_does_not_end_is_ended() -> None:
     heard: list[dict[str, Any]] = []
     started = time.monotonic()
-    failure = report.stream("tests.tools.sleeper", {"seconds": 60}, heard.append, environment={}, limit_s=1.0)
+    failure = report.stream("tests.commands.sleeper", {"seconds": 60}, heard.append, environment={}, limit_s=1.0)
     assert failure == "did not end within 1 s" and time.monotonic() - started < 20
-    assert report.stream("tests.tools.sleeper", {"fails": "so"}, heard.append, environment={}, limit_s=20.0) == "ended with status 1: so"
+    assert report.stream("tests.commands.sleeper", {"fails": "so"}, heard.append, environment={}, limit_s=20.0) == "ended with status 1: so"
     assert heard[-1] == {"said": "so"}
 
 

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from megalite.config.presets import preset
 from megalite.config.schema import Config, LoraConfig, ModelConfig
-from megalite.planning.flops import per_token
-from megalite.training.flops import model_flops_per_token, peak_flops, throughput
+from megalite.model.cost import model_flops_per_token, per_token
+from megalite.monitoring.throughput import throughput
+from megalite.planning.peaks import peak_flops
 
 
 def counted_flops_per_token(model: ModelConfig, length: int, rank: int = 0) -> float:

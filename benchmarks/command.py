@@ -1,0 +1,191 @@
+"""Measure this machine: speed and memory beside a peer or beside the matrix products alone, written to benchmarks/results/.
+
+    python tools/benchmark.py step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a GPU, 1B and layers of 8B
+    python tools/benchmark.py kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel beside torch's and Liger's
+    python tools/benchmark.py overhead                                     small models on one process and on up to 8 ranks
+    python tools/benchmark.py comm                                         data parallelism on 4 ranks against torch's
+    python tools/benchmark.py checkpoint                                   saving on 4 ranks against torch.save
+    python tools/benchmark.py scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
+    python tools/benchmark.py plan                                         five layouts against what the planner predicts for them
+
+Leave the machine alone meanwhile: everything that is compared is measured in one run, but each figure is only as quiet as the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkpoint, comm, gpu_step, kernels, overhead, plan, report, scaling, step
+from megalite.commands.parser import Parser, positive
+from megalite.config.load import exit_with
+from megalite.config.schema import ConfigError
+
+COLUMNS = {"step": step.COLUMNS, "overhead": overhead.COLUMNS, "comm": comm.COLUMNS, "checkpoint": checkpoint.COLUMNS, "plan": plan.COLUMNS}
+TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
+KERNEL_TARGETS = {"kernel": "kernel", "shape": "shape", **TARGETS}
+
+
+def main(argv: list[str] | None = None) -> None:
+    tool = parser()
+    options = tool.parse_args(argv)
+    for name in ("rounds", "threads"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            tool.error(f"--{name} {getattr(options, name)}: there must be at least one.")
+    if options.machine is not None and not re.fullmatch(r"[\w.-]+", options.machine):
+        tool.error(f"--machine {options.machine} becomes a part of a file name. Give letters, digits, dots and dashes.")
+    if options.output.exists() and not options.output.is_dir():
+        tool.error(
+            f"--output {options.output} is not a directory. Give one, or leave it out for {report.RESULTS.relative_to(report.ROOT)}."
+        )
+    if options.benchmark == "kernels":
+        check_kernels(tool, options)
+    try:
+        path = scale(options) if options.benchmark == "scaling" else measure(options)
+    except ConfigError as error:
+        exit_with(f"{tool.prog}: {error}")
+    except (report.BenchmarkError, OSError) as error:
+        tool.exit(1, f"{tool.prog}: {error}\n")
+    if os.environ.get("RANK", "0") == "0":
+        show(path, options.json)
+
+
+def check_kernels(tool: Parser, options: argparse.Namespace) -> None:
+    options.groups = list(dict.fromkeys(options.groups)) or list(kernels.GROUPS)
+    unknown = [group for group in options.groups if group not in kernels.GROUPS]
+    if unknown:
+        tool.error(f"kernels {unknown[0]} is no group of kernels. Legal values: {', '.join(kernels.GROUPS)}.")
+    if report.gpu() is None and not options.smoke:
+        tool.error(
+            "kernels measures on an NVIDIA GPU, and the driver shows none. Run it on a machine that has one; what is known without a GPU "
+            "stands in docs/kernels.md."
+        )
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    common = Parser(add_help=False)
+    common.add_argument("--rounds", type=int, default=3, help="how often the compared runs take turns (default 3; on a GPU once)")
+    common.add_argument(
+        "--output", type=Path, default=report.RESULTS, metavar="DIR", help="where the JSON goes (default benchmarks/results)"
+    )
+    common.add_argument("--machine", metavar="NAME", help="name of the machine in the file's name (default: its GPU or processor)")
+    common.add_argument("--json", action="store_true", help="print the JSON, and nothing else, on stdout")
+    common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes, whose figures mean nothing: for the tests
+    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|kernels|overhead|comm|checkpoint|scaling|plan")
+    threads = Parser(add_help=False)
+    threads.add_argument("--threads", type=int, default=2, help="threads of a run that is one process (default 2)")
+    of_step = commands.add_parser("step", parents=[common, threads], help="a training step against transformers, side by side")
+    of_step.add_argument(
+        "--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="(default both; on a GPU always bf16)"
+    )
+    of_step.add_argument("--compile", action="store_true", help="also with torch.compile, both sides (on a GPU transformers always)")
+    of_kernels = commands.add_parser("kernels", parents=[common, threads], help="every Triton kernel on a GPU, against torch and Liger")
+    of_kernels.add_argument("groups", nargs="*", metavar="GROUP", help=f"{', '.join(kernels.GROUPS)} (default all)")
+    of_kernels.add_argument("--tune", action="store_true", help="time other settings of the static tables instead")
+    commands.add_parser("overhead", parents=[common, threads], help="small models on several layouts, against their matrix products alone")
+    commands.add_parser("comm", parents=[common, threads], help="data-parallel steps on four ranks against torch's DDP and FSDP2")
+    commands.add_parser(
+        "checkpoint", parents=[common, threads], help="saving on four ranks against torch.save, at once and in the background"
+    )
+    add_scaling(commands.add_parser("scaling", parents=[common], help="strong and weak scaling over worlds of several sizes"))
+    commands.add_parser("plan", parents=[common, threads], help="steps of a small model on five layouts, beside what the planner predicts")
+    return made
+
+
+def add_scaling(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument
+    add(
+        "--worlds", type=numbers, default=[1, 2], metavar="N,…", help="numbers of ranks; under torchrun all that are compared (default 1,2)"
+    )
+    add(
+        "--layout",
+        default="dp",
+        metavar="AXES",
+        help="the axis that takes the ranks, with others of fixed size: dp, tp, pp, tp2xdp (default dp)",
+    )
+    add("--preset", metavar="NAME", help="of the model (default: a 25M Llama)")
+    add("--sequence_length", type=positive, metavar="N", help="tokens of a row (default 256, or all that the model has positions for)")
+    add("--global_batch_size", type=positive, metavar="N", help="rows of a step in the largest world (default 4 microbatches a rank)")
+    add("--micro_batch_size", type=positive, default=1, metavar="N", help="rows of a microbatch (default 1)")
+    add("--threads", type=int, metavar="N", help="of every rank (default: this machine's cores over the largest world)")
+
+
+def numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def scale(options: argparse.Namespace) -> Path:
+    """Measure scaling; the first rank writes the figures and, where matplotlib is installed, draws them beside."""
+    sizes = {"length": options.sequence_length, "batch": options.global_batch_size, "micro": options.micro_batch_size}
+    planned = scaling.plan(options.layout, options.worlds, name=options.preset, **sizes, threads=options.threads, smoke=options.smoke)
+    first, name = os.environ.get("RANK", "0") == "0", f"scaling-{planned.layout}"
+    machine = options.machine or report.default_name(report.gpu() if planned.device == "cuda" else None)
+    where = report.path_of(name, options.output, machine)
+    earlier = json.loads(where.read_text()) if where.exists() else None
+    content = scaling.compare(planned, earlier, rounds=options.rounds, smoke=options.smoke, progress=say if first else lambda line: None)
+    if not first:
+        return where
+    path = report.write(name, content, options.output, machine)
+    if find_spec("matplotlib") is not None:
+        scaling.draw(content, path.with_suffix(".svg"))
+    return path
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def measure(options: argparse.Namespace) -> Path:
+    """Run the benchmark that was asked for, and write what it gave."""
+    name = "tuning" if options.benchmark == "kernels" and options.tune else options.benchmark
+
+    def save(content: dict[str, Any]) -> Path:
+        return report.write(name, content, options.output, options.machine)
+
+    on_gpu: dict[str, Any] = {"smoke": options.smoke, "save": save, "progress": say}
+    gpu = None if options.smoke else report.gpu()
+    if options.benchmark == "kernels":
+        written = report.path_of(name, options.output, options.machine or report.slug(gpu or "smoke"))
+        return kernels.compare(options.groups, tune=options.tune, kept=kernels.earlier(written), **on_gpu)
+    if options.benchmark == "step" and gpu is not None:
+        return gpu_step.compare(threads=options.threads, compiled=options.compile, **on_gpu)
+    common: dict[str, Any] = {"rounds": options.rounds, "threads": options.threads, "smoke": options.smoke, "progress": say}
+    if options.benchmark == "step":
+        return save(step.compare(**common, precisions=list(dict.fromkeys(options.precision)), compiled=options.compile))
+    return save({"overhead": overhead, "comm": comm, "checkpoint": checkpoint, "plan": plan}[options.benchmark].compare(**common))
+
+
+def show(path: Path, as_json: bool) -> None:
+    text = path.read_text()
+    if as_json:
+        print(text, end="")
+        return
+    content = json.loads(text)
+    rows, columns = lines(content)
+    print(report.table(rows, columns))
+    if content["targets"]:
+        judged = [{**row, "met": "yes" if row["met"] else "no"} for row in content["targets"]]
+        print("\n" + report.table(judged, KERNEL_TARGETS if "kernel" in judged[0] else TARGETS))
+    if "convention" in content:
+        print(f"\n{content['convention']}")
+    where = content.get("device", {}).get("name") or f"{content['machine']['cpu']}, {content['machine']['cores']} cores"
+    print(f"\n{where}: {path}")
+
+
+def lines(content: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The table's rows and columns."""
+    name = content["benchmark"]
+    if name == "kernels":
+        return [kernels.shown(row) for row in content["results"]], kernels.COLUMNS
+    if name == "tuning":
+        return content["results"], kernels.TUNED_COLUMNS
+    if name.startswith("scaling"):
+        return content["results"], scaling.COLUMNS
+    return content["results"], gpu_step.COLUMNS if "device" in content else COLUMNS[name]

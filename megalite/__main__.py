@@ -1,0 +1,32 @@
+"""The console command: `megalite NAME …`, or `python -m megalite NAME …`."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import megalite
+from megalite.commands.start import COMMANDS, start
+
+USAGE = "megalite COMMAND [--option VALUE …]; `megalite COMMAND --help` lists the options of a command."
+
+
+def main() -> NoReturn:
+    """Run the command that the first argument names."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        start(name, arguments)
+    if name == "--version":
+        print(f"megalite {megalite.__version__}")
+        sys.exit(0)
+    if name in ("--help", "-h"):
+        print("\n".join([USAGE, "", *(f"  {command:14} {what}" for command, what in COMMANDS.items())]))
+        sys.exit(0)
+    from megalite.config.rule import nearest_name
+
+    print(f"megalite: {name} is not a command. Nearest: {nearest_name(name, list(COMMANDS))}. See megalite --help.", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

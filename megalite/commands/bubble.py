@@ -1,0 +1,192 @@
+"""What a pipeline schedule costs: its bubble, its memory and its messages, simulated from the very plan that the runtime executes.
+
+    python tools/bubble_calc.py --pp 4 --microbatches 8 --schedule zb-h1 [--timeline zb-h1.html] [--print]
+    python tools/bubble_calc.py --pp 4 --microbatches 8 --compare                       every schedule
+    python tools/bubble_calc.py --pp 4 --sweep microbatches=4,8,16,32 --compare         at several sizes
+    python tools/bubble_calc.py --from_run runs/demo [--compare]                        with the durations that a run measured
+
+Times are for one microbatch on a whole stage, one rank's share of the model; with several stages on a rank, each takes its part. Papers
+mean three things by a bubble, so all three are printed: bubble_fraction = idle / makespan, bubble_over_ideal = makespan / ideal - 1, and
+bubble_rate = (longest_span - ideal) / longest_span, the longest span being that of any one rank from its first action to its last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any, Literal
+
+from megalite.commands.parser import Parser, positive
+from megalite.parallel.pipeline.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
+from megalite.parallel.pipeline.generator import SCHEDULES
+from megalite.parallel.pipeline.schedule import Costs, ScheduleError
+from megalite.planning.drawing import measured, trace
+from megalite.planning.drawing import timeline as drawing
+from megalite.planning.drawing.tables import durations, grid, heading, summary, table
+from megalite.planning.drawing.text import draw
+
+FORMATS = (".png", ".svg", ".html", ".json")
+LONGEST = 1e100  # duration: what is added up from so many stays finite
+MOST_DRAWN = 2_000  # actions up to which the terminal shows the timeline unasked
+
+
+def main(argv: list[str] | None = None) -> None:
+    tool = parser()
+    options = tool.parse_args(argv)
+    check(tool, options)
+    try:
+        plans, content = calculate(options)
+        if options.timeline:
+            write(plans, options.timeline)
+    except ScheduleError as error:
+        tool.error(str(error) if options.from_run else str(error).replace("parallel.", "--"))
+    except (drawing.DrawingError, OSError) as error:
+        tool.error(f"--timeline {options.timeline}: {getattr(error, 'strerror', error)}")
+    print(json.dumps(content) if options.json else content)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__, allow_abbrev=False)
+    add = made.add_argument
+    add("--pp", type=positive, metavar="P", help="ranks of the pipeline")
+    add("--microbatches", type=positive, metavar="M", help="microbatches of a step")
+    add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
+    add("--virtual_stages", type=positive, metavar="V", help="stages on each rank, for interleaved (default 2)")
+    for name, value, what in (
+        ("forward", 1, "of the forward"),
+        ("input_backward", 1, "of the gradient of the input"),
+        ("weight_backward", 1, "of the gradient of the weights; gpipe, 1f1b and interleaved run both gradients as one"),
+        ("comm", 0, "of a message between two ranks"),
+    ):
+        add(f"--{name}", type=duration, metavar="T", help=f"duration {what} (default {value})")
+    add("--gather", type=duration, metavar="T", help="weights are shared over data parallelism (ZeRO-3): duration of gathering a rank's")
+    add("--buckets", type=positive, metavar="N", help=f"parts in which a rank's weights are gathered (default {Weights(0).buckets})")
+    add("--reshard", choices=("action", "step"), help="free gathered weights after each use (default), or at the end of the step")
+    add("--compare", action="store_true", help="every schedule in one table")
+    add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="several sizes")
+    add("--from_run", type=Path, metavar="RUN_DIR", help="take the schedule and the durations from a run's traces/timeline.json")
+    add("--timeline", type=Path, metavar="FILE", help="draw it, as .png, .svg, .html, or .json for Perfetto (ui.perfetto.dev)")
+    add("--print", nargs="?", const="compute", choices=("compute", "messages"), help="print each rank's actions, with messages if asked")
+    add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    return made
+
+
+def duration(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {LONGEST:g}")
+    return value
+
+
+def sizes(text: str) -> tuple[Literal["microbatches", "pp"], list[int]]:
+    name, _, values = text.partition("=")
+    axis: Literal["microbatches", "pp"] = "pp" if name == "pp" else "microbatches"
+    if name != axis:
+        raise argparse.ArgumentTypeError(f"{text!r} varies neither microbatches nor pp. Give, for example, microbatches=4,8,16")
+    return axis, [positive(value) for value in values.split(",")]
+
+
+def check(tool: Parser, options: argparse.Namespace) -> None:
+    """Whether the options belong together; fills in the durations that were left out."""
+    given = {name for name, value in vars(options).items() if value is not None and value is not False}  # 0 is given
+    times = Costs()._asdict()
+    swept = options.sweep[0] if options.sweep else None
+    together = [("from_run", name) for name in ("pp", "microbatches", "schedule", "virtual_stages", *times, "sweep")]
+    together += [("from_run", name) for name in Weights._fields]
+    together += [("sweep", "timeline"), ("sweep", "print"), ("compare", "schedule"), ("compare", "print")]
+    for one, other in together:
+        if {one, other} <= given:
+            tool.error(f"--{other} does not go with --{one}. Leave one of them out.")
+    for name in ("buckets", "reshard"):
+        if name in given and "gather" not in given:
+            tool.error(f"--{name} says how weights are gathered. Give --gather T too, the time that it takes.")
+    for name in () if options.from_run else ("pp", "microbatches"):
+        if (name in given) == (name == swept):
+            tool.error(f"--{name} is given by --sweep too. Leave one of them out." if name == swept else f"--{name} is missing.")
+    if not given & {"schedule", "compare", "from_run"}:
+        tool.error("--schedule is missing. Give one, --compare for all, or --from_run RUN_DIR.")
+    if options.timeline:
+        formats = FORMATS[:-1] if options.compare else FORMATS  # a trace holds one schedule
+        if options.timeline.suffix not in formats:
+            tool.error(f"--timeline {options.timeline}: give a name that ends in {' or '.join(formats)}.")
+    vars(options).update({name: value for name, value in times.items() if name not in given})
+
+
+def calculate(options: argparse.Namespace) -> tuple[list[Plan], Any]:
+    """The plans that were asked for, and what to print of them: an object for JSON, or text."""
+    costs = Costs(*(getattr(options, name) for name in Costs._fields))
+    shared = {name: value for name in Weights._fields if (value := getattr(options, name)) is not None}
+    weights = Weights(**shared) if shared else None
+    if options.from_run:
+        return from_run(options)
+    if options.sweep:
+        axis, values = options.sweep
+        plans = sweep(axis, values, options.schedule, options.pp, options.microbatches, options.virtual_stages, costs, weights)
+        return plans, {"plans": [found.measures() for found in plans]} if options.json else sweep_text(plans, options)
+    if options.compare:
+        plans = compare(options.pp, options.microbatches, options.virtual_stages, costs, weights)
+        return plans, compared(plans, options)
+    found = plan(options.schedule, options.pp, options.microbatches, options.virtual_stages, costs, weights)
+    return [found], single(found, options)
+
+
+def single(found: Plan, options: argparse.Namespace) -> Any:
+    """Every measure of a plan, its drawing where it is small, its actions where they are wanted."""
+    schedule = found.with_messages() if options.print == "messages" else found.schedule
+    if options.json:
+        actions = {"actions": [list(map(repr, rank)) for rank in schedule.actions]} if options.print else {}
+        return {**found.measures(), **actions}
+    parts = [f"{heading(found)}; {durations(found)}", summary(found)]
+    if not options.timeline and sum(map(len, found.schedule.actions)) <= MOST_DRAWN:
+        parts.append(draw(found.timeline, get_terminal_size((160, 24)).columns))
+    return "\n\n".join([*parts, str(schedule)] if options.print else parts)
+
+
+def compared(plans: list[Plan], options: argparse.Namespace) -> Any:
+    """Every schedule at one size."""
+    if options.json:
+        return {"plans": [found.measures() for found in plans]}
+    first = plans[0]
+    return f"{first.schedule.ranks} ranks, {first.schedule.microbatches} microbatches; {durations(first)}\n\n{table(plans)}"
+
+
+def sweep_text(plans: list[Plan], options: argparse.Namespace) -> str:
+    """A table with a row for each size: of every measure for one schedule, of one measure each for all."""
+    axis, fixed = options.sweep[0], f"{options.pp} ranks" if options.pp else f"{options.microbatches} microbatches"
+    if options.compare:
+        stalled = ["stalled"] if plans[0].weights else []
+        tables = [grid(plans, axis, measure) for measure in (*BUBBLES, "peak_activations", "peak_with_weight_stash", *stalled)]
+        return "\n\n".join([f"{fixed}; {durations(plans[0])}", *tables])
+    return f"{options.schedule}: {fixed}; {durations(plans[0])}\n\n{table(plans, axis)}"
+
+
+def from_run(options: argparse.Namespace) -> tuple[list[Plan], Any]:
+    """What a run measured beside what its schedule takes with the durations that it measured; other schedules with their means."""
+    run = measured.read(options.from_run)
+    plans = run.compare() if options.compare else [run.plan]
+    if options.json:
+        found = {"measured": {**run.bubbles, "steps": run.steps}, "predicted": single(run.plan, options)}
+        return plans, found | (compared(plans, options) if options.compare else {})
+    parts = [run.beside(), single(run.plan, options)]
+    if options.compare:
+        halves = "" if run.plan.splits else " (of a backward, each gradient is taken to be a half)"
+        parts.append(f"Every schedule with the mean of these durations{halves}: {compared(plans, options)}")
+    return plans, "\n\n".join(parts)
+
+
+def write(plans: list[Plan], path: Path) -> None:
+    """Draw the plans in the format that the path's ending names."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(trace.chrome_trace(plans[0])))
+        return
+    drawn = drawing.picture(plans)
+    if path.suffix == ".png":
+        drawing.write_png(drawn, path)
+    else:
+        path.write_text(drawing.svg(drawn) if path.suffix == ".svg" else drawing.html(drawn))

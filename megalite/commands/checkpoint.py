@@ -1,0 +1,109 @@
+"""Look into checkpoints: what is there, what is in it, is it whole, how do two differ, and one plain file of its tensors.
+
+    python tools/checkpoint.py list RUN                  its checkpoints, with their sizes, whole or damaged
+    python tools/checkpoint.py inspect CHECKPOINT        state, tensors, shapes, dtypes, bytes
+    python tools/checkpoint.py verify CHECKPOINT         reads every byte; exit status 1 where something is damaged
+    python tools/checkpoint.py diff ONE OTHER            tensor by tensor; exit status 1 where they differ
+    python tools/checkpoint.py consolidate CHECKPOINT FILE.safetensors [--optimizer]
+
+A run's directory stands for its newest checkpoint. Nothing is changed in any of them, so a run may be using them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megalite.checkpoint import CheckpointError, Manifest, manifest_of
+from megalite.checkpoint import inspect as inspecting
+from megalite.commands.parser import Answer, Parser, answer
+
+
+def main(argv: list[str] | None = None) -> int:
+    tool = parser()
+    options = tool.parse_args(argv)
+    commands = {"list": list_run, "inspect": inspect, "verify": verify, "diff": diff, "consolidate": consolidate}
+    return answer(tool, options, commands, CheckpointError)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    common = Parser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    commands = made.add_subparsers(dest="command", required=True, metavar="list|inspect|verify|diff|consolidate")
+
+    def add(name: str, description: str, *paths: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, parents=[common], help=description)
+        for path in paths:
+            command.add_argument(path, type=Path, metavar=path.upper())
+        return command
+
+    add("list", "the checkpoints of a run", "run")
+    add("inspect", "what a checkpoint holds", "checkpoint")
+    add("verify", "read every byte of a checkpoint", "checkpoint")
+    add("diff", "compare two checkpoints tensor by tensor", "one", "other")
+    out = add("consolidate", "write whole tensors into one safetensors file", "checkpoint", "file")
+    out.add_argument("--optimizer", action="store_true", help="with the moments and what else there is, under the checkpoint's names")
+    return made
+
+
+def opened(path: Path) -> Manifest:
+    return manifest_of(inspecting.find(path))
+
+
+def list_run(options: argparse.Namespace) -> Answer:
+    found = inspecting.entries(options.run)
+    lines = [f"{entry.name}  {_size(entry.bytes):>10}  {entry.problem or 'whole'}{'  (latest)' if entry.latest else ''}" for entry in found]
+    return {"checkpoints": [vars(entry) for entry in found]}, lines, 0
+
+
+def inspect(options: argparse.Namespace) -> Answer:
+    content = inspecting.describe(opened(options.checkpoint))
+    state = {name: value for name, value in content["state"].items() if name != "config"}
+    lines = [
+        content["checkpoint"],
+        *(f"{name}: {json.dumps(value)}" for name, value in state.items()),
+        f"{content['parameters']:,} parameters, {_size(content['bytes'])} in {len(content['files'])} files",
+        *(
+            f"  {name}  {each['dtype']} {each['shape']}, {_size(each['bytes'])} in {each['chunks']} chunks"
+            for name, each in content["tensors"].items()
+        ),
+    ]
+    return content, lines, 0
+
+
+def verify(options: argparse.Namespace) -> Answer:
+    manifest = opened(options.checkpoint)
+    damages, size = inspecting.damages(manifest), sum(manifest.files.values())
+    content = {"checkpoint": str(manifest.directory), "bytes": size, "whole": not damages, "damages": damages}
+    return content, damages or [f"{manifest.directory} is whole: {_size(size)} in {len(manifest.files)} files"], int(bool(damages))
+
+
+def diff(options: argparse.Namespace) -> Answer:
+    one, other = opened(options.one), opened(options.other)
+    found = list(inspecting.differences(one, other))
+    lines = [
+        f"{each.tensor}: {each.what}" + ("" if each.max_abs is None else f" differ by {each.max_abs:.3g}, relative {each.relative:.3g}")
+        for each in found
+    ]
+    listed = [each.as_json() for each in found]
+    content = {"one": str(one.directory), "other": str(other.directory), "equal": not found, "differences": listed}
+    return content, lines or [f"equal: {len(one.tensors)} tensors, bit for bit"], int(bool(found))
+
+
+def consolidate(options: argparse.Namespace) -> Answer:
+    if options.file.exists():
+        raise CheckpointError(f"{options.file} exists. Give a new name, or remove it.")
+    if not options.file.parent.is_dir():
+        raise CheckpointError(f"{options.file} can not be written: there is no directory {options.file.parent}. Make it, or give another.")
+    manifest = opened(options.checkpoint)
+    size = inspecting.consolidate(manifest, options.file, options.optimizer)
+    content = {"checkpoint": str(manifest.directory), "file": str(options.file), "bytes": size, "optimizer": options.optimizer}
+    return content, [f"wrote {options.file}, {_size(size)}"], 0
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "-"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -1,0 +1,135 @@
+"""Hugging Face models in and out, and the proof that both sides compute the same.
+
+    python tools/convert_hf.py import HF_DIR CHECKPOINT_DIR
+    python tools/convert_hf.py export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
+    python tools/convert_hf.py adapter-export CHECKPOINT_DIR PEFT_DIR
+    python tools/convert_hf.py check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 where the logits differ
+
+A run's directory stands for its newest checkpoint; adapters are exported merged into its weights, or alone. What our model can not compute
+is refused by name before anything is written, and a directory has its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint import CheckpointError
+from megalite.commands.parser import Answer, Parser, answer
+from megalite.config.families import families
+from megalite.config.schema import ConfigError
+from megalite.data.indexed import DataError
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+TOLERANCE = 1e-4
+ROW = 8  # positions on a line
+
+
+def main(argv: list[str] | None = None) -> int:
+    tool = parser()
+    options = tool.parse_args(argv)
+    from megalite.launch.process import configure_cpu
+
+    configure_cpu()  # blocks use the same memory again: half the time of an export
+    commands = {"import": bring_in, "export": bring_out, "adapter-export": bring_adapter_out, "check": check}
+    return answer(tool, options, commands, CheckpointError, ConfigError, DataError)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    common = Parser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    commands = made.add_subparsers(dest="command", required=True, metavar="import|export|adapter-export|check")
+
+    def command(name: str, description: str, *paths: str) -> Callable[..., Any]:
+        added = commands.add_parser(name, parents=[common], help=description)
+        for path in paths:
+            added.add_argument(path.lower(), type=Path, metavar=path)
+        return added.add_argument
+
+    command("import", "Hugging Face directory to checkpoint (weights alone)", "HF_DIR", "CHECKPOINT_DIR")
+    add = command("export", "checkpoint to Hugging Face directory", "CHECKPOINT_DIR", "HF_DIR")
+    add(
+        "--like",
+        type=Path,
+        metavar="HF_DIR",
+        help="whose tokenizer, token ids and generation settings go along (default: where it came from)",
+    )
+    add("--family", choices=list(families().rows), help="by default that of where it came from, or the first that can express the model")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="by default each tensor keeps the one that it is stored in")
+    add("--shard_size", type=size, default="5GB", metavar="SIZE", help="bytes of a file at most, for example 500MB (default 5GB)")
+    command("adapter-export", "adapters (LoRA) of a checkpoint to PEFT directory", "CHECKPOINT_DIR", "PEFT_DIR")
+    add = command("check", "logits of a checkpoint and of transformers; exit status 1 where they differ", "CHECKPOINT_DIR", "HF_DIR")
+    add("--text", action="append", default=[], help="also on this text, through the tokenizer in HF_DIR; may be given again")
+    add("--tokens", type=count, default=64, help="random tokens of a row (default 64)")
+    add("--rows", type=count, default=2, help="rows of random tokens (default 2)")
+    add("--tolerance", type=float, default=TOLERANCE, help=f"largest difference of two logits (default {TOLERANCE:g})")
+    return made
+
+
+def size(text: str) -> int:
+    """Bytes of 500MB, 5GB or a plain number."""
+    match = re.fullmatch(r"(\d+)(KB|MB|GB)?", text)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a size; write it as 500MB or 5GB")
+    return int(match[1]) * UNITS.get(match[2], 1)
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 up")
+    return int(text)
+
+
+def bring_in(options: argparse.Namespace) -> Answer:
+    from megalite.huggingface.convert import import_model
+
+    return _written(import_model(options.hf_dir, options.checkpoint_dir), options.checkpoint_dir)
+
+
+def bring_out(options: argparse.Namespace) -> Answer:
+    import torch
+
+    from megalite.checkpoint.inspect import find
+    from megalite.huggingface.convert import export_model
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    asked = {"like": options.like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
+    return _written(export_model(find(options.checkpoint_dir), options.hf_dir, **asked), options.hf_dir)
+
+
+def bring_adapter_out(options: argparse.Namespace) -> Answer:
+    from megalite.checkpoint.inspect import find
+    from megalite.huggingface.adapters import export_adapter
+
+    content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
+    text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
+    return content | {"written": str(options.peft_dir)}, [f"{options.peft_dir}: {text} for {len(content['modules'])} modules"], 0
+
+
+def _written(content: dict[str, Any], place: Path) -> Answer:
+    line = f"{place}: a {content['family']} model of {content['parameters']:,} parameters in {', '.join(content['dtypes'])}"
+    like = f", with what lies beside the weights of {content['like']}" if content.get("like") else ""
+    return content | {"written": str(place)}, [line + like], 0
+
+
+def check(options: argparse.Namespace) -> Answer:
+    from megalite.checkpoint.inspect import find
+    from megalite.evaluation.logits import compare, rounding
+
+    directory = find(options.checkpoint_dir)
+    found = compare(directory, options.hf_dir, texts=options.text, tokens=options.tokens, rows=options.rows)
+    equal = all(each.maximum <= options.tolerance for each in found)
+    lines = []
+    for each in found:
+        lines.append(f"{each.name}: logits differ by at most {each.maximum:.2e} (the largest is {each.largest:.3g}); position by position:")
+        for start in range(0, len(each.worst), ROW):
+            lines.append(f"  {start:5}  " + " ".join(f"{value:8.1e}" for value in each.worst[start : start + ROW]))
+    lines.append(f"{'the same' if equal else 'NOT the same'} within {options.tolerance:g}")
+    if not equal and (why := rounding(directory, options.hf_dir)):
+        lines.append(why)
+    inputs = [{"input": each.name, "worst": each.worst, "maximum": each.maximum, "largest_logit": each.largest} for each in found]
+    return {"equal": equal, "tolerance": options.tolerance, "inputs": inputs}, lines, 0 if equal else 1

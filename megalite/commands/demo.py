@@ -1,0 +1,164 @@
+"""From nothing to a trained model in a few minutes: what `make demo` runs.
+
+    python tools/demo.py
+
+1. The Python standard library's own source, from the running interpreter, becomes a corpus; a 4,096-piece tokenizer is trained on it.
+2. configs/quickstart.yaml trains on eight ranks, TP2 × PP2 × DP2: on GPUs where there is one for every rank, else on the CPU.
+3. Losses are printed and drawn, and the trained model continues a line of Python.
+
+Everything lies in runs/demo/. What is done already is not done again: remove runs/demo/ to start afresh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]  # of the checkout
+CONFIG = Path("configs/quickstart.yaml")
+TOKENS = Path("runs/demo/data/stdlib")
+RUN = Path("runs/demo/quickstart")
+VOCABULARY = 4096
+NO_SOURCE = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")  # others' code, tests, tables
+PROMPT = "def read_config(path):\n"
+
+
+class Layout(NamedTuple):
+    """Ranks and how they share the work."""
+
+    tp: int
+    pp: int
+    dp: int
+    why: str
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    os.chdir(ROOT)
+    started = time.monotonic()
+    try:
+        prepare()
+        train(choose_layout(gpu_count()))
+        show_losses()
+        show_sample()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"demo.py: this command ended with status {error.returncode}: {shlex.join(map(str, error.cmd))}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; tools/generate.py continues other texts with its model.")
+
+
+# ---- data
+
+
+def prepare() -> None:
+    """Make the token file, unless an earlier demo has."""
+    heading("Data: the Python standard library's own source")
+    if all(Path(f"{TOKENS}{suffix}").exists() for suffix in (".bin", ".idx", ".json")):
+        print(f"{TOKENS} is there already")
+        return
+    TOKENS.parent.mkdir(parents=True, exist_ok=True)
+    library = sysconfig.get_paths()["stdlib"]
+    exclude = [f"*/{name}/*" for name in NO_SOURCE]
+    options = ["--input", f"{library}/**/*.py", "--exclude", *exclude, "--train_tokenizer", str(VOCABULARY), "--output", str(TOKENS)]
+    run([sys.executable, "tools/prepare_data.py", *options])
+
+
+# ---- training
+
+
+def gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_layout(gpus: int) -> Layout:
+    """The widest layout that the GPUs of this machine can hold, one rank each; without any, eight ranks on the CPU."""
+    if gpus >= 8:
+        return Layout(2, 2, 2, f"{gpus} GPUs: NCCL")
+    if gpus >= 4:
+        return Layout(2, 2, 1, f"{gpus} GPUs, too few for eight ranks: four ranks, NCCL")
+    if gpus >= 2:
+        return Layout(2, 1, 1, f"{gpus} GPUs, too few for eight ranks: two ranks, NCCL")
+    if gpus == 1:
+        return Layout(2, 2, 2, "1 GPU, and NCCL takes one rank on each: eight ranks on the CPU, gloo")
+    return Layout(2, 2, 2, "no GPU: eight ranks on the CPU, gloo")
+
+
+def train(layout: Layout) -> None:
+    """Train, or continue an interrupted run; a finished one ends at once."""
+    heading(f"Training: TP{layout.tp} × PP{layout.pp} × DP{layout.dp} ({layout.why})")
+    sizes = ["--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.ranks)]
+    run([*launch, "pretrain.py", "--config", str(CONFIG), *sizes], OMP_NUM_THREADS="1")
+
+
+# ---- results
+
+
+def show_losses() -> None:
+    """Print the losses at each validation, and draw all of them."""
+    heading("Losses")
+    training, validation = read_losses(RUN / "metrics.jsonl")
+    print("  step   training   validation")
+    for step, loss in validation.items():
+        print(f"{step:6d} {training[step]:10.4f} {loss:12.4f}")
+    draw_losses(training, validation, RUN / "loss.png")
+    print(f"The loss curve is {RUN / 'loss.png'}")
+
+
+def read_losses(metrics: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Step → training loss and step → validation loss, from a metrics.jsonl."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    training = {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
+    return training, {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
+
+
+def draw_losses(training: dict[int, float], validation: dict[int, float], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(list(training), list(training.values()), linewidth=1, label="training")
+    axes.plot(list(validation), list(validation.values()), "o-", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=CONFIG.stem)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def show_sample() -> None:
+    heading("The model continues")
+    print(PROMPT, end="", flush=True)
+    run([sys.executable, "tools/generate.py", str(RUN), "--prompt", PROMPT, "--tokens", "100"], quiet=True)
+
+
+# ---- helpers
+
+
+def heading(text: str) -> None:
+    print(f"\n=== {text}", flush=True)
+
+
+def run(command: list[str], quiet: bool = False, **environment: str) -> None:
+    """Run a command, shown as one would type it. Raises CalledProcessError where it fails."""
+    if not quiet:
+        typed = shlex.join(command).replace(f"{sys.executable} -m torch.distributed.run", "torchrun").replace(sys.executable, "python")
+        print(f"$ {typed}", flush=True)
+    subprocess.run(command, check=True, env=os.environ | environment)

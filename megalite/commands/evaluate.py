@@ -1,0 +1,197 @@
+"""How good a trained model is: perplexity of texts, and the tasks of lm-evaluation-harness.
+
+    python tools/evaluate.py perplexity MODEL --text FILE … [--sequence_length N] [--stride N]
+    python tools/evaluate.py tasks MODEL --tasks NAME,… [--include_path DIR] [--num_fewshot N] [--limit N]
+
+MODEL is a checkpoint (step_00000100), a run's directory for its newest one, whatever topology wrote it, or hf:DIR for a Hugging Face model.
+With --tp and --pp it is spread over ranks, which torchrun has started, or else the tool starts. docs/evaluation.md says what is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalite.checkpoint import CheckpointError
+from megalite.commands.parser import Parser
+from megalite.config.load import exit_with
+from megalite.config.schema import ConfigError
+
+Answer = tuple[dict[str, Any], list[str]]  # for --json, for people
+
+if TYPE_CHECKING:
+    from megalite.data.tokenizers import Tokenizer
+    from megalite.generation.language_model import LanguageModel
+
+
+def main(argv: list[str] | None = None) -> int:
+    tool = parser()
+    words = sys.argv[1:] if argv is None else argv
+    options = tool.parse_args(words)
+    try:
+        check_ranks(options)
+        if options.tp * options.pp > 1 and "WORLD_SIZE" not in os.environ:
+            from megalite.launch.local_ranks import run_ranks
+
+            return run_ranks(options.tp * options.pp, ["-m", "megalite", "evaluate", *words])
+        content, lines = (perplexity if options.command == "perplexity" else tasks)(options)
+    except (CheckpointError, ConfigError, OSError) as error:
+        exit_with(f"{tool.prog}: {error}")
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
+    return 0
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    common = Parser(add_help=False)
+    add = common.add_argument
+    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="what is evaluated")
+    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="instead of the one that belongs to the model")
+    add("--batch_size", type=count, default=8, metavar="N", help="rows that go through the model together (default 8)")
+    add("--tp", type=count, default=1, help="tensor-parallel ranks (default 1)")
+    add("--pp", type=count, default=1, help="pipeline stages (default 1)")
+    add("--precision", choices=["fp32", "bf16"], help="of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
+    add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    commands = made.add_subparsers(dest="command", required=True, metavar="perplexity|tasks")
+    add = commands.add_parser("perplexity", parents=[common], help="perplexity and bits per byte of text files").add_argument
+    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8; each file begins anew")
+    add("--sequence_length", type=count, metavar="N", help="tokens that the model sees at once (default: as it was trained)")
+    add("--stride", type=count, metavar="N", help="tokens that a window predicts (default: half of the sequence length)")
+    add = commands.add_parser("tasks", parents=[common], help="tasks of lm-evaluation-harness").add_argument
+    add("--tasks", type=names, required=True, metavar="NAME,…", help="its tasks, groups or tags")
+    add("--include_path", type=Path, metavar="DIR", help="a folder with YAML files of further tasks")
+    add("--num_fewshot", type=int, metavar="N", help="examples before each question (default: as the task says)")
+    add("--limit", type=count, metavar="N", help="questions of each task at most, to try things out (default: all)")
+    return made
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 up")
+    return int(text)
+
+
+def names(text: str) -> list[str]:
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names with commas between them")
+    return found
+
+
+def check_ranks(options: argparse.Namespace) -> None:
+    """Raise ConfigError where the model does not fit on the layout, or the layout not on the ranks that were started."""
+    ranks = options.tp * options.pp
+    world = int(os.environ.get("WORLD_SIZE", ranks))
+    if world != ranks:
+        raise ConfigError(f"--tp {options.tp} and --pp {options.pp} need {ranks} ranks, but {world} were started.")
+    if ranks > 1:
+        from megalite.generation.sources import check_layout, for_inference, open_source
+
+        check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
+
+
+def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
+    """The model, spread over the ranks, and its tokenizer."""
+    from megalite.generation.language_model import LanguageModel
+    from megalite.generation.sources import TIMEOUT, tokenizer_of
+    from megalite.launch.process import choose_device, configure_process, start_process_group
+
+    device = choose_device()
+    configure_process(device)
+    start_process_group(device, TIMEOUT)
+    precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
+    model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
+    return model, tokenizer_of(model.source, options.tokenizer)
+
+
+def perplexity(options: argparse.Namespace) -> Answer:
+    from megalite.evaluation.harness import document_start
+    from megalite.evaluation.perplexity import measure, together
+
+    texts = [read(path) for path in options.text]
+    model, tokenizer = opened(options)
+    length, stride = lengths(options, model)
+    start, measured = document_start(model.source, tokenizer), []
+    asked = {"length": length, "stride": stride, "batch_size": options.batch_size, "progress": progress}
+    for path, text in zip(options.text, texts, strict=True):
+        measured.append(measure(model, [start, *tokenizer.encode(text)], name=str(path), size=len(text.encode()), **asked))
+    found = [each.as_json() for each in (*measured, *([together(measured)] if len(measured) > 1 else []))]
+    lines = [
+        f"{each['text']}: perplexity {each['perplexity']:.4f}, {each['bits_per_byte']:.4f} bits per byte "
+        f"({each['tokens']:,} tokens, {each['bytes']:,} bytes)"
+        for each in found
+    ]
+    settings: dict[str, Any] = {"sequence_length": length, "stride": stride, "tokenizer": tokenizer.name, "document_start": start}
+    return described(model) | settings | {"texts": found}, lines
+
+
+def read(path: Path) -> str:
+    """A text, byte by byte: newlines stay as they are."""
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {path} is not UTF-8: byte {error.start} begins no character. Convert the file.") from None
+    except OSError as error:
+        raise ConfigError(f"--text {path} can not be read: {error.strerror or error}.") from None
+    if not text:
+        raise ConfigError(f"--text {path} is empty.")
+    return text
+
+
+def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int]:
+    """The window and its stride. Raises ConfigError where they fit neither the model nor each other."""
+    trained = min(model.config.data.sequence_length, model.longest) if model.config.data.train else model.longest
+    length = options.sequence_length or trained
+    if length > model.longest:
+        raise ConfigError(f"--sequence_length {length}: the model has positions for {model.longest}. Give at most that.")
+    stride = options.stride or max(1, length // 2)
+    if stride > length:
+        raise ConfigError(f"--stride {stride} is more than the sequence length {length}: tokens would be left out. Give at most {length}.")
+    return length, stride
+
+
+def tasks(options: argparse.Namespace) -> Answer:
+    from megalite.evaluation import harness
+
+    harness_model = harness.as_harness_model()
+    if options.include_path is not None and not options.include_path.is_dir():
+        raise ConfigError(f"--include_path {options.include_path} is not a directory. Give the one with the YAML files of your tasks.")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise ConfigError(f"--num_fewshot {options.num_fewshot} is negative. Give 0 for no examples.")
+    model, tokenizer = opened(options)
+    answers = harness_model(model, tokenizer, options.batch_size, progress)
+    asked = {"include_path": options.include_path, "num_fewshot": options.num_fewshot, "limit": options.limit}
+    found = harness.run(answers, options.tasks, **asked)
+    kept: dict[str, Any] = {
+        key: found[key] for key in ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better") if key in found
+    }
+    return described(model) | {"tokenizer": tokenizer.name, **kept}, table(found["results"])
+
+
+def table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each figure of each task; the harness names them METRIC,FILTER and METRIC_stderr,FILTER."""
+    lines = []
+    for task, figures in results.items():
+        for name, value in figures.items():
+            metric, comma, chosen = name.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = figures.get(f"{metric}_stderr,{chosen}")
+            spread = f" ± {error:.4f}" if isinstance(error, int | float) else ""
+            lines.append(f"{task}: {metric}{'' if chosen == 'none' else f' ({chosen})'} {value:.4f}{spread}")
+    return lines
+
+
+def described(model: LanguageModel) -> dict[str, Any]:
+    return {"model": model.source.name, "step": model.step, "precision": model.config.train.precision}
+
+
+def progress(done: int, total: int) -> None:
+    """How far it is, for who waits at a terminal."""
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print(f"\r{done:,} of {total:,}", end="\n" if done == total else "", file=sys.stderr, flush=True)

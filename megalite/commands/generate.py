@@ -1,0 +1,207 @@
+"""Continue texts with a trained model.
+
+    python tools/generate.py runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50 --top_p 1 --seed 0]
+    python tools/generate.py hf:DIR --prompts FILE --tp 2 --pp 2 --json
+    python tools/generate.py hf:DIR --chat [--system TEXT]
+
+Takes a checkpoint (step_00000100), a run's directory for its newest one, whatever topology wrote it, or hf:DIR for a Hugging Face model.
+Prints the continuation alone; it ends after --tokens tokens, before a --stop text, or where the model ends the document. With --tp and --pp
+the model is spread over ranks, which torchrun has started, or else the tool starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from megalite.checkpoint import CheckpointError
+from megalite.commands.parser import Parser
+from megalite.config.load import exit_with
+from megalite.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from megalite.data.tokenizers import Tokenizer
+    from megalite.generation.language_model import LanguageModel, Sampling
+    from megalite.generation.text import Reply
+
+SHOWN = 60  # characters of a prompt that stand before its continuation, where there are several
+
+
+def main(argv: list[str] | None = None) -> int:
+    tool = parser()
+    words = sys.argv[1:] if argv is None else argv
+    options = tool.parse_args(words)
+    try:
+        check(options)
+        ranks = options.tp * options.pp
+        if ranks > 1 and "WORLD_SIZE" not in os.environ:
+            check_source(options)
+            from megalite.launch.local_ranks import run_ranks
+
+            return run_ranks(ranks, ["-m", "megalite", "generate", *words])
+        run(options)
+    except (CheckpointError, ConfigError, OSError) as error:
+        exit_with(f"{tool.prog}: {error}")
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    add = made.add_argument
+    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="what continues the text")
+    add("--prompt", action="append", metavar="TEXT", help="the text to continue; empty starts a document. Give it again for more at once")
+    add("--prompts", type=Path, metavar="FILE", help="a text to continue in each line; of FILE.jsonl, a string or an object with `prompt`")
+    add("--chat", action="store_true", help="answer what is typed, line by line, through a chat template, until the input ends")
+    add("--chat_template", type=Path, metavar="FILE", help="Jinja source instead of the training data's template, or the tokenizer's")
+    add("--system", metavar="TEXT", help="the system message of a chat")
+    add("--tokens", type=int, default=100, help="at most so many tokens (default 100)")
+    add("--temperature", type=float, default=0.8, help="0 always takes the most likely token (default 0.8)")
+    add("--top_k", type=int, default=50, help="draw among so many most likely tokens, 0 among all (default 50)")
+    add("--top_p", type=float, default=1.0, help="draw among the most likely tokens that together have this probability (default 1)")
+    add("--seed", type=int, default=0, help="of the draws (default 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
+    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="instead of the one that belongs to the model")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
+    add("--pp", type=int, default=1, help="pipeline stages (default 1)")
+    add("--precision", choices=["fp32", "bf16"], help="of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
+    add("--stream", action=argparse.BooleanOptionalAction, help="print text as it is made (default: one prompt, on a terminal)")
+    add("--json", action="store_true", help="print one JSON object, a list of them for several prompts, and nothing else, on stdout")
+    return made
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ConfigError where options are wrong by themselves."""
+
+    def need(condition: bool, message: str) -> None:
+        if not condition:
+            raise ConfigError(message)
+
+    need(options.tokens >= 1, f"--tokens {options.tokens}: there must be at least one token to generate.")
+    temperature = options.temperature
+    need(math.isfinite(temperature) and temperature >= 0, f"--temperature {temperature} is not a number from 0 up. 0 is greedy.")
+    need(options.top_k >= 0, f"--top_k {options.top_k} is negative. Give the number of tokens to draw among, or 0 for all.")
+    need(0 < options.top_p <= 1, f"--top_p {options.top_p} is not a probability above 0. 1 draws among all tokens.")
+    need("" not in options.stop, '--stop "" is before every text. Give the text at which to end.')
+    for axis in ("tp", "pp"):
+        need(getattr(options, axis) >= 1, f"--{axis} {getattr(options, axis)}: an axis has at least one rank.")
+    given = (options.prompt is not None) + (options.prompts is not None) + options.chat
+    need(given == 1, f"{'nothing' if given == 0 else 'too much'} to do: give --prompt, --prompts or --chat, one of the three.")
+    for name in ("system", "chat_template"):
+        need(getattr(options, name) is None or options.chat, f"--{name} belongs to --chat.")
+    need(not (options.json and (options.chat or options.stream)), "--json prints everything at the end: leave out --chat or --stream.")
+    world, ranks = int(os.environ.get("WORLD_SIZE", options.tp * options.pp)), options.tp * options.pp
+    need(world == ranks, f"--tp {options.tp} and --pp {options.pp} need {ranks} ranks, but {world} were started.")
+
+
+def check_source(options: argparse.Namespace) -> None:
+    """Raise CheckpointError or ConfigError where no rank could do what is asked for: before any is started."""
+    from megalite.generation.sources import check_layout, for_inference, open_source
+
+    check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
+    prompts_of(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """What one rank does; the first one prints."""
+    from megalite.generation.language_model import LanguageModel, Sampling
+    from megalite.generation.sources import TIMEOUT, tokenizer_of
+    from megalite.launch.process import abandon, choose_device, configure_process, start_process_group
+    from megalite.parallel.collectives import CommunicationError
+
+    prompts = prompts_of(options)
+    device = choose_device()
+    configure_process(device)
+    start_process_group(device, TIMEOUT)
+    precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
+    try:
+        model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
+        tokenizer = tokenizer_of(model.source, options.tokenizer)
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        if options.chat:
+            chat(options, model, tokenizer, sampling)
+        else:
+            write(options, model, tokenizer, sampling, prompts)
+    except CommunicationError as error:
+        abandon(error)
+
+
+def prompts_of(options: argparse.Namespace) -> list[str]:
+    """The texts to continue. Raises ConfigError where their file can not be understood."""
+    path: Path | None = options.prompts
+    if path is None:
+        return options.prompt or []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        found = [line.removesuffix("\r") for line in lines if line.strip()]
+        if path.suffix == ".jsonl":
+            found = [each["prompt"] if isinstance(each, dict) else each for each in map(json.loads, found)]
+    except OSError as error:
+        raise ConfigError(f"--prompts {path} can not be read: {error.strerror or error}.") from None
+    except (ValueError, KeyError) as error:
+        way = "an object with `prompt`, or a JSON string" if path.suffix == ".jsonl" else "a text in UTF-8"
+        raise ConfigError(f"--prompts {path} can not be read ({error!r}). Each line is {way}.") from None
+    if not found or not all(isinstance(each, str) for each in found):
+        raise ConfigError(f"--prompts {path} holds {'no' if not found else 'something that is no'} text. Each line is a prompt.")
+    return found
+
+
+def chat(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:
+    from megalite.generation.chat import converse
+    from megalite.generation.sources import chat_template, end_tokens
+
+    template = chat_template(model.source, tokenizer, options.tokenizer is not None, options.chat_template)
+    ends, show = end_tokens(model.source, tokenizer), printer(model)
+    settings: dict[str, Any] = {"ends": ends, "stops": options.stop, "system": options.system}
+    converse(model, tokenizer, template, options.tokens, sampling, show=show, **settings)
+
+
+def write(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling, prompts: list[str]) -> None:
+    """Continue the prompts, and print what they become: as it is made, at the end, or as JSON."""
+    from megalite.generation.sources import end_tokens, opening
+    from megalite.generation.text import reply_to
+
+    ends, before, show = end_tokens(model.source, tokenizer), opening(model.source, tokenizer), printer(model)
+    streams = sys.stdout.isatty() and not options.json and len(prompts) == 1 if options.stream is None else options.stream
+    if streams and len(prompts) > 1:
+        raise ConfigError(f"--stream shows one text as it is made, and there are {len(prompts)} prompts. Leave it out.")
+    rows = [(before + tokenizer.encode(prompt)) or [tokenizer.eos] for prompt in prompts]
+    started = perf_counter()
+    shown = {"show": show} if streams else {}
+    replies = reply_to(model, tokenizer, rows, options.tokens, sampling, ends=ends, stops=options.stop, **shown)
+    seconds = perf_counter() - started
+    results = [described(model, *each, seconds) for each in zip(prompts, replies, strict=True)]
+    if options.json:
+        show(json.dumps(results[0] if len(results) == 1 else results) + "\n")
+    elif streams:
+        show("\n")
+    elif len(results) == 1:
+        show(replies[0].text + "\n")
+    else:
+        show("".join(f"--- {prompt[:SHOWN]!r}\n{reply.text}\n" for prompt, reply in zip(prompts, replies, strict=True)))
+
+
+def described(model: LanguageModel, prompt: str, reply: Reply, seconds: float) -> dict[str, Any]:
+    return {
+        "checkpoint": model.source.name,
+        "step": model.step,
+        "prompt": prompt,
+        "continuation": reply.text,
+        "tokens": reply.tokens,
+        "ended_document": reply.ended,
+        "stopped": reply.stopped,
+        "tokens_per_second": len(reply.tokens) / seconds,
+    }
+
+
+def printer(model: LanguageModel) -> Callable[[str], object]:
+    """What prints a piece of text at once, on the first rank."""
+    return (lambda piece: print(piece, end="", flush=True)) if model.mesh.rank == 0 else (lambda piece: None)

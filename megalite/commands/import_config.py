@@ -1,0 +1,107 @@
+"""DeepSpeed's ds_config.json or Accelerate's default_config.yaml → a configuration for pretrain.py, on stdout.
+
+    python tools/import_config.py ds_config.json > config.yaml
+    python tools/import_config.py default_config.yaml --json
+
+stderr lists every key that could not be honoured, with the reason and what is nearest; every key that was honoured approximately; what
+the file leaves open (`auto`); and what means nothing here. A DeepSpeed file that an Accelerate file names is read from beside it. The
+data, the model and train.steps are not in such files: give them to pretrain.py, or in a second --config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megalite.commands.parser import Parser
+from megalite.config.importers.convert import Imported, Remark, convert, linked_file
+from megalite.config.load import nest, read_tree
+from megalite.config.rule import show
+from megalite.config.schema import ConfigError
+
+HEADINGS = {
+    "lost": "not honoured",
+    "approximate": "honoured approximately",
+    "assumed": "not in the file, taken over from its program's defaults",
+    "open": "left open by the file",
+    "harmless": "without meaning here",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("file", metavar="FILE", type=Path, help="ds_config.json, or a YAML file of `accelerate config`")
+    parser.add_argument("--dp", type=positive, metavar="N", help="data-parallel ranks, for a file that does not say how many there are")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    options = parser.parse_args(argv)
+    try:
+        tree = read(options.file)
+        linked = linked_file(tree)
+        found = convert(tree, options.dp, None if linked is None else read(options.file.parent / linked))
+    except ConfigError as error:
+        parser.error(str(error))
+    print(json.dumps(as_json(found), default=str) if options.json else as_yaml(found))
+    if not options.json:
+        print(report(found, options.file), file=sys.stderr)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    return int(text)
+
+
+def read(path: Path) -> Any:
+    """A file's content: JSON by its name, or else YAML. Raises ConfigError where it can not be read."""
+    if path.suffix != ".json":
+        return read_tree(str(path), "FILE")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
+    except OSError as error:
+        raise ConfigError(f"FILE = {path} can not be read: {error.strerror}. Give the path of a JSON or YAML file.") from None
+    except ValueError as error:
+        raise ConfigError(f"FILE = {path} is not valid JSON: {error}. Correct it there.") from None
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which Python would silently keep the last of two equal keys."""
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"the key {key} appears twice")
+    return dict(pairs)
+
+
+def as_json(found: Imported) -> dict[str, Any]:
+    """Every key of the file is in honoured, not_honoured or notes."""
+    return {
+        "config": nest(found.options),
+        "honoured": found.honoured,
+        "not_honoured": [{"key": key, "value": value, "why": why} for key, value, kind, why in found.remarks if kind == "lost"],
+        "notes": [remark._asdict() for remark in found.remarks if remark.kind != "lost"],
+    }
+
+
+def as_yaml(found: Imported) -> str:
+    import yaml
+
+    return yaml.safe_dump(nest(found.options), sort_keys=False, allow_unicode=True, width=140).rstrip("\n")
+
+
+def report(found: Imported, path: Path) -> str:
+    """The remarks by kind, keys with the same value and reason on one line."""
+    lines = [f"{path}, {found.format}'s configuration: {len(found.honoured)} keys honoured"]
+    for kind, heading in HEADINGS.items():
+        remarks = [remark for remark in found.remarks if remark.kind == kind]
+        lines += [f"{heading}:"] * bool(remarks)
+        for why, same in groupby(sorted(remarks, key=reason), key=reason):
+            lines.append(f"  {', '.join(f'{key} = {show(value)}' for key, value, *_ in same)}: {why}")
+    return "\n".join(lines)
+
+
+def reason(remark: Remark) -> str:
+    return remark.why

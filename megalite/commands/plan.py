@@ -1,0 +1,221 @@
+"""How to spread a model over GPUs: every legal layout, what it holds in memory, how long a step takes, and why the best one is the best.
+
+    python tools/plan.py --model llama-3-70b --gpus 512 --gpu h100 --sequence_length 8192 --global_batch_size 1024 [--explain]
+    python tools/plan.py --model config.json --gpus 8 --gpu a100 … --tp 2 --schedule zb-v             some choices fixed
+    python tools/plan.py … --tokens 15e12 --price_per_hour 2.5 --write run.yaml                       days, dollars, a configuration to run
+    python tools/plan.py --calibrate here.yaml                                                  measure this machine; then --gpu here.yaml
+
+Memory is that of `megalite.planning.memory`, bubbles are the simulator's; docs/planner.md says what is modelled, and how far off it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megalite.commands.parser import Parser, positive
+from megalite.config.families import from_hf_config
+from megalite.config.load import build_parser as config_parser
+from megalite.config.load import flatten, from_dict, nest, parse_values, read_tree
+from megalite.config.presets import preset
+from megalite.config.schema import Config, ConfigError
+from megalite.parallel.pipeline.generator import SCHEDULES
+from megalite.planning import explaining
+from megalite.planning.configuring import broken_rule, configured, to_yaml
+from megalite.planning.hardware import Device, HardwareError, find, known_devices
+from megalite.planning.search import Plan, Search
+from megalite.planning.step import Job
+
+FIXED = ("tp", "pp", "dp", "zero", "micro_batch_size", "virtual_stages", "recompute", "schedule", "offload")
+DAY = 86_400
+
+
+def main(argv: list[str] | None = None) -> None:
+    tool = parser()
+    options = tool.parse_args(argv)
+    try:
+        if options.calibrate:
+            print(calibrate(options.calibrate))
+            return
+        missing = [name for name in ("model", "gpus", "gpu", "sequence_length", "global_batch_size") if getattr(options, name) is None]
+        if missing:
+            tool.error(f"--{missing[0]} is missing.")
+        content, text = answer(options)
+    except (ConfigError, HardwareError, OSError) as error:
+        tool.error(str(error))
+    print(json.dumps(content) if options.json else text)
+    if not content["plans"]:
+        raise SystemExit(1)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__, allow_abbrev=False)
+    add = made.add_argument
+    add("--model", metavar="NAME|FILE", help="a preset, a Hugging Face config.json, or a configuration of a run (.yaml)")
+    add("--gpus", type=positive, metavar="N", help="devices to use, all of them")
+    add("--gpu", metavar="NAME|FILE", help=f"{', '.join(known_devices())}, or a YAML file of a device, as --calibrate writes it")
+    add("--sequence_length", type=positive, metavar="S", help="tokens of a sequence")
+    add("--global_batch_size", type=positive, metavar="B", help="sequences of a step")
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="compute precision (default the configuration's, or bf16)")
+    for name in ("tp", "pp", "dp", "micro_batch_size", "virtual_stages"):
+        add(f"--{name}", type=positive, metavar="N", help="fix this choice")
+    add("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage")
+    add("--recompute", metavar="MODE", help="fix it: none, selective, full or every-K")
+    add("--schedule", choices=SCHEDULES, help="fix the pipeline's schedule")
+    add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state lies")
+    add("--plans", type=positive, default=10, metavar="N", help="how many plans to show (default 10)")
+    add("--tokens", type=amount, metavar="T", help="tokens to train on, for example 300e9: prints days and cost")
+    add("--price_per_hour", type=amount, metavar="P", help="US dollars for one device and hour (default: the table's)")
+    add("--write", type=Path, metavar="FILE", help="write the best plan as a configuration that pretrain.py runs")
+    add("--explain", action="store_true", help="walk from one GPU's way of training to ZeRO-3 with offload, with this model's numbers")
+    add("--calibrate", type=Path, metavar="FILE", help="measure this machine and write it as a device for --gpu")
+    add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    return made
+
+
+def amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def calibrate(path: Path) -> str:
+    """Measure this machine, and write it as a device."""
+    import yaml
+
+    from benchmarks import plan, report
+
+    try:
+        content = plan.calibrate()
+    except report.BenchmarkError as error:
+        raise HardwareError(f"--calibrate: {error}") from None
+    content = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
+    heading = f"# Measured by tools/plan.py --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
+    path.write_text(heading + yaml.safe_dump(content, sort_keys=False))
+    return f"{path} is written. tools/benchmark.py plan tells how far predictions for this machine are off."
+
+
+def base_config(options: argparse.Namespace) -> Config:
+    """What all plans share: the model, the batch, and of a configuration file everything else."""
+    given: dict[str, Any] = {}
+    name = options.model
+    if name.endswith(".json"):
+        given = {f"model.{key}": value for key, value in from_hf_config(_json(Path(name))).items()}
+    elif name.endswith((".yaml", ".yml")):
+        given = parse_values(config_parser(), flatten(read_tree(name, "--model") or {}, f"in {name}"), f"in {name}")
+        if shape := given.get("model.preset"):
+            given = {f"model.{key}": value for key, value in preset(shape).items()} | given
+    else:
+        given = {"model.preset": name} | {f"model.{key}": value for key, value in preset(name).items()}
+    given |= {
+        "data.sequence_length": options.sequence_length,
+        "train.global_batch_size": options.global_batch_size,
+        "train.precision": options.precision or given.get("train.precision", "bf16"),
+    }
+    config = from_dict(nest(given))
+    if config.lora.rank:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank} is not planned for: times and bounds are those of training all weights. "
+            "Ask pretrain.py --dry_run what a layout takes with adapters."
+        )
+    if config.model.vocab_size is None:
+        raise ConfigError(f"--model {name} leaves the vocabulary to the data. Give a configuration file that says model.vocab_size.")
+    return config
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--model {path} can not be read: {error.strerror}. Give the config.json of a Hugging Face model.") from None
+    except ValueError as error:
+        raise ConfigError(f"--model {path} is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--model {path} is not a JSON object. Give the config.json of a Hugging Face model.")
+    return content
+
+
+def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Search, write what is to be written, and say it: for JSON, and for people."""
+    base, device = base_config(options), find(options.gpu)
+    device.peak(base.train.precision)
+    if options.write and not options.write.absolute().parent.is_dir():
+        raise ConfigError(f"--write {options.write} can not be written: there is no directory {options.write.parent}. Make it first.")
+    check_alone(base, options.recompute)
+    gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
+    job = Job(base.model, device, options.sequence_length, options.global_batch_size, base.train.precision, gradient_bytes=gradient_bytes)
+    fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
+    search = Search(job, base, options.gpus, fixed, options.plans)
+    plans = search.plans()
+    walked = explaining.walk(search) if options.explain else []
+    content: dict[str, Any] = {"parameters": parameters(base), "gpu": device.name, "gpus": options.gpus, "plans": []}
+    content |= {"considered": search.considered, "simulated": search.timed}
+    if not plans:
+        if not search.considered:
+            raise ConfigError(f"No layout is legal: {explaining.illegal(search)}")
+        message = explaining.nothing_fits(search)
+        return {**content, "explanation": [message, *walked]}, "\n".join([*walked, message])
+    if options.write:
+        options.write.write_text(to_yaml(configured(base, plans[0].choice), heading(search, plans[0], options.write)))
+    costs = [cost(job, plan, device, options) for plan in plans]
+    sentences = explaining.winner(search, plans)
+    content["plans"] = [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
+    content["explanation"] = [*sentences, *walked]
+    return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])
+
+
+def check_alone(base: Config, recompute: str | None) -> None:
+    """Raise ConfigError for what no layout can repair: the model, the sequence, a mode that there is not."""
+    config = from_dict(asdict(base))
+    config.parallel.dp, config.train.micro_batch_size, config.train.recompute = 1, 1, recompute or "none"
+    if (message := broken_rule(config, 1)) is not None:
+        raise ConfigError(message)
+
+
+def parameters(config: Config) -> int:
+    from megalite.model.parameters import model_specs
+    from megalite.parallel.spec import parameter_count
+
+    return parameter_count(model_specs(config.model))
+
+
+def cost(job: Job, plan: Plan, device: Device, options: argparse.Namespace) -> dict[str, float | None]:
+    """Days and dollars for the tokens that were asked for."""
+    if options.tokens is None:
+        return {}
+    seconds = options.tokens / (job.global_batch_size * job.sequence_length) * plan.step.total
+    price = options.price_per_hour or device.price
+    return {"days": seconds / DAY, "cost": None if price is None else seconds / 3600 * price * plan.choice.gpus}
+
+
+def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sentences: list[str]) -> str:
+    job = search.job
+    head = (
+        f"{parameters(search.base):,} parameters on {search.gpus} × {job.device.name}; {search.considered:,} legal layouts, "
+        f"{search.timed} simulated"
+    )
+    lines = [head, "", explaining.table([explaining.row(job, plan) for plan in plans]), "", *sentences]
+    if cost:
+        dollars = "" if cost["cost"] is None else f", ${cost['cost']:,.0f}"
+        lines.append(f"The tokens take {cost['days']:,.1f} days{dollars}.")
+    return "\n".join(lines)
+
+
+def heading(search: Search, plan: Plan, path: Path) -> str:
+    """What the written file says of itself."""
+    job = search.job
+    nodes = next(count for count in range(math.ceil(search.gpus / job.device.per_node), search.gpus + 1) if search.gpus % count == 0)
+    start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500 " if nodes > 1 else ""
+    return (
+        f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
+        f"Predicted: {plan.step.total:.4g} s a step, {explaining.amount(plan.memory.total)} on the fullest rank.\n\n"
+        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} pretrain.py --config {path} --data.train PREFIX --train.steps N"
+    )

@@ -1,0 +1,170 @@
+"""Turn text into a token file: PREFIX.bin and PREFIX.idx (Megatron-LM's format) and PREFIX.json.
+
+    python tools/prepare_data.py --input book.txt --tokenizer byte --output data/book
+    python tools/prepare_data.py --input 'src/**/*.py' --train_tokenizer 4096 --output data/code
+    python tools/prepare_data.py --input hf:NAME --split train --tokenizer DIR --output data/name
+    python tools/prepare_data.py --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
+
+Every document ends in EOS. A text file is one document, and so is a line of a .jsonl or a row of a .parquet; empty ones are left out.
+With --chat a record is a conversation, as messages, Alpaca or ShareGPT write it, and PREFIX.loss.bin and .idx say whose tokens count.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megalite.commands.parser import Parser
+from megalite.data.chat_template import read_template
+from megalite.data.indexed import DataError
+from megalite.data.preparation.chats import Chats
+from megalite.data.preparation.prepare import Progress, Summary, prepare
+from megalite.data.preparation.sources import open_inputs
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(description=__doc__)
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    add = made.add_argument
+    add("--input", **several, required=True, metavar="PATH|GLOB|hf:NAME", help="what to read; hf:NAME[:CONFIG] goes through `datasets`")
+    add("--exclude", **several, default=[], metavar="PATTERN", help="leave out files whose path matches, for example '*/tests/*'")
+    add("--output", required=True, type=Path, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones")
+    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory")
+    add("--train_tokenizer", type=int, metavar="VOCAB", help="first train a sentencepiece model (to --tokenizer or PREFIX.model)")
+    add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="of the input files; auto goes by suffix")
+    add("--text_key", default="text", help="where a .jsonl, .parquet or hf: record holds its text")
+    add("--split", default="train", help="split of hf:NAME")
+    add("--chat", action="store_true", help="the input holds conversations; their form is known by its keys")
+    add("--chat_template", type=Path, metavar="FILE", help="Jinja source instead of the tokenizer's own template; --chat alone")
+    add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="what counts: its turns, the last, or everything")
+    add("--max_length", type=int, metavar="N", help="tokens of a conversation at most; data.sequence_length + 1 is what a run can take")
+    add("--too_long", choices=["drop", "truncate"], default="drop", help="whether longer ones are left out or lose their end")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize; the result does not depend on it")
+    add("--json", action="store_true", help="print the result as JSON, and nothing else, on stdout")
+    return made
+
+
+def main() -> None:
+    options = parser().parse_args()
+    started = time.monotonic()
+    try:
+        tokenizer, chat = chosen_tokenizer(options), chosen_chat(options)
+        text_key = options.text_key if chat is None else None
+        sources = open_inputs(options.input, exclude=options.exclude, file_format=options.format, text_key=text_key, split=options.split)
+        with progress_display() as progress:
+            summary = prepare(
+                sources,
+                options.output,
+                tokenizer,
+                train_tokenizer=options.train_tokenizer,
+                text_key=options.text_key,
+                chat=chat,
+                workers=options.workers,
+                progress=progress,
+            )
+    except (DataError, OSError) as error:
+        sys.exit(fail(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    report(summary, time.monotonic() - started, options.max_length, options.json)
+
+
+def chosen_tokenizer(options: argparse.Namespace) -> str:
+    """What `prepare` takes as tokenizer. Raises DataError where the options do not go together."""
+    if options.workers < 1:
+        raise DataError(f"--workers {options.workers} must be at least 1.")
+    if options.output.is_dir() or not options.output.name:
+        raise DataError(f"--output {options.output} is a directory. Give the start of a file name in it: {options.output / 'train'}.")
+    if options.train_tokenizer is None:
+        if options.tokenizer is None:
+            raise DataError("--tokenizer is missing. Give byte, FILE.model or a Hugging Face directory, or --train_tokenizer VOCAB.")
+        return str(options.tokenizer)
+    if options.tokenizer is not None and not options.tokenizer.endswith(".model"):
+        raise DataError(
+            f"--tokenizer {options.tokenizer} does not end in .model, and --train_tokenizer writes one. Leave it out for PREFIX.model."
+        )
+    return options.tokenizer or f"{options.output}.model"
+
+
+def chosen_chat(options: argparse.Namespace) -> Chats | None:
+    """How conversations are to be written; None for texts. Raises DataError where the options do not go together."""
+    if not options.chat:
+        unset = {"chat_template": None, "max_length": None, "loss_on": "assistant", "too_long": "drop"}
+        given = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
+        if given:
+            raise DataError(f"{' and '.join(given)} belongs to chat data. Add --chat, or leave it out.")
+        return None
+    if options.train_tokenizer is not None:
+        raise DataError("--train_tokenizer learns from texts, and --chat needs the tokenizer of the model. Give it with --tokenizer.")
+    if options.max_length is not None and options.max_length < 2:
+        raise DataError(f"--max_length {options.max_length} leaves nothing to predict. Give data.sequence_length + 1.")
+    if options.max_length is None and options.too_long == "truncate":
+        raise DataError("--too_long truncate cuts conversations of more than --max_length tokens, and there is none. Give it.")
+    template = None if options.chat_template is None else read_template(options.chat_template)
+    return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate")
+
+
+@contextmanager
+def progress_display() -> Iterator[Progress]:
+    """A bar on a terminal; otherwise a plain line for every tenth. On stderr, so that stdout holds the result alone."""
+    if not sys.stderr.isatty():
+        yield plain_progress()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        rows: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in rows:
+                rows[what] = bar.add_task(what, total=total)
+            bar.update(rows[what], completed=done)
+
+        yield show
+
+
+def plain_progress() -> Progress:
+    printed: dict[str, int] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth > printed.get(what, 0):
+            printed[what] = tenth
+            print(f"{what}: {done / 1e6:.1f} of {total / 1e6:.1f} MB", file=sys.stderr, flush=True)
+
+    return show
+
+
+def report(summary: Summary, seconds: float, longest: int | None, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(summary) | {"seconds": seconds}))
+        return
+    size = f"{summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary {summary.vocab_size:,}"
+    print(f"{summary.prefix}: {size}, {seconds:.1f} s")
+    if summary.empty_documents:
+        print(f"{summary.empty_documents:,} empty documents left out")
+    if summary.forms:
+        share, length = summary.loss_tokens / summary.tokens, (longest or summary.longest) - 1
+        print(
+            f"conversations ({', '.join(summary.forms)}): {summary.loss_tokens:,} tokens count ({share:.1%}), longest {summary.longest:,}"
+        )
+        print(f"with data.packing they fill {summary.packed_rows:,} rows of data.sequence_length {length:,}: that is an epoch")
+    for count, what in ((summary.too_long, "were longer than --max_length"), (summary.without_loss, "had nothing to learn from")):
+        if count:
+            print(f"{count:,} conversations {what}")
+    if summary.replaced_documents:
+        print(f"{summary.replaced_documents:,} documents held bytes that are no UTF-8: each became U+FFFD")
+
+
+def fail(message: str) -> int:
+    print(f"prepare_data.py: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,62 @@
+"""Does this layout compute what one process computes? Runs both and prints the first step, tensor and rank that differ.
+
+    python tools/verify.py --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
+
+Exit status: 0 equal within the tolerances, 1 a difference, 2 a wrong configuration. With `--json` stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from megalite.commands.parser import Parser
+from megalite.config.families import hf_shape
+from megalite.config.load import exit_with, load_config
+from megalite.config.schema import ConfigError
+
+TOLERANCES = {  # relative (loss, norm), absolute (weights)
+    "fp32": (1e-5, 2e-5),
+    "fp64": (1e-9, 1e-9),
+    "bf16": (2e-2, 2e-2),
+    "fp16": (5e-3, 5e-3),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    own, rest = parser.parse_known_args(argv)
+    if own.steps < 1:
+        exit_with(f"--steps = {own.steps}: there must be at least one step to compare.")
+    sizes = Parser(add_help=False, allow_abbrev=False)
+    for axis in ("tp", "pp", "dp", "cp"):
+        sizes.add_argument(f"--{axis}", type=int, default=1)
+    layout = vars(sizes.parse_known_args(rest)[0])
+    defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]  # the proof settings
+    config = load_config([*defaults, *rest], world_size=math.prod(layout.values()), read_shape=hf_shape)
+    import torch
+
+    from megalite.training.verify import compare, run_ranks, single_process
+
+    on_cpu = torch.cuda.device_count() < math.prod(layout.values())  # both runs on the same kind of device
+
+    with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch:
+        try:
+            run_ranks(config, own.steps, Path(scratch, "layout"), on_cpu)
+            run_ranks(single_process(config), own.steps, Path(scratch, "single"), on_cpu)
+        except ConfigError as error:
+            exit_with(str(error))
+        relative, absolute = TOLERANCES[config.train.precision]
+        found = compare(Path(scratch, "layout"), Path(scratch, "single"), relative, absolute)
+    if own.json:
+        print(json.dumps({"equal": found is None, "steps": own.steps, "layout": layout, "difference": found and asdict(found)}))
+    elif found is None:
+        print(f"equal: {own.steps} steps on {layout} give one process's losses and norms within {relative:g}, weights within {absolute:g}")
+    else:
+        print(f"different: {found}")
+    return int(found is not None)

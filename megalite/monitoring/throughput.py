@@ -1,0 +1,18 @@
+"""What a step achieved: tokens, model FLOPs and their share of the device's peak a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.config.schema import Config
+from megalite.model.cost import model_flops_per_token
+from megalite.planning.peaks import peak_flops
+
+
+def throughput(config: Config, seconds: float, ranks: int, device_name: str) -> dict[str, Any]:
+    """What a step of `seconds` achieved, by the names of metrics. Every token of the batch is computed, so every token counts, masked ones
+    included."""
+    tokens_per_second = config.train.global_batch_size * config.data.sequence_length / seconds
+    per_rank = tokens_per_second * model_flops_per_token(config.model, config.data.sequence_length, config.lora) / ranks
+    peak = peak_flops(device_name, config.train.precision)
+    return {"tokens_per_second": tokens_per_second, "tflops_per_gpu": per_rank / 1e12, "mfu": None if peak is None else per_rank / peak}
