@@ -19,7 +19,7 @@ from megalite.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.linear import ColumnParallelLinear
-from megalite.parallel.weight import Weight, WeightGradients
+from megalite.parallel.weight import Weight, WeightGradQueue
 
 Function = Callable[[], object]
 EAGER, COMPILED, LIGER = "torch eager", "torch.compile", "Liger"
@@ -404,9 +404,8 @@ def _chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Func
     """The model's own head and loss, with the weight's gradient in its fp32 accumulator, which is there before the step."""
     tp = Mesh(Layout(pp=1, dp=1, cp=1, tp=1)).tp
     spec = ParamSpec("head.weight", 1, (Segment("head.weight", tuple(weight.shape)),))
-    head = Weight(spec, weight.detach().requires_grad_(), torch.float32, WeightGradients())
+    head = Weight(spec, weight.detach().requires_grad_(), torch.float32, WeightGradQueue())
     head.grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    head.connect(lambda: None, lambda reduction: None)
     project, loss = ColumnParallelLinear(head, None, tp, False), CrossEntropy(tp, weight.shape[0])
     leaf, by_position = x.detach().unsqueeze(1).requires_grad_(), targets.unsqueeze(1)
 

@@ -103,7 +103,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         powersgd=PowerSGD(mesh, parallel.powersgd_rank, config.run.seed) if parallel.powersgd_rank and mesh.data.size > 1 else None,
         bucket_bytes=parallel.bucket_mb * 1e6,
         device=device,
-        keep_tied_apart=config.run.deterministic,
+        separate_embedding_grad=config.run.deterministic,
         state=state or state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config)),
         offload_parameters=parallel.offload_parameters,
         training=training,
@@ -111,7 +111,11 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
     attach_adapters(store.weights, config.lora.alpha / max(config.lora.rank, 1), mesh.tp)
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     units = units_of(config)
-    stages = {stage: Stage(config, units[stage], store, mesh, dtype) for stage, rank in enumerate(own) if rank == mesh.pp.rank}
+    stages = {
+        stage: Stage(config, units[stage], store.weights, store.gatherer, mesh, dtype)
+        for stage, rank in enumerate(own)
+        if rank == mesh.pp.rank
+    }
     length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
     shape = (length, train.micro_batch_size, model.hidden_size)
-    return Parts(store, stages, Runtime(stages, mesh, shape, dtype, device, store.residency))
+    return Parts(store, stages, Runtime(stages, mesh, shape, dtype, device, store.weight_grads, store.gatherer))

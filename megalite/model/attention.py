@@ -6,6 +6,7 @@ communication is that of the two linears.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from megalite.mesh import Mesh
 from megalite.model.context import ForwardContext, Site
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import kv_replicas
-from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import FullWidthRMSNorm, RMSNorm
+from megalite.parallel.weight import Weight
 
 
 class _Split(torch.autograd.Function):
@@ -73,10 +74,10 @@ class _Attention(torch.autograd.Function):
 class Attention(nn.Module):
     """[seq, batch, hidden] -> the same ([seq/tp, …] under sequence parallelism)."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, options: LayerOptions):
+    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
         super().__init__()
         name = f"layers.{layer}.attention"
-        optional = weights.weights.get
+        optional = weights.get
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options = layer, model, options
         self.heads = model.num_attention_heads // tp.size
@@ -87,7 +88,7 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(weights[f"{name}.out.weight"], optional(f"{name}.out.bias"), tp, sequence_parallel)
         self.q_norm, self.k_norm = (self._qk_norm(weights, f"{name}.{part}.weight", mesh) for part in ("q_norm", "k_norm"))
 
-    def _qk_norm(self, weights: ParameterStore, name: str, mesh: Mesh) -> nn.Module | None:
+    def _qk_norm(self, weights: Mapping[str, Weight], name: str, mesh: Mesh) -> nn.Module | None:
         model = self.model_config
         if model.qk_norm == "none":
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megalite_kernels.rotary import rotary_tables
@@ -16,10 +16,11 @@ from megalite.model.options import LayerOptions
 from megalite.model.parameters import head_unit
 from megalite.model.transformer import Layer, make_norm
 from megalite.parallel.compiled_ops import Regions
-from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
+from megalite.parallel.weight import Weight
 
 CHUNK_ON_GPU = 4096  # tokens: adding to the fp32 weight gradient of a chunk takes a twentieth of its products' time
 
@@ -28,7 +29,7 @@ class Head(nn.Module):
     """Final norm, vocabulary projection and loss: of `chunk` tokens at a time, of all at once where it is 0, by default so on a CPU."""
 
     def __init__(
-        self, model: ModelConfig, weights: ParameterStore, mesh: Mesh, options: LayerOptions, loss: CrossEntropy, chunk: int | None
+        self, model: ModelConfig, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions, loss: CrossEntropy, chunk: int | None
     ):
         super().__init__()
         self.norm = make_norm(model, weights, "norm", options.regions)
@@ -61,17 +62,25 @@ class Stage(nn.Module):
     forward takes tokens (first stage) or the previous stage's activations, and returns activations, or the summed loss (last stage).
     """
 
-    def __init__(self, config: Config, units: Sequence[int], weights: ParameterStore, mesh: Mesh, dtype: torch.dtype):
+    def __init__(
+        self,
+        config: Config,
+        units: Sequence[int],
+        weights: Mapping[str, Weight],
+        gatherer: WeightGatherer,
+        mesh: Mesh,
+        dtype: torch.dtype,
+    ):
         super().__init__()
         model, train, regions = config.model, config.train, Regions(config.train.compile)
         options = LayerOptions.of(config, 0, regions)
         sequence_parallel = options.sequence_parallel
-        self.units, self.weights, self.dtype, self.seed = units, weights, dtype, config.run.seed
+        self.units, self.gatherer, self.dtype, self.seed = units, gatherer, dtype, config.run.seed
         self.model_config, self.lora_dropout = model, config.lora.dropout
         last = head_unit(model)
         self.embedding = None
         if 0 in units:
-            positions = weights.weights.get("positions.weight")
+            positions = weights.get("positions.weight")
             self.embedding = ParallelEmbedding(weights["embedding.weight"], positions, mesh.tp, sequence_parallel, model.embedding_scale)
         self.embedding_dropout = Dropout(model.embedding_dropout, Site.EMBEDDING, 0, mesh.tp, sequence_parallel)
         self.layers = nn.ModuleDict(
@@ -108,12 +117,12 @@ class Stage(nn.Module):
     def trunk(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Everything but the head: tokens or activations in, activations out."""
         if self.embedding is not None:
-            x = self.weights.enter(0, x)
+            x = self.gatherer.pre_forward(0, x)
             x = self.embedding(x, context.positions() if self.embedding.positions is not None else None)
-            x = self.embedding_dropout(self.weights.leave(0, x), context)
+            x = self.embedding_dropout(self.gatherer.post_forward(0, x), context)
         for name, layer in self.layers.items():
             unit = int(name)
-            x = self.weights.leave(unit, layer(self.weights.enter(unit, x), context))
+            x = self.gatherer.post_forward(unit, layer(self.gatherer.pre_forward(unit, x), context))
         return x
 
     def forward(self, x: Tensor, microbatch: Microbatch, context: ForwardContext, loss_scale: float) -> Tensor:
@@ -121,18 +130,10 @@ class Stage(nn.Module):
         if self.head is None:
             return x
         unit = head_unit(self.model_config)
-        return self.weights.leave(unit, self.head(self.weights.enter(unit, x), microbatch.targets, loss_scale))
-
-    def defer_weight_work(self, deferred: bool) -> None:
-        """Whether backward leaves weight-gradient products for the schedule's W actions."""
-        self.weights.gradients.deferred = deferred
-
-    def take_weight_work(self) -> list[Callable[[], None]]:
-        """The weight-gradient products that the last backward put off."""
-        return self.weights.gradients.take()
+        return self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))
 
     def logits(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""
         assert self.head is not None, "only the last stage has logits"
         unit = head_unit(self.model_config)
-        return self.weights.leave(unit, self.head.logits(self.weights.enter(unit, self.trunk(x, context))))
+        return self.gatherer.post_forward(unit, self.head.logits(self.gatherer.pre_forward(unit, self.trunk(x, context))))

@@ -6,6 +6,7 @@ from the axis values of `ModelConfig`; forward has no conditions on parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from megalite.model.attention import Attention
 from megalite.model.context import Dropout, ForwardContext, Site
 from megalite.model.options import LayerOptions
 from megalite.parallel.compiled_ops import Regions
-from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
+from megalite.parallel.weight import Weight
 
 
-def make_norm(model: ModelConfig, weights: ParameterStore, name: str, regions: Regions) -> nn.Module:
+def make_norm(model: ModelConfig, weights: Mapping[str, Weight], name: str, regions: Regions) -> nn.Module:
     if model.norm == "rms":
         return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset, regions)
     return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], model.rms_norm_eps, regions)
@@ -31,10 +32,10 @@ def make_norm(model: ModelConfig, weights: ParameterStore, name: str, regions: R
 class FeedForward(nn.Module):
     """down(act(gate) · up), or down(act(up)): column-parallel in, row-parallel out; the activation belongs to the second."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, options: LayerOptions):
+    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
         super().__init__()
         name = f"layers.{layer}.mlp"
-        self.layer, optional, sequence_parallel = layer, weights.weights.get, options.sequence_parallel
+        self.layer, optional, sequence_parallel = layer, weights.get, options.sequence_parallel
         activation = Activation(model.hidden_act, model.gated_mlp, options.regions)
         self.up = ColumnParallelLinear(weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel)
         self.down = RowParallelLinear(weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation)
@@ -47,7 +48,7 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with norms where the family has them."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: ParameterStore, mesh: Mesh, options: LayerOptions):
+    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
         super().__init__()
         name = f"layers.{layer}"
         before, after = model.norm_placement != "post", model.norm_placement != "pre"

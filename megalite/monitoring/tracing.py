@@ -69,7 +69,7 @@ class Tracer(Observer):
         self.running = False
         self.trainer.saver.wait()
         self.trainer.closing.settle()
-        self.trainer.store.finish_gathering()
+        self.trainer.store.gatherer.finish()
         if self.profile is None:
             return
         self.activity.listeners = tuple(each for each in self.activity.listeners if each is not self)

@@ -13,8 +13,9 @@ from megalite_kernels.adamw import adamw_
 from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
+from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.offload import StateRange
-from megalite.parallel.sharding.store import BucketMemory, ParameterStore
+from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import Rectangle
 
 STATE = ("weight", "exp_avg", "exp_avg_sq")
@@ -34,15 +35,15 @@ class AdamW:
     def __init__(self, store: ParameterStore, options: OptimizerConfig):
         self.store, self.options = store, options
         self._moments = {
-            memory: _Moments(*(store.state.zeros(memory.master.numel(), memory.master.dtype) for _ in range(2)))
-            for memory in store.buckets
-            if memory.layout.trainable
+            bucket: _Moments(*(store.state.zeros(bucket.master.numel(), bucket.master.dtype) for _ in range(2)))
+            for bucket in store.buckets
+            if bucket.layout.trainable
         }
         self._ranges = [
-            StateRange(decays, *(tensor[start - memory.start : stop - memory.start] for tensor in tensors))
-            for memory, moments in self._moments.items()
-            for tensors in [(memory.owned_weights, memory.owned_grads, memory.master, moments.exp_avg, moments.exp_avg_sq)]
-            for start, stop, decays in memory.layout.decay_ranges(memory.start, memory.stop)
+            StateRange(decays, *(tensor[start - bucket.start : stop - bucket.start] for tensor in tensors))
+            for bucket, moments in self._moments.items()
+            for tensors in [(bucket.owned_weights, bucket.owned_grads, bucket.master, moments.exp_avg, moments.exp_avg_sq)]
+            for start, stop, decays in bucket.layout.decay_ranges(bucket.start, bucket.stop)
         ]
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
@@ -67,7 +68,7 @@ class AdamW:
 
     def changing(self) -> list[Tensor]:
         """All that a step changes: masters and moments."""
-        return [tensor for memory, own in self._moments.items() for tensor in (memory.master, own.exp_avg, own.exp_avg_sq)]
+        return [tensor for bucket, own in self._moments.items() for tensor in (bucket.master, own.exp_avg, own.exp_avg_sq)]
 
     @property
     def copy_size(self) -> int:
@@ -83,27 +84,27 @@ class AdamW:
         for tensor, copy in zip(self.changing(), copies, strict=True):
             tensor.copy_(copy)
 
-    def _states(self, memory: BucketMemory) -> Iterator[tuple[str, Tensor]]:
+    def _states(self, bucket: BucketBuffers) -> Iterator[tuple[str, Tensor]]:
         """The owned range of every stored quantity of a bucket."""
-        yield "weight", memory.master
-        if memory in self._moments:
-            yield "exp_avg", self._moments[memory].exp_avg
-            yield "exp_avg_sq", self._moments[memory].exp_avg_sq
+        yield "weight", bucket.master
+        if bucket in self._moments:
+            yield "exp_avg", self._moments[bucket].exp_avg
+            yield "exp_avg_sq", self._moments[bucket].exp_avg_sq
 
     def to_save(self, kinds: Sequence[str] = STATE) -> list[Rectangle]:
         """This rank's share of the checkpoint: over all ranks each element of weights and moments exactly once."""
         return [
-            memory.rectangle(kind, values, flat, offset)
-            for memory, flat, offset in self.store.counted_once()
-            for kind, values in self._states(memory)
+            bucket.rectangle(kind, values, flat, offset)
+            for bucket, flat, offset in self.store.owned_rectangles()
+            for kind, values in self._states(bucket)
             if kind in kinds
         ]
 
     def to_load(self) -> list[Rectangle]:
         """Everything that this rank keeps and that a checkpoint must fill, copies and replicas included."""
         return [
-            memory.rectangle(kind, values, flat, offset)
-            for memory in self.store.buckets
-            for flat, offset in self.store.held(memory, memory.start, memory.stop)
-            for kind, values in self._states(memory)
+            bucket.rectangle(kind, values, flat, offset)
+            for bucket in self.store.buckets
+            for flat, offset in self.store.rectangles_in(bucket, bucket.start, bucket.stop)
+            for kind, values in self._states(bucket)
         ]

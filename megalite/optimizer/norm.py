@@ -28,9 +28,9 @@ class GradientNorm:
         self.mesh = mesh
         self.device = store.buckets[0].weights.device
         self.chunks: list[Tensor] = []
-        for memory, rectangle, offset in store.counted_once():
-            if memory.gradients is not None:
-                flat = memory.owned_grads[offset + rectangle.start - memory.start : offset + rectangle.stop - memory.start]
+        for bucket, rectangle, offset in store.owned_rectangles():
+            if bucket.gradients is not None:
+                flat = bucket.owned_grads[offset + rectangle.start - bucket.start : offset + rectangle.stop - bucket.start]
                 self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])  # on a GPU a launch costs more than accuracy gains
 
     def own(self, others: Sequence[float | Tensor]) -> Tensor:

@@ -97,7 +97,7 @@ class Closing:
         self._learn(update, *self.chain.total())
         right = self._confirms(update)
         if not right:
-            self.store.finish_gathering()
+            self.store.gatherer.finish()
             self.optimizer.restore_state(self._copies)
             self._apply(update)
             if update.fault is not None:
@@ -124,7 +124,7 @@ class Closing:
         update.fault = self.guard.judge(numbers[0] / update.loss_scale, value, self.loss_scale.adapts)
         update.streak = self.guard.streak
         self.loss_scale.update(isfinite(value))
-        self.store.settle_gradients(update.fault is None)
+        self.store.reducer.confirm(update.fault is None)
         self._calm = self._confirms(update) and numbers[STOPS] == 0
 
     def _confirms(self, update: Update) -> bool:
@@ -145,4 +145,4 @@ class Closing:
 
     def _step(self, update: Update, divisor: Tensor | None) -> None:
         self.optimizer.step(update.step - self.skipped, update.lr, divisor)
-        self.store.gather()
+        self.store.gatherer.gather_updated()

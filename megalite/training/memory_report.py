@@ -44,11 +44,11 @@ class ModelStates(NamedTuple):
 def _storages(store: ParameterStore, optimizer: AdamW) -> Iterator[tuple[str, str, int]]:
     """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it has."""
     buckets = store.buckets
-    gradients = [memory.gradients for memory in buckets if memory.gradients is not None]
+    gradients = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
     kinds: dict[str, Iterable[Tensor | None]] = {
-        "weights": (tensor for memory in buckets for tensor in (memory.weights, memory.shard)),
-        "gradients": (tensor for each in gradients for tensor in (each.full, each.owned, each.apart)),
-        "optimizer": (*(memory.master for memory in buckets), *optimizer.changing()),
+        "weights": (tensor for bucket in buckets for tensor in (bucket.weights, bucket.shard)),
+        "gradients": (tensor for each in gradients for tensor in (each.full, each.owned, each.separate_embedding_grad)),
+        "optimizer": (*(bucket.master for bucket in buckets), *optimizer.changing()),
         "powersgd": (tensor for matrix in _compressed(store) for tensor in (matrix.error, matrix.factor)),
     }
     seen: set[int] = set()
@@ -99,7 +99,7 @@ def planned(config: Config, pp_rank: int, device: Device) -> ModelStates:
 
 
 def _compressed(store: ParameterStore) -> Sequence[Matrix]:
-    return () if store.powersgd is None else store.powersgd.matrices
+    return () if store.reducer.powersgd is None else store.reducer.powersgd.matrices
 
 
 def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[float, float]:
@@ -108,7 +108,7 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
     config, rank = trainer.config, trainer.mesh.pp.rank
     config = replace(config, parallel=replace(config.parallel, zero3_reshard=reshard))
     schedule = build.schedule(config, build.microbatch_count(config))
-    sizes = [memory.layout.size for memory in trainer.store.buckets]
+    sizes = [bucket.layout.size for bucket in trainer.store.buckets]
     gathered = sum(sizes[action.bucket] for action in schedule.actions[rank] if action.kind is Kind.GATHER and action.bucket is not None)
     return gathered / sum(sizes), check_gathering(schedule, rank) / len(sizes)
 
@@ -136,7 +136,7 @@ def _describe_copies(trainer: Trainer) -> list[str]:
 
 def _describe_gathering(trainer: Trainer) -> list[str]:
     """Both ways of freeing gathered weights, beside each other."""
-    if trainer.store.residency is None:
+    if trainer.store.zero < 3:
         return []
     ways: tuple[Literal["action", "step"], ...] = ("action", "step")
     costs = {way: gathering(trainer, way) for way in ways}

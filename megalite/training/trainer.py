@@ -192,9 +192,9 @@ class Trainer:
         check_resume(self.config, self.train_data.fingerprint, state, directory)
         with all_or_none(self.mesh, CheckpointError):
             checkpoint.load(manifest, self.optimizer.to_load())
-            if self.store.powersgd is not None:
+            if self.store.reducer.powersgd is not None:
                 shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
-                self.store.powersgd.restore(shapes, partial(checkpoint.load, manifest))
+                self.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
         self.notes += changed_compression(self.config, state)
         self.store.publish()
         self.step_done, self.samples, self.closing.skipped = state["step"], state["samples"], state["skipped"]
@@ -223,7 +223,7 @@ class Trainer:
             "fingerprint": self.train_data.fingerprint,
             "config": to_dict(self.config),
         }
-        self.store.finish_gathering()
+        self.store.gatherer.finish()
         with all_or_none(self.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
             self.store.state.sync()
         save = self.saver.begin(directory, self._to_save(), state, sound=self.guard.streak == 0)
@@ -231,7 +231,7 @@ class Trainer:
         return save
 
     def _to_save(self) -> list[Rectangle]:
-        return [*self.optimizer.to_save(), *([] if self.store.powersgd is None else self.store.powersgd.to_save())]
+        return [*self.optimizer.to_save(), *([] if self.store.reducer.powersgd is None else self.store.reducer.powersgd.to_save())]
 
     def roll_back(self, bad: StepResult) -> None:
         """Return to the newest checkpoint from before the bad steps, where there is one, and go on with the next samples. Collective.
@@ -244,7 +244,7 @@ class Trainer:
         self.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
         assert directory is not None
         self.closing.settle()
-        self.store.finish_gathering()
+        self.store.gatherer.finish()
         samples = self.samples
         self.resume(directory)
         self.samples, self.guard.streak = samples, 0
@@ -275,12 +275,12 @@ class Trainer:
         update.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
-        self.store.begin_step(len(microbatches), update.loss_scale)
+        self.store.reducer.begin_step(len(microbatches), update.loss_scale)
         validate = None if self.closing.pending is None else self.closing.validate
         scale = update.loss_scale / max(update.tokens, 1) * self.faults.loss_factor(step)
         loss, pace = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=scale, validate=validate)
         activity.enter(REDUCING)
-        self.store.finish_gradients()
+        self.store.reducer.finish()
         self.faults.spoil(step, self.closing.norm.chunks)
         activity.enter(UPDATING)
 
@@ -345,5 +345,5 @@ class Trainer:
         """Leave nothing under way: a message that nobody awaits would be taken for the next one on its communicator."""
         self.saver.wait()
         self.closing.settle()
-        self.store.finish_gathering()
+        self.store.gatherer.finish()
         self.loader.close()

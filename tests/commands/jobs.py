@@ -36,7 +36,7 @@ def logits_from_hf(context: Any, configs: list[dict[str, Any]], ids: Tensor) -> 
         made = from_dict(config)
         trainer = Trainer(made, mesh_of(context, made), read_weights=starting_weights(made.model))
         try:
-            trainer.store.finish_gathering()
+            trainer.store.gatherer.finish()
             found.append(_logits(trainer, ids))
         finally:
             trainer.close()

@@ -79,11 +79,8 @@ def delays(trainer: Trainer, random: Random, longest_s: float) -> Iterator[list[
 
         return started
 
-    def slow_passes(take: Callable[[], list[Callable[[], None]]]) -> Callable[[], list[Callable[[], None]]]:
-        return lambda: [pause, *take()]
-
-    for stage in trainer.parts.stages.values():
-        stage.take_weight_work = slow_passes(stage.take_weight_work)  # type: ignore[method-assign]
+    queue = trainer.store.weight_grads
+    queue.run = late(queue.run)  # type: ignore[method-assign]
     layers = [layer for stage in trainer.parts.stages.values() for layer in stage.layers.values()]
     hooks = [layer.register_forward_hook(forward) for layer in layers]
     try:

@@ -30,8 +30,8 @@ def states(context: Any, config: dict[str, Any]) -> tuple[ModelStates, ModelStat
     trainer = Trainer(made, mesh_of(context, made))
     try:
         trainer.step()
-        trainer.store.finish_gathering()
-        trainer.store.gather()
+        trainer.store.gatherer.finish()
+        trainer.store.gatherer.gather_updated()
         return measured(trainer), formula(trainer)
     finally:
         trainer.close()

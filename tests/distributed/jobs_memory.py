@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +15,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.model.parameters import padded_vocabulary
 from megalite.optimizer.adamw import AdamW
-from megalite.parallel.weight import WeightGradients
+from megalite.parallel.weight import WeightGradQueue, WeightProduct
 from tests.distributed.jobs import mesh_of
 
 
@@ -57,20 +56,21 @@ class Ledger:
     def hooks(self) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor)
 
-    def watch(self, queue: WeightGradients) -> None:
+    def watch(self, queue: WeightGradQueue) -> None:
         """Count what the products keep that are put off for a weight pass."""
-        put = queue.put
+        put, run = queue.put, queue.run
+        held: defaultdict[tuple[int, int], list[_Kept]] = defaultdict(list)
 
-        def watched(work: Callable[[], None]) -> None:
-            held = [self.keep(cell.cell_contents) for cell in work.__closure__ or () if isinstance(cell.cell_contents, Tensor)]
+        def watched_put(product: WeightProduct) -> None:
+            if queue.deferred:
+                held[queue.backward] += [self.keep(product.grad_output), self.keep(product.inputs)]
+            put(product)
 
-            def then() -> None:
-                work()
-                held.clear()
+        def watched_run(stage: int, microbatch: int) -> None:
+            run(stage, microbatch)
+            held.pop((stage, microbatch), None)
 
-            put(then)
-
-        queue.put = lambda work: watched(work) if queue.deferred else put(work)  # type: ignore[method-assign]
+        queue.put, queue.run = watched_put, watched_run  # type: ignore[method-assign]
 
 
 def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Parts, list[Microbatch]]:
@@ -91,11 +91,11 @@ def most_kept(context: Any, config: dict[str, Any]) -> tuple[int, int]:
     ledger = Ledger(
         [memory.weights for memory in parts.store.buckets], batches[0].tokens.numel() * vocabulary * parts.runtime.dtype.itemsize
     )
-    ledger.watch(parts.store.gradients)
-    parts.store.begin_step(len(batches))
+    ledger.watch(parts.store.weight_grads)
+    parts.store.reducer.begin_step(len(batches))
     with ledger.hooks():
         parts.runtime.run(build.schedule(made, len(batches)), batches, step=1, loss_scale=1.0)
-    parts.store.finish_gradients()
+    parts.store.reducer.finish()
     return ledger.most["activations"], ledger.most["logits"]
 
 
@@ -108,12 +108,12 @@ class Stepping:
 
     def step(self, number: int) -> None:
         store = self.parts.store
-        store.begin_step(len(self.batches))
+        store.reducer.begin_step(len(self.batches))
         self.parts.runtime.run(self.schedule, self.batches, step=number, loss_scale=1.0)
-        store.finish_gradients()
+        store.reducer.finish()
         self.optimizer.step(number, 1e-3, None)
-        store.gather()
-        store.finish_gathering()
+        store.gatherer.gather_updated()
+        store.gatherer.finish()
 
 
 def most_allocated(context: Any, config: dict[str, Any]) -> int:

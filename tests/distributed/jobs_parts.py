@@ -159,12 +159,6 @@ class CountingStage:
     def alive(self) -> int:
         return sum(buffer() is not None for buffer in self.made)
 
-    def defer_weight_work(self, deferred: bool) -> None:
-        assert not deferred, "these schedules run backward whole"
-
-    def take_weight_work(self) -> list[Any]:
-        return []
-
 
 def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, ...]) -> dict[str, Any]:
     """Run the schedule over one counting stage a rank: what arrived, how many outputs lived, the first stage's gradient."""

@@ -70,20 +70,20 @@ def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> di
         for number, gradients in enumerate(steps):
             scale = options["scales"][number] if options["scales"] else 1.0
             microbatches = gradients["matrix"].shape[1]
-            store.begin_step(microbatches, scale)
+            store.reducer.begin_step(microbatches, scale)
             for microbatch in range(microbatches):
                 for spec in reversed(SPECS):
-                    store[spec.name].accumulate(gradients[spec.name][context.rank, microbatch] * scale)
-            store.finish_gradients()
+                    store.weights[spec.name].accumulate(gradients[spec.name][context.rank, microbatch] * scale)
+            store.reducer.finish()
             found.append(owned(store))
-            store.settle_gradients(number not in options["skipped"])
+            store.reducer.confirm(number not in options["skipped"])
     return {"steps": found, "bytes": sent.count, "buckets": len(store.buckets)}
 
 
 def owned(store: ParameterStore) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
     found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
     for memory in store.buckets:
-        for flat, offset in store.held(memory, memory.start, memory.stop):
+        for flat, offset in store.rectangles_in(memory, memory.start, memory.stop):
             part = memory.rectangle("grad", memory.owned_grads, flat, offset)
             found.setdefault(flat.segment.name, []).append((part.offsets, part.tensor.clone()))
     return found
@@ -119,8 +119,8 @@ def segments(value: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def errors(trainer: Trainer) -> dict[str, Tensor]:
-    assert trainer.store.powersgd is not None
-    return {matrix.name: matrix.error.clone() for matrix in trainer.store.powersgd.matrices}
+    assert trainer.store.reducer.powersgd is not None
+    return {matrix.name: matrix.error.clone() for matrix in trainer.store.reducer.powersgd.matrices}
 
 
 def train_and_save(context: Any, config: dict[str, Any], before: int, after: int) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def train_and_save(context: Any, config: dict[str, Any], before: int, after: int
     trainer = make_trainer(context, config)
     try:
         losses = [trainer.step().loss for _ in range(before)]
-        directory, kept = str(trainer.save()), errors(trainer) if trainer.store.powersgd else {}
+        directory, kept = str(trainer.save()), errors(trainer) if trainer.store.reducer.powersgd else {}
         losses += [trainer.step().loss for _ in range(after)]
         return {"directory": directory, "errors": kept, "losses": losses}
     finally:
@@ -138,7 +138,7 @@ def train_and_save(context: Any, config: dict[str, Any], before: int, after: int
 def resume(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     trainer = make_trainer(context, config)
     try:
-        kept = errors(trainer) if trainer.store.powersgd else {}
+        kept = errors(trainer) if trainer.store.reducer.powersgd else {}
         return {"errors": kept, "losses": [trainer.step().loss for _ in range(steps)], "notes": trainer.notes}
     finally:
         trainer.close()

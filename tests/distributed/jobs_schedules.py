@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
+from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.distributed.jobs import mesh_of
@@ -54,15 +54,19 @@ def weight_passes(context: Any, config: dict[str, Any]) -> dict[str, Any]:
         events.append({"kind": kind, "stage": stage, "changed": changed, "reductions": traffic["all_reduce", "data"] - started})
         before = now
 
-    def watch(number: int, take: Callable[[], list[Callable[[], None]]]) -> Callable[[], list[Callable[[], None]]]:
-        def taken() -> list[Callable[[], None]]:
-            note("B", number)
-            return [*take(), lambda: note("W", number)]
+    passes = trainer.parts.runtime._passes
 
-        return taken
+    def watch(kind: Kind) -> None:
+        execute = passes[kind]
 
-    for number, stage in trainer.parts.stages.items():
-        stage.take_weight_work = watch(number, stage.take_weight_work)  # type: ignore[method-assign]
+        def executed(run: Any, action: Action) -> None:
+            execute(run, action)
+            note(kind.value, action.stage)
+
+        passes[kind] = executed
+
+    watch(Kind.BACKWARD)
+    watch(Kind.WEIGHT)
     try:
         trainer.step()
     finally:

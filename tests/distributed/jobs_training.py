@@ -28,7 +28,7 @@ def settle(trainer: Trainer) -> None:
     trainer.closing.settle()
     for memory in trainer.store.buckets:
         for unit in memory.layout.units:
-            trainer.store.wait_for(unit)
+            trainer.store.gatherer.wait_for(unit)
 
 
 def numbers(results: list[StepResult]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def evaluate(context: Any, config: dict[str, Any], steps: int) -> tuple[float, f
 def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_step: int, broken_rank: int, steps: int) -> dict[str, Any]:
     """One element of one rank's gradients becomes infinite in one step; its weights before and after that step are kept."""
     trainer = make_trainer(context, config)
-    finish = trainer.store.finish_gradients
+    finish = trainer.store.reducer.finish
     kept: list[dict[str, Tensor]] = []
 
     def finish_and_break() -> None:
@@ -112,7 +112,7 @@ def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_st
             memory = next(memory for memory in trainer.store.buckets if memory.gradients is not None)
             memory.owned_grads[0] = torch.inf
 
-    trainer.store.finish_gradients = finish_and_break  # type: ignore[method-assign]
+    trainer.store.reducer.finish = finish_and_break  # type: ignore[method-assign]
     try:
         results = []
         for step in range(1, steps + 1):
@@ -168,7 +168,7 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
         else:
             expected["c10d::send"] += count * (sizes[axis] - 1)
             expected["c10d::recv_"] += count * (sizes[axis] - 1)
-    owned = [rectangle.segment for memory in store.buckets for rectangle, _ in store.held(memory, memory.start, memory.stop)]
+    owned = [rectangle.segment for memory in store.buckets for rectangle, _ in store.rectangles_in(memory, memory.start, memory.stop)]
     holds = {"partial": any(segment.partial for segment in owned), "replicated": any(segment.replicas > 1 for segment in owned)}
     place = {"pp": mesh.pp.rank, "buckets": len(store.buckets)}
     return {"traffic": traffic, "observed": dict(observed), "expected": dict(expected), **holds, **place}

@@ -11,7 +11,7 @@ from megalite.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.linear import ColumnParallelLinear
-from megalite.parallel.weight import Weight, WeightGradients
+from megalite.parallel.weight import Weight, WeightGradQueue
 from tests.distributed import jobs_loss
 from tests.distributed.configs import SEQUENCE, SINGLE, config_of, write_tokens
 from tests.distributed.layouts import Case, micro_batch
@@ -67,20 +67,23 @@ def test_trains_as_with_whole_logits(name, precision, tolerance, ranks, prefix):
 
 
 class Head:
-    """A linear head on one rank, and its loss."""
+    """A linear head on one rank, its loss, and the bucket that its weight is completed in."""
 
     def __init__(self, trainable: bool = True):
         generator = torch.Generator().manual_seed(3)
         self.x = torch.randn(10, 3, 8, dtype=torch.float64, generator=generator).requires_grad_()
         self.targets = torch.randint(13, (10, 3), generator=generator)
-        queue, tp = WeightGradients(), Mesh(Layout()).tp
+        queue, tp = WeightGradQueue(), Mesh(Layout()).tp
         value = torch.randn(13, 8, dtype=torch.float64, generator=generator).requires_grad_(trainable)
         spec = ParamSpec("head.weight", 0, (Segment("head.weight", (13, 8)),))
         self.weight = Weight(spec, value, torch.float64 if trainable else None, queue)
-        self.weight.grad, self.complete = torch.full_like(value, torch.nan), []
-        self.weight.connect(lambda: None, self.complete.append)
+        self.weight.grad, self.completed = torch.full_like(value, torch.nan), []
+        self.weight.bucket = self
         self.weight.begin_step(1, 1)
         self.project, self.cross_entropy = ColumnParallelLinear(self.weight, None, tp, False), CrossEntropy(tp, 13)
+
+    def complete(self, weight: Weight, reduction: int) -> None:
+        self.completed.append(reduction)
 
     def loss(self, part: Tensor, targets: Tensor) -> Tensor:
         return self.cross_entropy(self.project(part).flatten(0, 1), targets, 0.25)
@@ -102,7 +105,7 @@ def test_gradients_are_torchs(ignored):
     head = Head()
     head.targets[ignored] = IGNORE_INDEX
     loss = head.chunked()
-    assert head.complete == [0], "three chunks are one contribution"
+    assert head.completed == [0], "three chunks are one contribution"
     loss.backward()
     for got, expected in zip((loss, head.x.grad, head.weight.grad), head.expected(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
@@ -113,14 +116,14 @@ def test_without_gradients_only_the_loss_is_computed():
     with torch.no_grad():
         loss = head.chunked()
     torch.testing.assert_close(loss, head.expected()[0].detach())
-    assert head.complete == [] and head.weight.grad.isnan().all()
+    assert head.completed == [] and head.weight.grad.isnan().all()
 
 
 def test_what_is_frozen_gets_no_gradient():
     head = Head(trainable=False)
     head.chunked().backward()
     torch.testing.assert_close(head.x.grad, head.expected()[1])
-    assert head.complete == [] and head.weight.grad.isnan().all()
+    assert head.completed == [] and head.weight.grad.isnan().all()
     head = Head()
     expected = head.expected()
     head.x.requires_grad_(False)

@@ -121,16 +121,16 @@ def test_one_rank_frees_its_weights_after_use(ranks, prefix, resident):
 def most_whole_buckets(context: Any, config: dict[str, Any]) -> int:
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
-    residency, most = trainer.store.residency, 0
-    assert residency is not None
-    acquire = residency.acquire
+    gatherer, most = trainer.store.gatherer, 0
+    assert gatherer is not None
+    acquire = gatherer.acquire
 
     def counted(unit: int) -> None:
         nonlocal most
         acquire(unit)
         most = max(most, sum(bucket.resident for bucket in trainer.store.buckets))
 
-    residency.acquire = counted  # type: ignore[method-assign]
+    gatherer.acquire = counted  # type: ignore[method-assign]
     trainer.step()
     trainer.close()
     return most

@@ -277,8 +277,8 @@ def factors_apart(context: Any, config: dict[str, Any]) -> bool:
     trainer = make_trainer(context, config)
     trainer.step()
     trainer.close()
-    assert trainer.store.powersgd is not None
-    return all(matrix.factor.untyped_storage().nbytes() == matrix.factor.nbytes for matrix in trainer.store.powersgd.matrices)
+    assert trainer.store.reducer.powersgd is not None
+    return all(matrix.factor.untyped_storage().nbytes() == matrix.factor.nbytes for matrix in trainer.store.reducer.powersgd.matrices)
 
 
 def test_factors_lie_where_a_checkpoint_would_fill_them(ranks, prefix):

@@ -107,16 +107,16 @@ def gathering_of_a_step(context: Any, config: dict[str, Any]) -> tuple[int, int]
     """How many gatherings one step (not the first) does, and the most buckets that were whole at once."""
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
-    residency, most = trainer.store.residency, 0
-    assert residency is not None
-    acquire = residency.acquire
+    gatherer, most = trainer.store.gatherer, 0
+    assert gatherer is not None
+    acquire = gatherer.acquire
 
     def counted(unit: int) -> None:
         nonlocal most
         acquire(unit)
         most = max(most, sum(memory.resident for memory in trainer.store.buckets))
 
-    residency.acquire = counted  # type: ignore[method-assign]
+    gatherer.acquire = counted  # type: ignore[method-assign]
     trainer.step()
     trainer.mesh.traffic.clear()
     trainer.step()

@@ -49,7 +49,7 @@ def test_steps_are_those_of_torch_with_clipping_and_decay_groups(dtype):
             group["lr"] = rate
         theirs.step()
     for name, value in parameters.items():
-        torch.testing.assert_close(store[name].tensor.detach(), value.detach(), rtol=0, atol=2e-7, msg=name)
+        torch.testing.assert_close(store.weights[name].tensor.detach(), value.detach(), rtol=0, atol=2e-7, msg=name)
     assert min(norms) < 1 < max(norms)
 
 
@@ -64,7 +64,7 @@ def test_clipping_only_ever_shrinks():
 def test_norm_of_25_million_elements_keeps_its_digits(scale):
     """torch's vector_norm, one running sum in fp32, loses the third digit here; the reference is fp64 over the same values."""
     store = make_store([ParamSpec("w", 0, (Segment("w", (5000, 5000)),))], torch.float32)
-    gradient = store["w"].grad
+    gradient = store.weights["w"].grad
     gradient.normal_(generator=torch.Generator().manual_seed(0)).add_(1.0).mul_(scale)
     exact = gradient.double().square().sum().sqrt().item()
     assert GradientNorm(store, store.mesh)([])[0].item() == pytest.approx(exact, rel=1e-7)

@@ -50,8 +50,8 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
             measured, _ = norm([])
             norms.append(measured.item())
             optimizer.step(step, 0.02 / step, clip_divisor(measured, 3.0))
-            store.gather()
-            store.finish_gathering()
+            store.gatherer.gather_updated()
+            store.gatherer.finish()
     finally:
         dispatch.select("torch")
     rounds = all(

@@ -35,16 +35,16 @@ def test_microbatches_add_up_in_fp32(make):
     wide = {name: torch.zeros(weight.tensor.shape) for name, weight in trainer.store.weights.items()}
     narrow = {name: torch.zeros(weight.tensor.shape, dtype=torch.bfloat16) for name, weight in trainer.store.weights.items()}
     for each in microbatches:
-        trainer.store.begin_step(1)
+        trainer.store.reducer.begin_step(1)
         trainer.parts.runtime.run(alone, [each], step=1, loss_scale=scale)
-        trainer.store.finish_gradients()
+        trainer.store.reducer.finish()
         for name, weight in trainer.store.weights.items():
             assert weight.grad.dtype == torch.float32 and weight.tensor.dtype == torch.bfloat16
             wide[name] += weight.grad
             narrow[name] += weight.grad.bfloat16()
-    trainer.store.begin_step(len(microbatches))
+    trainer.store.reducer.begin_step(len(microbatches))
     trainer.parts.runtime.run(trainer.schedule, microbatches, step=1, loss_scale=scale)
-    trainer.store.finish_gradients()
+    trainer.store.reducer.finish()
     for name, weight in trainer.store.weights.items():
         size = wide[name].norm()
         assert (weight.grad - wide[name]).norm() <= 1e-6 * size, name
@@ -63,7 +63,7 @@ def test_master_weights_keep_updates_that_bf16_would_lose(make):
         assert torch.equal(memory.weights[memory.start : memory.stop], memory.master.bfloat16())
         moved = max(moved, (memory.master - before[index]).abs().max().item())
     assert 2e-6 < moved < 6e-6
-    norm = trainer.store["norm.weight"].tensor.detach()
+    norm = trainer.store.weights["norm.weight"].tensor.detach()
     assert torch.equal(norm, torch.ones_like(norm))
 
 

@@ -14,18 +14,17 @@ from megalite.parallel.compiled_ops import Regions
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.lora import attach_adapters
-from megalite.parallel.weight import Weight, WeightGradients
+from megalite.parallel.weight import Weight, WeightGradQueue
 
 WIDTH, PARTS, RANK, SCALE = 6, {"q": 4, "k": 3, "v": 5}, 2, 1.5
 MASK = partial(dropout, key=7, samples=torch.arange(2), positions=torch.arange(5), p=0.4)
 
 
-def weight(queue: WeightGradients, name: str, *segments: Segment, trained: bool) -> Weight:
+def weight(queue: WeightGradQueue, name: str, *segments: Segment, trained: bool) -> Weight:
     rows = sum(segment.shape[0] for segment in segments)
     value = torch.randn(rows, *segments[0].shape[1:], dtype=torch.float64).requires_grad_()
     made = Weight(ParamSpec(name, 1, segments), value, torch.float64 if trained else None, queue)
     made.grad = torch.full_like(value, torch.nan) if trained else None
-    made.connect(lambda: None, lambda _: None)
     made.begin_step(1, 1)
     return made
 
@@ -35,7 +34,7 @@ def weight(queue: WeightGradients, name: str, *segments: Segment, trained: bool)
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_outputs_and_gradients(kind, masked, deferred):
     torch.manual_seed(0)
-    queue = WeightGradients()
+    queue = WeightGradQueue()
     queue.deferred = deferred
     parts = PARTS if kind == "column" else {"down": 7}
     adapted = {"q": slice(0, 4), "v": slice(7, 12)} if kind == "column" else {"down": slice(0, 7)}
@@ -69,7 +68,6 @@ def test_outputs_and_gradients(kind, masked, deferred):
     wanted = torch.autograd.grad(expected, [x, *(each.tensor for each in trained)], gradient)
     out.backward(gradient)
     with torch.no_grad():  # as the pipeline's runtime does
-        for work in queue.take():
-            work()
+        queue.run(0, 0)
     torch.testing.assert_close([x.grad, *(each.grad for each in trained)], list(wanted))
     assert stored["x.weight"].grad is None

@@ -40,7 +40,7 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
     """Train without waiting where the schedule lets it."""
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
-    finish, close, validate = trainer.store.finish_gradients, trainer.closing.close, trainer.closing.validate
+    finish, close, validate = trainer.store.reducer.finish, trainer.closing.close, trainer.closing.validate
     log: list[Any] = []
 
     def finish_and_break() -> None:
@@ -56,7 +56,7 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
         log.append(validate())
         return log[-1]
 
-    trainer.store.finish_gradients = finish_and_break  # type: ignore[method-assign]
+    trainer.store.reducer.finish = finish_and_break  # type: ignore[method-assign]
     trainer.closing.close, trainer.closing.validate = logged_close, logged_validate  # type: ignore[method-assign]
     try:
         known = [trainer.advance(wait=step == STEPS - 1) for step in range(STEPS)]

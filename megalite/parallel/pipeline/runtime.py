@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,24 @@ from megalite.mesh import Mesh
 from megalite.parallel.collectives import message
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
-from megalite.parallel.sharding.residency import Residency
+from megalite.parallel.weight import WeightGradQueue
 
 Key = tuple[int, int]  # stage, microbatch
 INPUTS = {Kind.FORWARD: (Kind.RECEIVE_FORWARD, -1), Kind.BACKWARD: (Kind.RECEIVE_BACKWARD, 1)}
 """What brings a computation its input from another rank, and how many stages further it is made."""
+
+
+class Gatherer(Protocol):
+    """What carries out a schedule's gathers and reshards: weights that are kept as shards are whole while they are used (ZeRO-3)."""
+
+    def begin_run(self, planned: bool) -> None:
+        """A schedule begins to execute; `planned`: its list has gathers and reshards."""
+
+    def gather(self, bucket: int, unit: int | None) -> None:
+        """Gather a bucket when the next computation reaches a unit of the model; None: now."""
+
+    def reshard(self, bucket: int, unit: int | None) -> None:
+        """Free a bucket when the next computation leaves a unit."""
 
 
 class _Gradient:
@@ -66,7 +79,6 @@ class _Run:
     gradients: dict[Key, _Gradient] = field(default_factory=dict)
     products: dict[Key, Tensor] = field(default_factory=dict)  # outputs and input gradients on their way to another stage
     arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
-    weight_work: dict[Key, list[Callable[[], None]]] = field(default_factory=dict)
     sends: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
 
@@ -77,7 +89,8 @@ class Runtime:
     Args:
         stages: the stages on this rank by number (`megalite.model.stage.Stage`).
         activation_shape: [seq (/tp), batch, hidden] of what travels between stages, in `dtype`.
-        residency: gathers and frees the stages' weights (ZeRO-3) as the list of actions says.
+        weight_grads: the stages' queue of weight-gradient products, which W actions compute.
+        gatherer: gathers and frees the stages' weights (ZeRO-3) as the list of actions says.
 
     Attributes:
         clock: what measures; on a GPU by default nothing, since reading its clock waits for the device.
@@ -91,9 +104,11 @@ class Runtime:
         activation_shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device | str,
-        residency: Residency | None = None,
+        weight_grads: WeightGradQueue | None = None,
+        gatherer: Gatherer | None = None,
     ):
-        self.stages, self.mesh, self.residency = stages, mesh, residency
+        self.stages, self.mesh, self.gatherer = stages, mesh, gatherer
+        self.weight_grads = weight_grads or WeightGradQueue()
         self.activation_shape, self.dtype, self.device = tuple(activation_shape), dtype, device
         self.clock = HostClock() if torch.device(device).type == "cpu" else Clock()
         self.ran: list[Ran] = []
@@ -120,8 +135,7 @@ class Runtime:
         run = self._begin(schedule, microbatches, step, loss_scale, training)
         actions, prefix = schedule.actions[self.mesh.pp.rank], 0
         thrown_away: list[Mark] = []
-        for stage in self.stages.values():
-            stage.defer_weight_work(Kind.WEIGHT in schedule.passes)
+        self.weight_grads.begin_run(deferred=Kind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):
             if validate is not None:
                 prefix = schedule.forward_prefix[self.mesh.pp.rank]
@@ -140,8 +154,8 @@ class Runtime:
         return run.loss, Pace.of(self.ran, 0 in self.stages, before)
 
     def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
-        if self.residency is not None:
-            self.residency.begin(planned=bool(schedule.units))
+        if self.gatherer is not None:
+            self.gatherer.begin_run(planned=bool(schedule.units))
         return _Run(schedule, microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
 
     def _execute(self, run: _Run, actions: Sequence[Action]) -> None:
@@ -157,8 +171,8 @@ class Runtime:
             elif action.is_message:
                 (self._send if action.is_send else self._receive)(run, action)
             else:
-                assert self.residency is not None, f"{action} in a schedule for weights that are whole"
-                self.residency.plan(action)
+                assert self.gatherer is not None and action.bucket is not None, f"{action} in a schedule for weights that are whole"
+                (self.gatherer.gather if action.kind is Kind.GATHER else self.gatherer.reshard)(action.bucket, action.unit)
 
     @staticmethod
     def _await_input(run: _Run, action: Action) -> None:
@@ -205,9 +219,8 @@ class Runtime:
         if action.stage < run.schedule.stages - 1:
             run.gradients.pop(key).value = run.products.pop((action.stage + 1, action.microbatch))
             self._release_output(run, key)
+        self.weight_grads.begin_backward(*key)
         torch.autograd.backward(run.roots.pop(key))
-        if Kind.WEIGHT in run.schedule.passes:
-            run.weight_work[key] = self.stages[action.stage].take_weight_work()
         if action.stage > 0:
             gradient = run.inputs.pop(key).grad
             assert gradient is not None
@@ -215,8 +228,7 @@ class Runtime:
 
     def _weight(self, run: _Run, action: Action) -> None:
         with torch.no_grad():  # as in a backward, where the products of other schedules run
-            for work in run.weight_work.pop((action.stage, action.microbatch)):
-                work()
+            self.weight_grads.run(action.stage, action.microbatch)
 
     def _receive(self, run: _Run, action: Action) -> None:
         buffer = torch.empty(self.activation_shape, dtype=self.dtype, device=self.device)

@@ -104,7 +104,7 @@ class _GradientWithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor, loss: ChunkLoss, targets: Tensor, weight: Weight, length: int) -> Tensor:
         losses, dx = [], torch.empty_like(x)
-        with weight.one_contribution(), torch.enable_grad():
+        with weight.accumulate_as_one(), torch.enable_grad():
             for (part, its), gradient in zip(_parts(x, targets, length), dx.split(length), strict=True):
                 leaf = part.detach().requires_grad_(ctx.needs_input_grad[0])
                 value = loss(leaf, its)

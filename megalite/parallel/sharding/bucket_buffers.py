@@ -1,0 +1,89 @@
+"""A bucket's buffers on one rank: weights, master weights and, with ZeRO-3, this rank's shard of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.collectives import Pending
+from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.gradient_bucket import GradientBucket
+from megalite.parallel.spec import FlatRectangle, Rectangle, rectangles
+
+
+@dataclass(eq=False)
+class BucketBuffers:
+    """A bucket's memory. `master` covers [start, stop), the range whose optimizer state this rank keeps.
+
+    In fp32 and fp64 the master weights are the weights themselves, unless optimizer state is stored elsewhere; in bf16 and fp16 they are a
+    separate fp32 copy. Frozen weights have no other master, in any precision, and every rank keeps all of them, except under ZeRO-3.
+    """
+
+    layout: Bucket
+    weights: Tensor  # [size], compute precision; without memory where they are kept as shards and not in use
+    gradients: GradientBucket | None  # None for frozen buckets and without training
+    start: int
+    stop: int
+    master: Tensor  # [stop - start], at least fp32, where the optimizer state is stored
+    shard: Tensor | None  # [stop - start], compute precision, where the weights are kept as shards
+    gathering: Pending | None = None
+
+    @property
+    def owned_grads(self) -> Tensor:
+        assert self.gradients is not None
+        return self.gradients.owned
+
+    @property
+    def owned_weights(self) -> Tensor:
+        return self.weights[self.start : self.stop] if self.shard is None else self.shard
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the master weights are a copy of the weights."""
+        return self.owned_weights.data_ptr() != self.master.data_ptr()
+
+    @property
+    def resident(self) -> bool:
+        """Whether the full weights have memory."""
+        return self.weights.untyped_storage().nbytes() > 0
+
+    def await_weights(self) -> None:
+        """Wait until the full weights are gathered."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def allocate(self) -> None:
+        """Allocate the memory of the full weights."""
+        self.weights.untyped_storage().resize_(self.layout.size * self.weights.itemsize)
+
+    def free(self) -> None:
+        """Free the memory of the full weights."""
+        self.weights.untyped_storage().resize_(0)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Set a flat range of the weights, and of the master weights where this rank keeps them."""
+        with torch.no_grad():
+            stop = start + values.numel()
+            if self.shard is None:
+                self.weights[start:stop] = values
+            low, high = max(start, self.start), min(stop, self.stop)
+            for own in (self.master, self.shard) if low < high else ():
+                if own is not None:
+                    own[low - self.start : high - self.start] = values[low - start : high - start]
+
+    def rectangle(self, kind: str, values: Tensor, flat: FlatRectangle, offset: int) -> Rectangle:
+        """The part of an owned range's `values` ([stop - start]) that `flat`, whose stored tensor starts at `offset`, describes."""
+        own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
+        return Rectangle(f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, values[own].view(flat.sizes))
+
+    def rectangles_in(self, start: int, stop: int, tp_rank: int, tp_size: int) -> Iterator[tuple[FlatRectangle, int]]:
+        """The rectangles of global tensors in [start, stop), each with the start of its stored tensor in the bucket."""
+        for slot in self.layout.slots:
+            low, high = max(start, slot.start) - slot.start, min(stop, slot.stop) - slot.start
+            if low < high:
+                for rectangle in rectangles(slot.spec, tp_rank, tp_size, low, high):
+                    yield rectangle, slot.start

@@ -1,0 +1,118 @@
+"""One bucket's gradients on one rank: where they accumulate, and which of its weights are complete.
+
+    whole    a full buffer for the whole step; after the last microbatch one all-reduce (ZeRO-0) or reduce-scatter (ZeRO-1)
+    shards   a full buffer only while a microbatch's gradients arrive; then a reduce-scatter whose part is added to the shard (ZeRO-2)
+
+Shards save memory and cost volume: with m microbatches they are reduced m times. A bucket is reduced when every weight in it has all of a
+microbatch's contributions. A weight may be ahead of that (under a split backward a norm's gradient comes with B, a matrix's with W): what
+it has added by then is reduced with the rest, since everything is a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.powersgd import Compression
+from megalite.parallel.weight import Weight
+
+if TYPE_CHECKING:
+    from megalite.parallel.sharding.reducer import GradientReducer
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """The gradients of one bucket.
+
+    Attributes:
+        owned: [stop - start], the gradients whose optimizer state this rank keeps; valid after `GradientReducer.finish`.
+        full: [size], what accumulates; None while there is nothing, where only shards are kept.
+        separate_embedding_grad: [size], a tied tensor's second accumulator, see Weight.separate_embedding_grad.
+        compression: how `full` is reduced by PowerSGD, where it is.
+        missing: for each reduction of the step, how many weights are not complete. One counter would not do: under a split backward
+            the contributions of several microbatches arrive interleaved.
+    """
+
+    layout: Bucket
+    start: int
+    stop: int
+    owned: Tensor
+    full: Tensor | None
+    shards_only: bool
+    reducer: GradientReducer
+    weights: list[Weight] = field(default_factory=list)
+    separate_embedding_grad: Tensor | None = None
+    compression: Compression | None = None
+    missing: list[int] = field(default_factory=list)
+    uninitialized: bool = True  # nothing has been added to `owned` in this step, where only shards are kept
+
+    @staticmethod
+    def allocate(
+        layout: Bucket, shard: MeshAxis, zero: int, dtype: torch.dtype, device: torch.device, reducer: GradientReducer
+    ) -> GradientBucket:
+        start, stop = layout.part(shard.rank, shard.size)
+        if zero >= 2 and shard.size > 1:
+            owned = torch.zeros(stop - start, dtype=dtype, device=device)
+            return GradientBucket(layout, start, stop, owned, None, True, reducer)
+        full = torch.zeros(layout.size, dtype=dtype, device=device)
+        return GradientBucket(layout, start, stop, full[start:stop], full, False, reducer)
+
+    def add(self, weight: Weight) -> None:
+        """Take in the weight of the next slot."""
+        weight.bucket = self
+        self.weights.append(weight)
+        if self.full is not None:
+            weight.grad = self._view(self.full, len(self.weights) - 1)
+
+    def separate_embedding(self) -> None:
+        """Give a tensor that embedding and head share a second buffer, reduced like the first and added at the end."""
+        assert self.full is not None
+        self.separate_embedding_grad = torch.zeros_like(self.full)
+        for index, weight in enumerate(self.weights):
+            weight.separate_embedding_grad(self._view(self.separate_embedding_grad, index))
+
+    def begin_step(self, microbatches: int, loss_scale: float) -> None:
+        reductions = microbatches if self.shards_only else 1
+        self.missing, self.uninitialized = [len(self.weights)] * reductions, True
+        if self.compression is not None:
+            self.compression.loss_scale = loss_scale
+        for weight in self.weights:
+            weight.begin_step(microbatches, reductions)
+
+    def open(self) -> None:
+        """Allocate the buffer that gradients accumulate in, and set `grad` of every weight."""
+        self.reducer.make_room(in_flight=1)
+        self.full = torch.zeros(self.layout.size, dtype=self.owned.dtype, device=self.owned.device)
+        for index, weight in enumerate(self.weights):
+            weight.grad = self._view(self.full, index)
+
+    def complete(self, weight: Weight, reduction: int) -> None:
+        """Count a weight that has all contributions of a reduction; the last one starts the reduction."""
+        self.missing[reduction] -= 1
+        if not self.missing[reduction]:
+            self.reducer.start(self)
+
+    def release_full(self) -> Tensor:
+        """The full buffer, which from now on belongs to the caller."""
+        assert self.full is not None
+        buffer, self.full = self.full, None
+        for weight in self.weights:
+            weight.release_grad()
+        return buffer
+
+    def add_to_shard(self, part: Tensor) -> None:
+        """Add a microbatch's reduced part ([stop - start]); the first one overwrites."""
+        if self.uninitialized:
+            self.owned.copy_(part)
+        else:
+            self.owned.add_(part)
+        self.uninitialized = False
+
+    def _view(self, buffer: Tensor, index: int) -> Tensor:
+        slot = self.layout.slots[index]
+        return buffer[slot.start : slot.stop].view(slot.shape)

@@ -1,0 +1,185 @@
+"""When the full weights of a unit are there: before its forward and its backward.
+
+`WeightGatherer` serves ZeRO 0 to 2: weights are whole; after an update the parts are gathered, and a unit's first forward waits for that.
+`ShardGatherer` serves ZeRO-3: a rank keeps its shard of each bucket, and weights are whole only while they are used. The schedule's list
+says when: a gather or reshard stands in front of the computation during which it happens (`pipeline.gathering`). `gather` and `reshard`
+record it, and the units of the model carry it out as they begin and end:
+
+    forward   pre_forward: wait for this unit's weights, start the gathers recorded for here      post_forward: free what is recorded
+    backward  (of post_forward) the same                                                           (of pre_forward) the same
+
+Communication: all-gathers over the shard axis.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.collectives import Pending, all_gather
+from megalite.parallel.sharding.bucket_buffers import BucketBuffers
+from megalite.parallel.sharding.transfers import TransferLog
+
+Gather = Callable[[Tensor, MeshAxis, Tensor], Pending]
+"""(shard, axis, whole weights): the collective that fills the latter."""
+
+
+class WeightGatherer:
+    """Weights that are always whole; those that were updated in parts are gathered after each step.
+
+    Args:
+        buckets: the rank's, by number.
+        by_unit: the buckets that a unit needs.
+        axis: the ranks that share each bucket.
+        sharded_update: whether each rank updates a part of a bucket, so that the parts must be gathered (ZeRO-1 and 2).
+        log: records every gather.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketBuffers],
+        by_unit: Mapping[int, Sequence[BucketBuffers]],
+        axis: MeshAxis,
+        sharded_update: bool,
+        log: TransferLog,
+    ):
+        self.buckets, self.by_unit, self.axis, self.sharded_update, self.log = buckets, by_unit, axis, sharded_update, log
+
+    def pre_forward(self, unit: int, x: Tensor) -> Tensor:
+        """Make a unit's weights ready for computing on x, and for the backward of that. Returns x."""
+        self.wait_for(unit)
+        return x
+
+    def post_forward(self, unit: int, x: Tensor) -> Tensor:
+        """The unit has computed x. Returns x."""
+        return x
+
+    def gather_updated(self) -> None:
+        """Start gathering the weights that have just been updated."""
+        for number, bucket in enumerate(self.buckets):
+            if self.sharded_update and bucket.layout.trainable:
+                gathering = all_gather(bucket.owned_weights, self.axis, bucket.weights)
+                bucket.gathering = self.log.gathering(f"gather {number}", gathering)
+
+    def wait_for(self, unit: int) -> None:
+        """Wait until the unit's weights are up to date. Call before each use; free if nothing is pending."""
+        for bucket in self.by_unit.get(unit, ()):
+            bucket.await_weights()
+
+    def finish(self) -> None:
+        """Wait for every gather in flight after an update."""
+        for unit in self.by_unit:
+            self.wait_for(unit)
+
+    def begin_run(self, planned: bool) -> None:
+        """A schedule begins to execute; `planned`: its list says when weights are gathered and freed."""
+
+    def gather(self, bucket: int, unit: int | None) -> None:
+        """Gather a bucket when the next computation reaches a unit; None: now."""
+        raise RuntimeError(f"the schedule gathers bucket {bucket}, whose weights are always whole")
+
+    def reshard(self, bucket: int, unit: int | None) -> None:
+        """Free a bucket when the next computation leaves a unit."""
+        raise RuntimeError(f"the schedule frees bucket {bucket}, whose weights are always whole")
+
+
+class ShardGatherer(WeightGatherer):
+    """Gathers and frees the full weights of buckets that are kept as shards (ZeRO-3; Rajbhandari et al. 2020).
+
+    Args:
+        collective: how shards become whole weights.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketBuffers],
+        by_unit: Mapping[int, Sequence[BucketBuffers]],
+        axis: MeshAxis,
+        log: TransferLog,
+        collective: Gather = all_gather,
+    ):
+        super().__init__(buckets, by_unit, axis, False, log)
+        self._collective = collective
+        self._planned = False
+        self._gathers: defaultdict[int, list[BucketBuffers]] = defaultdict(list)  # by unit
+        self._reshards: defaultdict[int, list[BucketBuffers]] = defaultdict(list)
+
+    def begin_run(self, planned: bool) -> None:
+        """Free what was kept. Without a plan, a unit's weights are whole from the start of its computation to the end."""
+        self._free_all()
+        self._planned = planned
+        self._gathers.clear()
+        self._reshards.clear()
+
+    def gather(self, bucket: int, unit: int | None) -> None:
+        if unit is None:
+            self._start(bucket)
+        else:
+            self._gathers[unit].append(self.buckets[bucket])
+
+    def reshard(self, bucket: int, unit: int | None) -> None:
+        assert unit is not None, "a bucket is freed when a unit ends"
+        self._reshards[unit].append(self.buckets[bucket])
+
+    def pre_forward(self, unit: int, x: Tensor) -> Tensor:
+        return _UnitBoundary.apply(x, partial(self.acquire, unit), partial(self.release, unit))
+
+    def post_forward(self, unit: int, x: Tensor) -> Tensor:
+        if unit == 0:  # an embedding's backward needs no weights
+            self.release(unit)
+            return x
+        return _UnitBoundary.apply(x, partial(self.release, unit), partial(self.acquire, unit))
+
+    def gather_updated(self) -> None:
+        """The shards have changed: what is whole is out of date."""
+        self._free_all()
+
+    def wait_for(self, unit: int) -> None:
+        """Nothing is gathered between uses."""
+
+    def acquire(self, unit: int) -> None:
+        """Wait for a unit's weights, then start the gathers that are recorded for this unit."""
+        for bucket in self.by_unit.get(unit, ()):
+            if not self._planned:
+                self._start(self.buckets.index(bucket))
+            assert bucket.resident, f"the schedule does not gather the weights of unit {unit} before they are used"
+            bucket.await_weights()
+        for bucket in self._gathers.pop(unit, ()):
+            self._start(self.buckets.index(bucket))
+
+    def release(self, unit: int) -> None:
+        """Free what is recorded to be freed when this unit ends."""
+        for bucket in self._reshards.pop(unit, ()) if self._planned else self.by_unit.get(unit, ()):
+            bucket.free()
+
+    def _free_all(self) -> None:
+        for bucket in self.buckets:
+            bucket.await_weights()
+            bucket.free()
+
+    def _start(self, number: int) -> None:
+        bucket = self.buckets[number]
+        assert bucket.shard is not None and not bucket.resident
+        bucket.allocate()
+        bucket.gathering = self.log.gathering(f"gather {number}", self._collective(bucket.shard, self.axis, bucket.weights))
+
+
+class _UnitBoundary(torch.autograd.Function):
+    """One end of a unit of the model. Forward: call `forward_action`.  Backward: call `backward_action`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_action: Callable[[], None], backward_action: Callable[[], None]) -> Tensor:
+        ctx.backward_action = backward_action
+        forward_action()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.backward_action()
+        return grads[0], None, None
