@@ -42,7 +42,7 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
 
 
 def _row(name: str, windows: list[dict[str, float]], pass_s: float) -> dict[str, Any]:
-    """A schedule's figures. `wall_s` is from the first action of a window to the end of the last, `busy_s` is spent in actions, by all ranks."""
+    """A schedule's figures. `wall_s` is from the first action of a window to the end of the last; `busy_s` is the sum over ranks."""
     schedule = build(name, RANKS, MICROBATCHES)
     asked = 3 * pass_s * STEPS * MICROBATCHES * schedule.stages
     bubbles = [1 - window["busy_s"] / RANKS / window["wall_s"] for window in windows]
