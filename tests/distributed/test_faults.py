@@ -16,7 +16,6 @@ import torch
 
 from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
-from megalite.training import faults, signals
 from megalite.training.fit import fit
 from megalite.training.guard import FaultLimit
 from tests.distributed.configs import SINGLE, config_of, write_tokens
@@ -71,20 +70,20 @@ def fitted_in_virtual_time(context: Any, config: dict[str, Any]) -> dict[str, An
     def spend(seconds: float) -> None:
         now[0] += seconds
 
-    with patch.object(faults, "sleep", spend), patch.object(signals, "monotonic", lambda: now[0]):
+    with patch("megalite.training.faults.sleep", spend), patch("megalite.training.signals.monotonic", lambda: now[0]):
         return fitted(context, config)
 
 
 def fitted_until_all_have_said(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The same, where a slow step lasts until every rank has said that it stalls."""
-    record = Path(config["run"]["dir"], "run", "stalls", f"collectives_{{:05d}}")
+    record = Path(config["run"]["dir"], "run", "stalls", "collectives_{:05d}")
 
     def wait(seconds: float) -> None:
         deadline = time.monotonic() + 60
         while not all(Path(str(record).format(rank)).exists() for rank in range(context.world)) and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    with patch.object(faults, "sleep", wait):
+    with patch("megalite.training.faults.sleep", wait):
         return fitted(context, config)
 
 
