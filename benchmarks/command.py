@@ -7,6 +7,7 @@
     python tools/benchmark.py checkpoint                                   saving on 4 ranks against torch.save
     python tools/benchmark.py scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
     python tools/benchmark.py plan                                         five layouts against what the planner predicts for them
+    python tools/benchmark.py bubble                                       every schedule's bubble against what the simulator predicts
 
 Leave the machine alone meanwhile: everything that is compared is measured in one run, but each figure is only as quiet as the machine.
 """
@@ -22,12 +23,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, comm, gpu_step, kernels, overhead, plan, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, gpu_step, kernels, overhead, plan, report, scaling, step
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
-COLUMNS = {"step": step.COLUMNS, "overhead": overhead.COLUMNS, "comm": comm.COLUMNS, "checkpoint": checkpoint.COLUMNS, "plan": plan.COLUMNS}
+ON_CPU = {"overhead": overhead, "comm": comm, "checkpoint": checkpoint, "plan": plan, "bubble": bubble}
+COLUMNS = {"step": step.COLUMNS} | {name: benchmark.COLUMNS for name, benchmark in ON_CPU.items()}
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
 KERNEL_TARGETS = {"kernel": "kernel", "shape": "shape", **TARGETS}
 
@@ -78,7 +80,7 @@ def parser() -> Parser:
     common.add_argument("--machine", metavar="NAME", help="name of the machine in the file's name (default: its GPU or processor)")
     common.add_argument("--json", action="store_true", help="print the JSON, and nothing else, on stdout")
     common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes, whose figures mean nothing: for the tests
-    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|kernels|overhead|comm|checkpoint|scaling|plan")
+    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|kernels|overhead|comm|checkpoint|scaling|plan|bubble")
     threads = Parser(add_help=False)
     threads.add_argument("--threads", type=int, default=2, help="threads of a run that is one process (default 2)")
     of_step = commands.add_parser("step", parents=[common, threads], help="a training step against transformers, side by side")
@@ -96,6 +98,7 @@ def parser() -> Parser:
     )
     add_scaling(commands.add_parser("scaling", parents=[common], help="strong and weak scaling over worlds of several sizes"))
     commands.add_parser("plan", parents=[common, threads], help="steps of a small model on five layouts, beside what the planner predicts")
+    commands.add_parser("bubble", parents=[common, threads], help="sleeping stages on four ranks under every pipeline schedule")
     return made
 
 
@@ -159,7 +162,7 @@ def measure(options: argparse.Namespace) -> Path:
     common: dict[str, Any] = {"rounds": options.rounds, "threads": options.threads, "smoke": options.smoke, "progress": say}
     if options.benchmark == "step":
         return save(step.compare(**common, precisions=list(dict.fromkeys(options.precision)), compiled=options.compile))
-    return save({"overhead": overhead, "comm": comm, "checkpoint": checkpoint, "plan": plan}[options.benchmark].compare(**common))
+    return save(ON_CPU[options.benchmark].compare(**common))
 
 
 def show(path: Path, as_json: bool) -> None:

@@ -71,11 +71,13 @@ def fit_with_full_disk(context: Any, config: dict[str, Any], full: int, at: int,
 
 
 @contextlib.contextmanager
-def slow_disk() -> Iterator[None]:
-    """Every file takes a while to reach the disk."""
+def slow_disk(ready: threading.Event | None = None) -> Iterator[None]:
+    """Every file takes a while to reach the disk, and none does before it is ready."""
     original = os.fsync
 
     def slow(descriptor: int) -> None:
+        if ready is not None:
+            ready.wait(60)
         time.sleep(SLOW_S)
         original(descriptor)
 
@@ -84,16 +86,18 @@ def slow_disk() -> Iterator[None]:
 
 
 def save_while_training(context: Any, config: dict[str, Any], steps: int, others: int) -> dict[str, Any]:
-    """Begin a save, train on while the disk is slow, and begin another one at once."""
+    """Begin a save, train on before the disk takes anything, and begin another one at once."""
+    disk = threading.Event()
     trainer = make_trainer(context, config)
     try:
         for _ in range(steps):
             trainer.step()
-        with slow_disk():
+        with slow_disk(disk):
             first = trainer.begin_save()
-            under_way = trainer.saver.under_way
             for _ in range(others):
                 trainer.step()
+            under_way = trainer.saver.under_way
+            disk.set()
             second = trainer.begin_save()
             trainer.saver.wait()
     finally:

@@ -29,8 +29,8 @@ from typing import Any, TextIO
 
 MAX_WORLD = 8
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "numpy", "pytest"]
-GROUP_TIMEOUT = timedelta(seconds=120)
-GRACE_S = 0.3  # time for the other ranks' errors, or for stacks to be written, before the ranks are killed
+GROUP_TIMEOUT = timedelta(seconds=240)
+GRACE_S = 1.0  # time for the other ranks' errors, or for stacks to be written, before the ranks are killed
 LOG_TAIL = 6000  # characters of a rank's output in an error
 
 
@@ -141,7 +141,7 @@ class RankPool:
         self._store: Any = None
         self._logs = tempfile.TemporaryDirectory(prefix="rank_pool_")
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Run `function(context, *args)` on ranks 0 … world - 1 and return their results in rank order.
 
         Args:
@@ -234,7 +234,7 @@ def _answer(rank: _Rank) -> tuple[str | None, Any]:
         answer: tuple[str | None, Any] = pickle.loads(rank.pipe.recv_bytes())
         return answer
     except EOFError:
-        rank.process.join(timeout=5)
+        rank.process.join(timeout=60)
         return f"died with exit code {rank.process.exitcode}\n", None
 
 

@@ -45,7 +45,7 @@ def hang(context: RankContext, rank: int) -> None:
 
 
 def wait_for_nothing() -> None:
-    time.sleep(100)
+    time.sleep(600)
 
 
 def die(context: RankContext, rank: int) -> None:

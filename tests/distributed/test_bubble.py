@@ -1,146 +1,151 @@
-"""The bubble that ranks really have is the one that the simulator says, under every schedule.
+"""Ranks start and end every action when the simulator says, under every schedule, and so have its bubble.
 
-Sleeps stand in for the computation of a stage, long against what else takes time, and overlap on any number of cores. A window is a few
-steps that follow each other without a barrier, and its prediction is the simulation of that very window, the steps' lists one after the
-other. For most schedules this is the bubble of one step, since each step frames the next; under zb-h2 and zb-v ranks run on into the next
-step, and only the first and the last step of the window leave a bubble.
+Real ranks run the real runtime and exchange real messages, in virtual time (see virtual_time.py): a pass takes what the test says. A window
+is a few steps that follow each other without a barrier, and its prediction is the simulation of that very window. `tools/benchmark.py
+bubble` measures the same by the wall clock.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
-from typing import Any
+from random import Random
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
+from benchmarks.bubble import repeated
+from benchmarks.bubble_run import PacedStage, Passes
 from megalite.batch import Microbatch
+from megalite.clock import Pace, Ran
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.pipeline.communication import CHANNELS, with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.runtime import Runtime
-from megalite.parallel.pipeline.schedule import Schedule
-from megalite.parallel.pipeline.simulator import simulate
+from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
+from megalite.parallel.weight import WeightGradQueue
 from tests.distributed.pool import RankContext, RankPool
+from tests.distributed.virtual_time import VirtualClock, virtual_messages
 
 RANKS, MICROBATCHES, STEPS = 4, 8, 2
-PASS_S = 0.03  # seconds of one microbatch on a stage: of its forward, of its input gradient and of its weight gradient
-SHAPE = (64, 1, 64)  # 16 KB a message
-TOLERANCE = 0.02
-LATE = 0.03  # a machine whose sleeps take so much longer than asked for is too busy to measure anything by sleeping
-WINDOWS = 5  # noise only adds to a bubble: the best of so many counts, and the first that is good enough is the last
+SHAPE = (2, 1, 3)
+LATE = ((Kind.SEND_FORWARD, 0, 0), (Kind.FORWARD, 0, 1))  # of the first rank: what is sent, and what it then waits for
 
 
-class _Sleep(torch.autograd.Function):
-    """Takes a stage's time in both directions."""
+class Durations(NamedTuple):
+    """How long passes take by stage, and a message."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stage: SleepingStage) -> Tensor:
-        ctx.stage = stage
-        time.sleep(PASS_S)
-        return x + 1
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(PASS_S if ctx.stage.deferred else 2 * PASS_S)
-        return grads[0], None
+    passes: list[Passes]
+    message: float
 
 
-class SleepingStage:
-    """What the runtime asks of a stage, with sleeps for its work."""
-
-    def __init__(self, last: bool):
-        self.last, self.deferred = last, False
-        self.parameter = torch.zeros((), requires_grad=True)
-
-    def context(self, microbatch: Microbatch, step: int, training: bool) -> None:
-        return None
-
-    def __call__(self, x: Tensor, microbatch: Microbatch, context: None, loss_scale: float) -> Tensor:
-        out: Tensor = _Sleep.apply(x + self.parameter, self)
-        return out.sum() if self.last else out
-
-    def defer_weight_work(self, deferred: bool) -> None:
-        self.deferred = deferred
-
-    def take_weight_work(self) -> list[Callable[[], None]]:
-        return [lambda: time.sleep(PASS_S)]
+def equal(stages: int) -> Durations:
+    return Durations([Passes(1, 1, 1)] * stages, 0)
 
 
-def sleep_through(context: RankContext, name: str) -> tuple[float, float, float]:
-    """Run a window on sleeping stages: when this rank's first action started and its last one ended, and the seconds inside actions."""
-    plan = with_communication(build(name, RANKS, MICROBATCHES))
-    mesh = context.cached("sleeping", lambda: Mesh(Layout(pp=RANKS), channels=[channel.name for channel in CHANNELS]))
-    stages = {stage: SleepingStage(stage == plan.stages - 1) for stage in plan.stages_of(context.rank)}
-    runtime = Runtime(stages, mesh, SHAPE, torch.float32, "cpu")
-    batch = Microbatch(torch.zeros(SHAPE), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
-    dist.barrier()
-    ran = []
-    for step in range(STEPS):
-        runtime.run(plan, [batch] * MICROBATCHES, step=step, loss_scale=1.0)
-        ran += runtime.ran
-    assert len(ran) == STEPS * len(plan.compute(context.rank))
-    return ran[0].start, ran[-1].end, sum(one.end - one.start for one in ran)
+def slow_messages(stages: int) -> Durations:
+    return Durations([Passes(1, 1.5, 0.75)] * stages, 0.4)
 
 
-def window(schedule: Schedule) -> Schedule:
-    """The schedule of several steps without a barrier between them."""
-    shifts = [step * schedule.microbatches for step in range(STEPS)]
-    actions = tuple(tuple(one._replace(microbatch=one.microbatch + shift) for shift in shifts for one in each) for each in schedule.actions)
-    return replace(schedule, microbatches=STEPS * schedule.microbatches, actions=actions)
+def heavy_ends(stages: int) -> Durations:
+    """An embedding that has no input gradient, and a head as long as three layers."""
+    return Durations([Passes(0.25, 0, 0.5), *[Passes(1, 1, 1)] * (stages - 2), Passes(3, 3, 3)], 0.1)
 
 
-def predicted(name: str) -> float:
-    """The bubble of a window where every pass takes as long as every other."""
-    return simulate(window(build(name, RANKS, MICROBATCHES))).bubble_fraction
+def uneven(stages: int) -> Durations:
+    random = Random(stages)
+    return Durations([Passes(*(random.uniform(0.1, 2) for _ in Passes._fields)) for _ in range(stages)], 1.3)
 
 
-def measure(name: str, ranks: RankPool) -> tuple[float, float]:
-    """Over one window 1 - busy / wall, and how much longer than asked for the sleeps took."""
-    found = ranks.run(RANKS, sleep_through, name)
-    starts, ends, busy = zip(*found, strict=True)
-    schedule = build(name, RANKS, MICROBATCHES)
-    asked = 3 * PASS_S * STEPS * MICROBATCHES * schedule.stages
-    assert sum(busy) >= asked, "less was measured than was slept"
-    return 1 - sum(busy) / RANKS / (max(ends) - min(starts)), sum(busy) / asked - 1
+def simulated(schedule: Schedule, durations: Durations) -> Timeline:
+    forward, backward, weight = (list(values) for values in zip(*durations.passes, strict=True))
+    return simulate(repeated(schedule, STEPS), forward, backward, weight, durations.message)
 
 
-@pytest.fixture(scope="module")
-def measured(ranks: RankPool) -> dict[str, float]:
-    best: dict[str, float] = {}
-    for name in SCHEDULES:
-        lateness = []
-        for _ in range(WINDOWS):
-            bubble, late = measure(name, ranks)
-            lateness.append(late)
-            best[name] = min(best.get(name, 1.0), bubble)
-            if best[name] - predicted(name) <= 0.75 * TOLERANCE:
-                break
-        else:
-            if min(lateness) > LATE:
-                pytest.skip(f"this machine is too busy: sleeps of {PASS_S} s took {min(lateness):.0%} longer, {WINDOWS} times in a row")
-    return best
+class Recorded(NamedTuple):
+    """What one rank has done in a window."""
+
+    steps: list[list[Ran]]
+    paces: list[Pace]
+
+
+def run_window(context: RankContext, plan: Schedule, durations: Durations) -> Recorded:
+    """Run a window in virtual time."""
+    mesh = context.cached("pipeline", lambda: Mesh(Layout(pp=RANKS), channels=[channel.name for channel in CHANNELS]))
+    clock, queue, found = VirtualClock(), WeightGradQueue(), Recorded([], [])
+    stages = {
+        stage: PacedStage(stage == plan.stages - 1, durations.passes[stage], clock.spend, queue, torch.float64)
+        for stage in plan.stages_of(context.rank)
+    }
+    runtime = Runtime(stages, mesh, SHAPE, torch.float64, "cpu", queue)
+    runtime.clock = clock
+    batch = Microbatch(torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    with virtual_messages(clock, durations.message):
+        for step in range(STEPS):
+            found.paces.append(runtime.run(plan, [batch] * MICROBATCHES, step=step, loss_scale=1.0)[1])
+            found.steps.append(runtime.ran)
+    return found
+
+
+def measured(found: list[Recorded]) -> Timeline:
+    """The recorded window in the simulator's form, whose formulas measure both."""
+    return Timeline(
+        tuple(
+            tuple(
+                Span(one.action._replace(microbatch=one.action.microbatch + step * MICROBATCHES), one.start, one.end)
+                for step, ran in enumerate(rank.steps)
+                for one in ran
+            )
+            for rank in found
+        )
+    )
+
+
+def exact(value: float) -> object:
+    return pytest.approx(value, rel=0, abs=1e-9)
 
 
 def test_the_theory_is_that_of_the_papers() -> None:
     """Forward, input and weight gradient take equally long: (p - 1) / (v m + p - 1), and 3 / (3 m + 3) for zb-h1 at p = 4."""
+    bubbles = {name: simulated(schedule, equal(schedule.stages)).bubble_fraction for name, schedule in schedules().items()}
     for name, bubble in {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 19, "zb-h1": 3 / 27}.items():
-        assert predicted(name) == pytest.approx(bubble)
-    assert predicted("zb-v") < predicted("zb-h2") < predicted("zb-h1")
+        assert bubbles[name] == pytest.approx(bubble)
+    assert bubbles["zb-v"] < bubbles["zb-h2"] < bubbles["zb-h1"]
 
 
+def schedules() -> dict[str, Schedule]:
+    return {name: build(name, RANKS, MICROBATCHES) for name in SCHEDULES}
+
+
+@pytest.mark.parametrize("durations_of", [equal, slow_messages, heavy_ends, uneven], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_ranks_have_the_bubble_that_is_predicted(name: str, measured: dict[str, float]) -> None:
-    assert measured[name] == pytest.approx(predicted(name), abs=TOLERANCE)
+def test_ranks_have_the_bubble_that_is_predicted(name: str, durations_of: Callable[[int], Durations], ranks: RankPool) -> None:
+    schedule = schedules()[name]
+    durations = durations_of(schedule.stages)
+    found, expected = ranks.run(RANKS, run_window, with_communication(schedule), durations), simulated(schedule, durations)
+    timeline = measured(found)
+    for own, predicted in zip(timeline.spans, expected.spans, strict=True):
+        assert [span.action for span in own] == [span.action for span in predicted]
+        for one, other in zip(own, predicted, strict=True):
+            assert (one.start, one.end) == (exact(other.start), exact(other.end)), one.action
+    assert timeline.bubble_fraction == exact(expected.bubble_fraction) and timeline.bubble_rate == exact(expected.bubble_rate)
+    for rank, (steps, paces) in enumerate(found):
+        for ran, pace in zip(steps, paces, strict=True):
+            assert pace.busy == exact(sum(one.end - one.start for one in ran))
+            assert pace.wall == exact(ran[-1].end - ran[0].start if 0 in schedule.stages_of(rank) else 0)
+            assert all(before.end == one.free <= one.start for before, one in zip(ran, ran[1:], strict=False))
 
 
-def test_schedules_come_in_the_order_of_the_theory(measured: dict[str, float]) -> None:
-    for one, other in combinations(SCHEDULES, 2):
-        difference = predicted(one) - predicted(other)
-        if abs(difference) > 1e-6:  # gpipe and 1f1b have one bubble, as have interleaved and v-half
-            assert (measured[one] > measured[other]) == (difference > 0), (one, measured[one], other, measured[other])
+def test_a_message_that_starts_late_shows(ranks: RankPool) -> None:
+    """Under gpipe every rank after the first waits for its first input: sent one forward later, it makes each step one forward longer."""
+    plan = with_communication(schedules()["gpipe"])
+    first, *others = plan.actions
+    sent, computed = (next(place for place, one in enumerate(first) if one[:3] == what) for what in LATE)
+    assert sent < computed
+    late = (*first[:sent], *first[sent + 1 : computed + 1], first[sent], *first[computed + 1 :])
+    durations = equal(RANKS)
+    found = ranks.run(RANKS, run_window, replace(plan, actions=(late, *others)), durations)
+    assert simulated(plan, durations).makespan == 3 * (MICROBATCHES + RANKS - 1) * STEPS
+    assert measured(found).makespan == (3 * (MICROBATCHES + RANKS - 1) + 1) * STEPS

@@ -51,7 +51,7 @@ def test_a_save_in_the_background_is_the_one_in_the_foreground(layout, ranks, pr
         assert found["under_way"] and found["ended"] == ["step_00000003", "step_00000005"]
         first, second = found["first"], found["second"]
         assert first["error"] is None is second["error"]
-        assert first["held"] < first["durable"] > jobs_saving.SLOW_S, "held for a copy, while the disk took its time"
+        assert first["held"] < first["durable"], "training went on before the disk had taken anything"
         assert second["started"] + second["held"] >= first["started"] + first["durable"], "the second one has waited for the first"
     for directory in map(Path, directories):
         saved = tmp_path / "beside" / "run" / "checkpoints" / directory.name

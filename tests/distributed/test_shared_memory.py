@@ -69,7 +69,7 @@ def test_messages_are_read_in_any_order_and_no_slot_is_taken_too_early(ranks):
 def silent(context: Any) -> str | None:
     """Rank 1 says nothing: what the others hear."""
     axis = plain_mesh(context, tp=context.world).tp
-    shared = SharedMemory.open(axis.ranks, axis.group, timedelta(seconds=0.5))
+    shared = SharedMemory.open(axis.ranks, axis.group, timedelta(seconds=3))
     assert shared is not None
     return None if context.rank == 1 else message_of(replace(axis, shared=shared), torch.ones(3))
 
@@ -83,7 +83,7 @@ def message_of(axis: MeshAxis, x: Tensor) -> str:
 def test_a_rank_that_does_not_answer_is_named(ranks):
     found = ranks.run(3, silent)
     assert [found[rank] for rank in (0, 2)] == [
-        f"rank {rank}: all_reduce over tp failed, rank 1 is lost: no message within 0.5 s" for rank in (0, 2)
+        f"rank {rank}: all_reduce over tp failed, rank 1 is lost: no message within 3 s" for rank in (0, 2)
     ]
 
 
@@ -91,7 +91,7 @@ def unavailable(context: Any) -> bool:
     """One rank can not open the file, as on another host: whether all do without."""
     axis = plain_mesh(context, tp=context.world).tp
     with patch("os.open", side_effect=FileNotFoundError) if context.rank == 1 else nullcontext():
-        return SharedMemory.open(axis.ranks, axis.group, timedelta(seconds=5)) is None
+        return SharedMemory.open(axis.ranks, axis.group, timedelta(seconds=60)) is None
 
 
 def test_ranks_of_other_hosts_do_without(ranks):

@@ -103,15 +103,15 @@ def test_a_signal_to_one_worker_saves_and_ends_all_and_the_run_resumes_until_its
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers through /proc")
 @pytest.mark.parametrize(
-    "layout, end, limit",
-    [("dp 3", signal.SIGKILL, 20.0), ("dp 3", signal.SIGSTOP, 40.0), ("tp 4", signal.SIGKILL, 20.0)],
+    "layout, end",
+    [("dp 3", signal.SIGKILL), ("dp 3", signal.SIGSTOP), ("tp 4", signal.SIGKILL)],
     ids=["killed", "stopped", "killed, tp"],
 )
-def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, layout, end, limit):
+def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, layout, end):
     """Killed, its connections close, or its process is seen to be gone; stopped, it does not answer in time. Nobody ever hangs."""
     run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
     axis, size = layout.split()
-    options = ["--run.timeout", "5s", "--train.global_batch_size", "6", "--dp", "1", f"--{axis}", size]
+    options = ["--run.timeout", "15s", "--train.global_batch_size", "6", "--dp", "1", f"--{axis}", size]
     arguments = command(run, prefix, *options)
     arguments[arguments.index("--nproc-per-node") + 1] = size
     process = start(arguments)
@@ -120,7 +120,7 @@ def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, layout, end, limit
     os.kill(gone, end)
     began = time.monotonic()
     try:
-        while any(Path(f"/proc/{other}").exists() for other in others) and time.monotonic() < began + limit:
+        while any(Path(f"/proc/{other}").exists() for other in others) and time.monotonic() < began + TIMEOUT:
             time.sleep(0.1)
         assert not any(Path(f"/proc/{other}").exists() for other in others), "a rank still waits"
     finally:

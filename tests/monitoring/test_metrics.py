@@ -194,7 +194,7 @@ def test_a_missing_package_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPa
 
 MEASURE = """
 import torch
-from megalite.training.metrics import peak_memory_bytes
+from megalite.monitoring.metrics import peak_memory_bytes
 before = peak_memory_bytes(torch.device("cpu"))
 torch.ones(2**25)  # fp32: 128 MiB
 print(peak_memory_bytes(torch.device("cpu")) - before)

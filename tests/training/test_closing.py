@@ -122,7 +122,7 @@ def test_a_run_ahead_that_has_to_stop_saves_on_all_ranks(schedule, ranks, prefix
     config = config_of({**MODEL, **LAYOUTS["pp 4"], "schedule": schedule}, prefix)
     config["run"] |= {"dir": str(tmp_path), "name": "run"}
     config["train"] |= {"steps": 100_000, "stop_after": "1s", "grad_clip": 0.0}
-    done = ranks.run(4, fit_to_the_end, config, timeout=60.0)
+    done = ranks.run(4, fit_to_the_end, config)
     assert len(set(done)) == 1 and (tmp_path / "run" / "checkpoints" / f"step_{done[0]:08d}" / "manifest.json").is_file()
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, done[0] + 1))
@@ -153,7 +153,7 @@ def settle_and_go_on(context: Any, config: dict[str, Any]) -> bool:
 def test_a_total_reaches_a_slow_rank_although_the_last_one_has_closed_and_gone(ranks, prefix):
     """gloo drops a message whose sender no longer holds it."""
     config = config_of({**MODEL, **LAYOUTS["pp 2, tied"], "schedule": "zb-h2"}, prefix)
-    assert len(set(ranks.run(2, close_at_once, config, timeout=20.0))) == 1
+    assert len(set(ranks.run(2, close_at_once, config))) == 1
 
 
 def close_at_once(context: Any, config: dict[str, Any]) -> float:

@@ -1,0 +1,109 @@
+"""The measured processes of `benchmarks.bubble`: `python -m benchmarks.bubble_run SPEC.json`, under torchrun."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.measure import finish, read_spec
+from megalite.batch import Microbatch
+from megalite.clock import Ran
+from megalite.mesh import Layout, Mesh
+from megalite.parallel.pipeline.communication import CHANNELS, with_communication
+from megalite.parallel.pipeline.generator import build
+from megalite.parallel.pipeline.runtime import Runtime
+from megalite.parallel.weight import WeightGradQueue, WeightProduct
+
+SHAPE = (64, 1, 64)  # 16 KB a message
+
+
+class Passes(NamedTuple):
+    """How long one microbatch takes on a stage."""
+
+    forward: float
+    input_backward: float
+    weight_backward: float
+
+
+class _Pass(torch.autograd.Function):
+    """Spends a stage's time in both directions, and makes new tensors to send."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stage: PacedStage) -> Tensor:
+        ctx.stage = stage
+        stage.spend(stage.passes.forward)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        stage: PacedStage = ctx.stage
+        stage.spend(stage.passes.input_backward)
+        stage.weight_grads.put(WeightProduct(stage, grads[0], grads[0]))  # type: ignore[arg-type]
+        return grads[0].clone(), None
+
+
+class PacedStage:
+    """What the runtime asks of a stage and its weights, where each pass spends a known time instead of computing."""
+
+    def __init__(
+        self,
+        last: bool,
+        passes: Passes,
+        spend: Callable[[float], None],
+        weight_grads: WeightGradQueue,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.last, self.passes, self.spend, self.weight_grads = last, passes, spend, weight_grads
+        self.parameter = torch.zeros((), dtype=dtype, requires_grad=True)  # the first stage's input requires no gradient
+
+    def context(self, microbatch: Microbatch, step: int, training: bool) -> None:
+        return None
+
+    def __call__(self, x: Tensor, microbatch: Microbatch, context: None, loss_scale: float) -> Tensor:
+        out: Tensor = _Pass.apply(x + self.parameter, self)
+        return out.sum() if self.last else out
+
+    def add_product(self, grad_output: Tensor, inputs: Tensor) -> None:
+        """The weight gradient, now or in a W pass."""
+        self.spend(self.passes.weight_backward)
+
+
+def run_window(mesh: Mesh, schedule: str, microbatches: int, steps: int, pass_s: float) -> list[Ran]:
+    """This rank's actions in a few steps on sleeping stages, which start at the same time on all ranks."""
+    plan = with_communication(build(schedule, mesh.pp.size, microbatches))
+    passes = Passes(pass_s, pass_s, pass_s)
+    queue = WeightGradQueue()
+    stages = {stage: PacedStage(stage == plan.stages - 1, passes, time.sleep, queue) for stage in plan.stages_of(mesh.pp.rank)}
+    runtime = Runtime(stages, mesh, SHAPE, torch.float32, "cpu", queue)
+    batch = Microbatch(torch.zeros(SHAPE), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    dist.barrier()
+    ran = []
+    for step in range(steps):
+        runtime.run(plan, [batch] * microbatches, step=step, loss_scale=1.0)
+        ran += runtime.ran
+    return ran
+
+
+def main() -> None:
+    spec = read_spec()
+    torch.set_num_threads(spec["threads"])
+    dist.init_process_group("gloo")
+    mesh = Mesh(Layout(pp=spec["ranks"]), channels=[channel.name for channel in CHANNELS])
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in spec["schedules"]}
+    for _ in range(spec["rounds"]):
+        for name, windows in found.items():
+            ran = run_window(mesh, name, spec["microbatches"], spec["steps"], spec["pass_s"])
+            every: list[Any] = [None] * mesh.pp.size
+            dist.all_gather_object(every, (ran[0].start, ran[-1].end, sum(one.end - one.start for one in ran)))
+            starts, ends, busy = zip(*every, strict=True)  # the ranks share a host, and so its clock
+            windows.append({"wall_s": max(ends) - min(starts), "busy_s": sum(busy)})
+    finish(spec, found if mesh.rank == 0 else None)
+
+
+if __name__ == "__main__":
+    main()
