@@ -7,44 +7,35 @@ tensors. Ranges start and end on multiples of 32 elements: where a shard is cut 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from megalite_kernels.adamw import adamw_
 from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
+from megalite.optimizer.state_kinds import ADAMW, state_kinds
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.offload import StateRange
 from megalite.parallel.sharding.store import ParameterStore
-from megalite.parallel.spec import Rectangle
+from megalite.parallel.spec import Rectangle, Segment
 
-STATE = ("weight", "exp_avg", "exp_avg_sq")
-
-
-@dataclass
-class _Moments:
-    """First and second moments of a bucket's owned range, in the precision of its master weights."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+STATE = ("weight", *ADAMW)
 
 
 class AdamW:
-    """The optimizer state of one rank: moments beside the store's master weights."""
+    """The optimizer state of one rank: two moments next to the store's master weights, in their precision."""
 
     def __init__(self, store: ParameterStore, options: OptimizerConfig):
         self.store, self.options = store, options
         self._moments = {
-            bucket: _Moments(*(store.state.zeros(bucket.master.numel(), bucket.master.dtype) for _ in range(2)))
+            bucket: tuple(store.state.zeros(bucket.master.numel(), bucket.master.dtype) for _ in ADAMW)
             for bucket in store.buckets
             if bucket.layout.trainable
         }
-        self._ranges = [
-            StateRange(decays, *(tensor[start - bucket.start : stop - bucket.start] for tensor in tensors))
-            for bucket, moments in self._moments.items()
-            for tensors in [(bucket.owned_weights, bucket.owned_grads, bucket.master, moments.exp_avg, moments.exp_avg_sq)]
-            for start, stop, decays in bucket.layout.decay_ranges(bucket.start, bucket.stop)
-        ]
+        self._ranges = [each for bucket, moments in self._moments.items() for each in _ranges(bucket, moments)]
+
+    def state_kinds(self, segment: Segment) -> tuple[str, ...]:
+        """Both moments of what is trained."""
+        return state_kinds(segment)
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
         """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor` first."""
@@ -54,8 +45,8 @@ class AdamW:
             adamw_(
                 [each.master for each in window],
                 [each.grads for each in window],
-                [each.exp_avg for each in window],
-                [each.exp_avg_sq for each in window],
+                [each.state[0] for each in window],
+                [each.state[1] for each in window],
                 [each.weights for each in window if each.separate],
                 step=step,
                 lr=lr,
@@ -67,13 +58,8 @@ class AdamW:
             )
 
     def changing(self) -> list[Tensor]:
-        """All that a step changes: masters and moments."""
-        return [tensor for bucket, own in self._moments.items() for tensor in (bucket.master, own.exp_avg, own.exp_avg_sq)]
-
-    @property
-    def copy_size(self) -> int:
-        """Bytes of `copy_state`."""
-        return sum(tensor.nbytes for tensor in self.changing())
+        """All that a step changes: master weights and moments."""
+        return [tensor for bucket, moments in self._moments.items() for tensor in (bucket.master, *moments)]
 
     def copy_state(self) -> list[Tensor]:
         """A copy of all that a step changes."""
@@ -84,20 +70,13 @@ class AdamW:
         for tensor, copy in zip(self.changing(), copies, strict=True):
             tensor.copy_(copy)
 
-    def _states(self, bucket: BucketBuffers) -> Iterator[tuple[str, Tensor]]:
-        """The owned range of every stored quantity of a bucket."""
-        yield "weight", bucket.master
-        if bucket in self._moments:
-            yield "exp_avg", self._moments[bucket].exp_avg
-            yield "exp_avg_sq", self._moments[bucket].exp_avg_sq
-
-    def to_save(self, kinds: Sequence[str] = STATE) -> list[Rectangle]:
+    def to_save(self, kinds: Sequence[str] | None = None) -> list[Rectangle]:
         """This rank's share of the checkpoint: over all ranks each element of weights and moments exactly once."""
         return [
             bucket.rectangle(kind, values, flat, offset)
             for bucket, flat, offset in self.store.owned_rectangles()
             for kind, values in self._states(bucket)
-            if kind in kinds
+            if kinds is None or kind in kinds
         ]
 
     def to_load(self) -> list[Rectangle]:
@@ -108,3 +87,16 @@ class AdamW:
             for flat, offset in self.store.rectangles_in(bucket, bucket.start, bucket.stop)
             for kind, values in self._states(bucket)
         ]
+
+    def _states(self, bucket: BucketBuffers) -> Iterator[tuple[str, Tensor]]:
+        """The owned range of every stored quantity of a bucket."""
+        yield "weight", bucket.master
+        yield from zip(ADAMW, self._moments.get(bucket, ()), strict=False)
+
+
+def _ranges(bucket: BucketBuffers, moments: Sequence[Tensor]) -> Iterator[StateRange]:
+    """The owned range of a bucket, cut where decay changes."""
+    for start, stop, decays in bucket.layout.decay_ranges(bucket.start, bucket.stop):
+        own = slice(start - bucket.start, stop - bucket.start)
+        state = [each[own] for each in moments]
+        yield StateRange(decays, bucket.owned_weights[own], bucket.owned_grads[own], bucket.master[own], state)

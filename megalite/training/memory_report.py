@@ -130,7 +130,7 @@ def _describe_copies(trainer: Trainer) -> list[str]:
     """What running ahead takes on top, see `training.closing`."""
     if trainer.closing.chain is None or not build.runs_ahead(trainer.config):
         return []
-    size = trainer.optimizer.copy_size / 1e6
+    size = sum(tensor.nbytes for tensor in trainer.optimizer.changing()) / 1e6
     return [f"steps that run ahead hold a copy of the optimizer state for a while: {size:,.1f} MB on rank {trainer.mesh.rank}"]
 
 

@@ -46,8 +46,7 @@ class StateRange:
     weights: Tensor  # compute precision, what the model reads
     grads: Tensor
     master: Tensor  # at least fp32; the weights themselves where those are as wide and lie where the state lies
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    state: Sequence[Tensor]  # what the optimizer keeps, in the order of its kinds
 
     @property
     def separate(self) -> bool:
@@ -56,9 +55,9 @@ class StateRange:
 
     def cut(self, size: int) -> Iterator[StateRange]:
         """Pieces of at most `size` elements."""
-        tensors = (self.weights, self.grads, self.master, self.exp_avg, self.exp_avg_sq)
-        for parts in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-            yield StateRange(self.decays, *parts)
+        tensors = (self.weights, self.grads, self.master, *self.state)
+        for weights, grads, master, *state in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+            yield StateRange(self.decays, weights, grads, master, state)
 
 
 class StateMemory:
@@ -235,7 +234,7 @@ class DiskState(CPUState):
         self._advise_all(window, mmap.MADV_DONTNEED)
 
     def _advise_all(self, window: StateRange, advice: int) -> None:
-        for tensor in (window.master, window.exp_avg, window.exp_avg_sq):
+        for tensor in (window.master, *window.state):
             self._advise(tensor, advice)
 
     def _advise(self, tensor: Tensor, advice: int) -> None:
