@@ -79,7 +79,7 @@ class Trainer:
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
         self.run_dir = Path(config.run.dir) / config.run.name
         self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
-        self.microbatches = build.microbatch_count(config)
+        self.microbatches = build.layout(config).microbatches
         self.schedule = build.schedule(config, self.microbatches)
         self.forward_schedule = build.schedule(config, self.microbatches, forward_only=True)
         with all_or_none(mesh):
