@@ -76,7 +76,7 @@ def step_products(config: Config, mesh: Mesh) -> Callable[[], None]:
 
     def step() -> None:
         _barrier(mesh)
-        for _ in range(build.microbatch_count(config)):
+        for _ in range(build.layout(config).microbatches):
             microbatch()
         _barrier(mesh)
 

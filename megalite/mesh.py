@@ -1,8 +1,8 @@
 """Who talks to whom: the pp × dp × cp × tp mesh of ranks and its process groups.
 
 tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that talk most are neighbours on one node.
-`Layout` is the arithmetic (pure, for any world); `Mesh` adds this process's groups, created once, eagerly, in one order on every rank;
-groups over equal rank lists are one group. `python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints who is where.
+`ParallelDims` has the sizes, `Layout` adds who sits where (pure, for any world), `Mesh` this process's groups, created once, eagerly, in
+one order on every rank; groups over equal rank lists are one group. `python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints who is where.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from megalite.activity import Activity
+from megalite.config.dims import ParallelDims
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,17 +29,8 @@ TOTALS = ("totals_up", "totals_down")  # channels of sums that travel along the 
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(ParallelDims):
     """The sizes of the mesh, and which rank sits where."""
-
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's position on each axis."""
@@ -82,12 +74,11 @@ class Mesh:
     """This process's axes and channels.
 
     Args:
-        layout: sizes of the axes; their product is the world size.
+        dims: sizes of the axes; their product is the world size. `dims.shard` neighbours of the data axis share weights, gradients and
+            optimizer state between them; the others are replicas of them.
         kv_replicas: tp ranks that hold the same key-value head (1 where there are at least tp heads).
         tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
         channels: names of the point-to-point communicators over the pp axis, in the order of creation.
-        dp_shard: data ranks that share weights, gradients and optimizer state between them, neighbours; the others are replicas of them.
-            1 shares nothing, None shares over all.
         timeout: after which an operation whose peers do not answer fails; by default torch's.
         chained: whether totals travel along the pipeline instead of through the world: adds their channels, and an axis of a stage's ranks.
         background_saves: whether saves talk beside training: gives `saving`, the world otherwise, a group of its own, over CPUs.
@@ -95,38 +86,38 @@ class Mesh:
 
     def __init__(
         self,
-        layout: Layout,
+        dims: Layout,
         *,
         kv_replicas: int = 1,
         tied: tuple[int, int] | None = None,
         channels: Sequence[str] = (),
-        dp_shard: int | None = None,
         chained: bool = False,
         background_saves: bool = False,
         timeout: timedelta | None = None,
     ):
         import torch.distributed as dist
 
-        self.layout, self.timeout = layout, timeout
+        self.dims, self.timeout = dims, timeout
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         available = dist.get_world_size() if dist.is_initialized() else 1
-        if layout.world != available:
-            raise ValueError(f"the mesh {layout} needs {layout.world} ranks, but {available} were started")
+        if dims.world != available:
+            raise ValueError(f"the mesh {dims} needs {dims.world} ranks, but {available} were started")
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.activity = Activity()
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self.world = self._axis("world", layout.peers(self.rank, AXES))
-        self.tp, self.cp, self.dp = (self._axis(name, layout.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
-        self.data = self._axis("data", layout.peers(self.rank, PRODUCTS["data"]))
-        self.shard, self.replicate = self._split(self.data, self.data.size if dp_shard is None else dp_shard)
-        pp_ranks = layout.peers(self.rank, ("pp",))
-        self.pp = MeshAxis("pp", pp_ranks.index(self.rank), layout.pp, pp_ranks, None, self.traffic)  # talks through its channels alone
+        self.world = self._axis("world", dims.peers(self.rank, AXES))
+        self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
+        self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
+        self.expert, self.expert_data = self._axis("expert", (self.rank,)), self._axis("expert_data", self.data.ranks)  # every rank has all
+        self.shard, self.replicate = self._split(self.data, dims.shard)
+        pp_ranks = dims.peers(self.rank, ("pp",))
+        self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)  # talks through its channels alone
         first = self.tp.rank - self.tp.rank % kv_replicas
         self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
         self.tied_pair = self._tied_pair(tied)
         names = [*channels, *(TOTALS if chained else ())]
         self.channels = {name: self._new_group(self.pp.ranks) for name in names} if self.pp.size > 1 else {}
-        self.stage = self._axis("stage", layout.peers(self.rank, PRODUCTS["stage"])) if chained else None
+        self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if chained else None
         own = background_saves and self.world.size > 1
         self.saving = replace(self.world, name="saving", group=self._new_group(self.world.ranks, "gloo")) if own else self.world
         self._warm_up()

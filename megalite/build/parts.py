@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from megalite_kernels import dispatch
 
+from megalite.build.plan import activation_shape, specs_of, units_of
 from megalite.build.plan import ends_in_turn as ends_in_turn
-from megalite.build.plan import microbatch_count as microbatch_count
 from megalite.build.plan import partition as partition
 from megalite.build.plan import runs_ahead as runs_ahead
 from megalite.build.plan import schedule as schedule
-from megalite.build.plan import specs_of, units_of
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
@@ -37,8 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def layout(config: Config) -> Layout:
-    parallel = config.parallel
-    return Layout(pp=parallel.pp, dp=parallel.dp or 1, cp=parallel.cp, tp=parallel.tp)
+    return Layout.of(config)
 
 
 def offload_directory(config: Config) -> Path:
@@ -52,20 +50,18 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
         return
     wide = torch.promote_types(dtype, torch.float32)
     own_master = dtype != wide or (device.type != "cpu" and not parallel.offload_parameters)
-    copies = (parallel.dp or 1) // ((parallel.dp_shard or parallel.dp or 1) if parallel.zero else 1)
     trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
-    wanted = parameter_count(trained) * wide.itemsize * (3 if own_master else 2) * copies * share
+    wanted = parameter_count(trained) * wide.itemsize * (3 if own_master else 2) * layout(config).replicate * share
     check_directory(offload_directory(config), int(wanted))
 
 
 def mesh_options(config: Config) -> dict[str, Any]:
     """What a mesh needs to know of a configuration besides the layout."""
-    plan = schedule(config, microbatch_count(config))
+    plan = schedule(config, layout(config).microbatches)
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
         "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None,
         "channels": tuple(channel.name for channel in channels(plan)),
-        "dp_shard": config.parallel.dp_shard if config.parallel.zero else 1,
         "chained": ends_in_turn(config),
         "background_saves": config.checkpoint.async_save,
     }
@@ -90,7 +86,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
 
     `state` takes the optimizer's state instead of what parallel.offload names.
     """
-    model, parallel, train = config.model, config.parallel, config.train
+    parallel, train = config.parallel, config.train
     dispatch.select(train.kernels)
     dtype = DTYPES[train.precision]
     store = ParameterStore(
@@ -116,6 +112,4 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         for stage, rank in enumerate(own)
         if rank == mesh.pp.rank
     }
-    length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
-    shape = (length, train.micro_batch_size, model.hidden_size)
-    return Parts(store, stages, Runtime(stages, mesh, shape, dtype, device, store.weight_grads, store.gatherer))
+    return Parts(store, stages, Runtime(stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer))

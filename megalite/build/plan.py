@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.model.cost import layer_costs
 from megalite.model.parameters import model_specs, stage_units, with_adapters
@@ -20,21 +21,16 @@ from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of
 from megalite.parallel.spec import ParamSpec
 
 
-def microbatch_count(config: Config) -> int:
-    """Microbatches of one step on one dp rank."""
-    return config.train.global_batch_size // (config.train.micro_batch_size * (config.parallel.dp or 1))
-
-
 def partition(config: Config) -> list[int]:
     """Layers of each stage: as configured, else balanced by measured or estimated cost with embedding and head counted."""
-    model, parallel = config.model, config.parallel
+    model, parallel, stages = config.model, config.parallel, ParallelDims.of(config).stages
     if parallel.partition is not None:
         return parallel.partition
     if parallel.layer_costs is not None:
         embedding, *layers, head = parallel.layer_costs
-        return balanced(layers, parallel.stages, embedding, head)
+        return balanced(layers, stages, embedding, head)
     costs = layer_costs(model, config.data.sequence_length)
-    return balanced(costs.layers, parallel.stages, costs.embedding, costs.head)
+    return balanced(costs.layers, stages, costs.embedding, costs.head)
 
 
 def units_of(config: Config) -> dict[int, range]:
@@ -52,17 +48,23 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
     return with_adapters(specs, config.lora, parallel.tp)
 
 
+def activation_shape(config: Config) -> tuple[int, int, int]:
+    """[seq (/tp under sequence parallelism), batch, hidden]: what one rank has of a microbatch between layers, and sends between stages."""
+    parallel = config.parallel
+    length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
+    return length, config.train.micro_batch_size, config.model.hidden_size
+
+
 def buckets_of(config: Config, rank: int) -> list[Bucket]:
     """The buckets of a pipeline rank, alike on all of its tp and dp ranks."""
     parallel = config.parallel
-    return bucket_layout(specs_of(config, rank), 0, parallel.tp, (parallel.dp or 1) * parallel.cp, parallel.bucket_mb * 1e6)
+    return bucket_layout(specs_of(config, rank), 0, parallel.tp, ParallelDims.of(config).data, parallel.bucket_mb * 1e6)
 
 
 def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
     """For each stage its units with their buckets, where ZeRO-3 keeps weights elsewhere until they are used; else empty."""
     parallel = config.parallel
-    shards = parallel.dp_shard or parallel.dp or 1
-    if parallel.zero < 3 or (shards == 1 and not parallel.offload_parameters):
+    if parallel.zero < 3 or (ParallelDims.of(config).shard == 1 and not parallel.offload_parameters):
         return ()
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     numbers = [buckets_of_units(buckets_of(config, rank)) for rank in range(parallel.pp)]

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from megalite.config import schema
+from megalite.config.dims import filling_dp
 from megalite.config.presets import preset
 from megalite.config.rule import nearest_name, show
 from megalite.config.rules import check
@@ -202,9 +203,8 @@ def resolve(arguments: Arguments, world_size: int, read_shape: ReadShape | None)
         given |= parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
     given |= parse_values(parser, arguments.overrides, "on the command line", words=True)
     config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf"), read_shape) | given))
-    ranks = config.parallel.tp * config.parallel.pp * config.parallel.cp
-    if config.parallel.dp is None and ranks > 0 and world_size % ranks == 0:
-        config.parallel.dp = world_size // ranks
+    if config.parallel.dp is None:
+        config.parallel.dp = filling_dp(config.parallel, world_size)
     if config.model.vocab_size is None:
         config.model.vocab_size = data_vocab_size(config)
     return config

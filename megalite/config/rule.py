@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 
 
@@ -19,6 +20,10 @@ class Facts(Config):
 
     world_size: int = 1
     local_devices: int | None = None
+
+    @property
+    def dims(self) -> ParallelDims:
+        return ParallelDims.of(self, self.world_size)
 
 
 Text = str | Callable[[Facts], str]

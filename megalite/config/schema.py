@@ -200,12 +200,6 @@ class ParallelConfig:
     layer_costs: list[float] | None = None
     """Measured cost of the embedding, each layer and the head, in any unit, for the balanced partition; by default estimated FLOPs."""
 
-    @property
-    def stages(self) -> int:
-        """Stages of the pipeline, over all ranks."""
-        own = {"interleaved": self.virtual_stages or 2, "zb-v": 2, "v-half": 2}
-        return self.pp * own.get(self.schedule, 1)
-
 
 @dataclass
 class DataConfig:

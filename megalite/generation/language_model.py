@@ -72,7 +72,7 @@ class LanguageModel:
         self._stage: Stage = parts.stages[self.mesh.pp.rank]
         for layer in self._stage.layers.values():
             layer.attention = CachedAttention(cast(Attention, layer.attention))
-        self._speaker = self.mesh.layout.rank({"pp": pp - 1, "dp": 0, "cp": 0, "tp": 0})  # the rank that draws
+        self._speaker = self.mesh.dims.rank({"pp": pp - 1, "dp": 0, "cp": 0, "tp": 0})  # the rank that draws
 
     @property
     def longest(self) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.inspect import find
+from megalite.config.dims import ParallelDims
 from megalite.config.families import hf_config
 from megalite.config.load import from_dict
 from megalite.config.rule import Facts
@@ -96,8 +97,7 @@ def for_inference(config: Config, *, tp: int = 1, pp: int = 1, precision: str = 
 
 def check_layout(config: Config) -> None:
     """Raise ConfigError where a model does not fit on its layout."""
-    parallel = config.parallel
-    facts = Facts(model=config.model, parallel=parallel, world_size=parallel.tp * parallel.pp)
+    facts = Facts(model=config.model, parallel=config.parallel, world_size=ParallelDims.of(config).world)
     for rule in (*numbers.RULES, *model_rules.RULES, *parallel_rules.RULES):
         if rule.broken(facts):
             raise ConfigError(rule.message(facts))

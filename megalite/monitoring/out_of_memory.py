@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megalite.config.dims import ParallelDims
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
 from megalite.mesh import Mesh
@@ -58,7 +59,7 @@ def candidates(config: Config) -> Iterator[Changes]:
         yield {"parallel.sequence_parallel": True}
     for stage in range(parallel.zero + 1, 4):
         yield {"parallel.zero": stage}
-    dp = parallel.dp or 1
+    dp = ParallelDims.of(config).dp
     for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)) if dp % 2 == 0 else ():
         yield {f"parallel.{axis}": 2 * size, "parallel.dp": dp // 2}
     for place in {"none": ("cpu", "disk"), "cpu": ("disk",)}.get(parallel.offload, ()):

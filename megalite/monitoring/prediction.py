@@ -34,7 +34,7 @@ def predicted_bubble(config: Config) -> float | None:
     """The bubble that the simulator gives the run's own schedule, in the measure that the run uses; None without a pipeline."""
     if config.parallel.pp == 1:
         return None
-    costs, plan = stage_costs(config), build.schedule(config, build.microbatch_count(config))
+    costs, plan = stage_costs(config), build.schedule(config, build.layout(config).microbatches)
     forward, backward, weight = ([each * cost for cost in costs] for each in config.parallel.schedule_costs[:3])
     timeline = simulate(plan, forward, backward, weight, config.parallel.schedule_costs[3])
     return timeline.bubble_rate if build.ends_in_turn(config) else timeline.bubble_fraction

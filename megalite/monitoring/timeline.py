@@ -44,8 +44,9 @@ def compare(run_dir: Path) -> list[str]:
         records = [read_record(found) for found in json.loads((run_dir / RECORDS).read_text())]
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}. A run writes it where profiling.timeline is set.") from None
-    schedule = build.schedule(config, build.microbatch_count(config))
-    found, path = timeline(schedule, build.layout(config), records), run_dir / TIMELINE
+    layout = build.layout(config)
+    schedule = build.schedule(config, layout.microbatches)
+    found, path = timeline(schedule, layout, records), run_dir / TIMELINE
     path.write_text(json.dumps(found, allow_nan=False))
     return [*describe(found), f"  {path} (ui.perfetto.dev opens it)"]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
+from megalite.build.plan import activation_shape
 from megalite.config.schema import Config
 from megalite.config.token_files import is_chat, prefixes
 from megalite.model.parameters import head_unit, kv_replicas, padded_vocabulary
@@ -63,13 +65,13 @@ class Activations:
         self.sequence = config.data.sequence_length
         self.batch = config.train.micro_batch_size
         self.tokens = self.sequence * self.batch
-        self.own_tokens = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
+        self.own_tokens = prod(activation_shape(config)[:2])
         self.heads = model.num_attention_heads // parallel.tp
         self.kv_heads = model.kv_heads * kv_replicas(model, parallel.tp) // parallel.tp
         self.query, self.packed = (count * model.head_size for count in (self.heads, self.heads + 2 * self.kv_heads))
         self.inner = model.intermediate_size // parallel.tp
         self.vocabulary = padded_vocabulary(model.vocabulary, parallel.tp) // parallel.tp
-        self.own = self.own_tokens * model.hidden_size * self.width  # [seq (/tp), batch, hidden]
+        self.own = prod(activation_shape(config)) * self.width
         self.whole = self.tokens * model.hidden_size * self.width  # the same, gathered
 
     @property

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megalite.build import plan
+from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.planning.activations import Activations, Held
@@ -101,17 +102,16 @@ def estimate(
         pp_ranks: the pipeline ranks that are asked for, by default all.
     """
     config = settled(config, world_size)
-    schedule = schedule or plan.schedule(config, plan.microbatch_count(config))
-    count = world_size // config.parallel.pp
-    wanted = range(config.parallel.pp) if pp_ranks is None else pp_ranks
+    dims = ParallelDims.of(config)
+    schedule = schedule or plan.schedule(config, dims.microbatches)
+    count = dims.stage_ranks
+    wanted = range(dims.pp) if pp_ranks is None else pp_ranks
     return [_rank(config, schedule, pp_rank, range(pp_rank * count, (pp_rank + 1) * count), device) for pp_rank in wanted]
 
 
 def settled(config: Config, world_size: int) -> Config:
     """The configuration with dp and the partition written down, which is dear to find and is asked for often."""
-    parallel = config.parallel
-    dp = parallel.dp or world_size // (parallel.tp * parallel.pp * parallel.cp)
-    config = replace(config, parallel=replace(parallel, dp=dp))
+    config = replace(config, parallel=replace(config.parallel, dp=ParallelDims.of(config, world_size).dp))
     return replace(config, parallel=replace(config.parallel, partition=plan.partition(config)))
 
 

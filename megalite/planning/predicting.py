@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalite.build.plan import units_of
+from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost import layer_costs
 from megalite.planning.hardware import Device, HardwareError, find, found_as
@@ -13,13 +14,13 @@ from megalite.planning.step import Choice, Job, Stepper
 
 def choice_of(config: Config) -> Choice:
     """The layout of a run whose dp is resolved."""
-    parallel, train = config.parallel, config.train
+    parallel, train, dims = config.parallel, config.train, ParallelDims.of(config)
     return Choice(
         tp=parallel.tp,
         pp=parallel.pp,
-        dp=parallel.dp or 1,
+        dp=dims.dp,
         schedule=parallel.schedule,
-        virtual_stages=parallel.stages // parallel.pp,
+        virtual_stages=dims.virtual_stages,
         zero=parallel.zero,
         micro_batch_size=train.micro_batch_size,
         recompute=train.recompute,
@@ -38,7 +39,7 @@ def estimated_costs(config: Config) -> list[float]:
 def stage_sums(config: Config, costs: Sequence[float]) -> list[float]:
     """What each stage takes, given what the embedding, each layer and the head take."""
     units = units_of(config)
-    return [float(sum(costs[unit] for unit in units[stage])) for stage in range(config.parallel.stages)]
+    return [float(sum(costs[unit] for unit in units[stage])) for stage in range(len(units))]
 
 
 def device_of(config: Config, driver_name: str) -> Device | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from megalite.build.plan import ends_in_turn, runs_ahead
+from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.parallel.sharding.buckets import Bucket
 
@@ -41,19 +42,14 @@ class Sharing:
 
     data: int
     shard: int
+    replicate: int  # groups that hold the same shards (HSDP)
     zero: int
 
     @staticmethod
     def of(config: Config) -> Sharing:
-        parallel = config.parallel
-        data = (parallel.dp or 1) * parallel.cp
-        shard = (parallel.dp_shard or data) if parallel.zero else 1
-        return Sharing(data, shard, parallel.zero if shard > 1 or parallel.offload_parameters else 0)
-
-    @property
-    def replicate(self) -> int:
-        """Groups that hold the same shards (HSDP)."""
-        return self.data // self.shard
+        parallel, dims = config.parallel, ParallelDims.of(config)
+        zero = parallel.zero if dims.shard > 1 or parallel.offload_parameters else 0
+        return Sharing(dims.data, dims.shard, dims.replicate, zero)
 
     def kept(self, bucket: Bucket) -> int:
         """Elements of a bucket whose optimizer state one rank keeps; of a frozen one, those of its weights."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megalite.build import plan
+from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.model.parameters import head_unit, kv_replicas
 from megalite.parallel.pipeline.schedule import Kind, Schedule
@@ -41,7 +42,7 @@ def ring(size: float, ranks: int) -> float:
 def traffic(config: Config, world_size: int, schedule: Schedule | None = None) -> list[Traffic]:
     """What the ranks of each pipeline rank send in a step; arguments as for `memory.estimate`."""
     config = settled(config, world_size)
-    schedule = schedule or plan.schedule(config, plan.microbatch_count(config))
+    schedule = schedule or plan.schedule(config, ParallelDims.of(config).microbatches)
     return [_rank(config, schedule, pp_rank) for pp_rank in range(config.parallel.pp)]
 
 

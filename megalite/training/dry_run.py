@@ -6,10 +6,10 @@ the planner's. Reads no data and needs no GPU; nothing is written.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from megalite.build import plan
+from megalite.config.dims import ParallelDims
 from megalite.config.families import hf_shape
 from megalite.config.load import read_arguments, resolve
 from megalite.config.rules import check
@@ -38,10 +38,9 @@ def read(argv: list[str], world_size: int | None) -> Config:
     """The configuration, checked but for files. Raises ConfigError."""
     arguments = read_arguments(argv)
     config = resolve(arguments, world_size or 1, hf_shape)
-    parallel = config.parallel
     if world_size is None:
-        world_size = prod((parallel.tp, parallel.pp, parallel.cp, parallel.dp or 1))
-        parallel.dp = parallel.dp or 1
+        dims = ParallelDims.of(config)
+        world_size, config.parallel.dp = dims.world, dims.dp
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size = null is not known: no PREFIX.json beside data.train says it. Give --model.vocab_size N.")
     check(config, world_size, leave_out=ABOUT_FILES)
@@ -50,9 +49,8 @@ def read(argv: list[str], world_size: int | None) -> Config:
 
 def distinct(config: Config, asked: list[int] | None) -> list[int]:
     """The ranks to build: the first and the last of each pipeline rank, on which padding and shards would differ if any did."""
-    parallel = config.parallel
-    count = parallel.tp * parallel.cp * (parallel.dp or 1)
-    world_size = count * parallel.pp
+    dims = ParallelDims.of(config)
+    count, world_size = dims.stage_ranks, dims.world
     if asked is None:
         return sorted({rank for first in range(0, world_size, count) for rank in (first, first + count - 1)})
     if wrong := [rank for rank in asked if rank >= world_size]:
@@ -64,13 +62,13 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
     """Everything that is printed, by name. Raises Disagreement where what is built differs from what is planned."""
     from megalite.training.meta_device import check_states
 
-    parallel = config.parallel
-    world_size = parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
+    dims = ParallelDims.of(config)
+    world_size = dims.world
     check_states(config, ranks, device)
-    schedule = plan.schedule(config, plan.microbatch_count(config))
+    schedule = plan.schedule(config, dims.microbatches)
     memory, sent = estimate(config, world_size, device, schedule), traffic(config, world_size, schedule)
     return {
-        "parameters": parameter_count([spec for rank in range(parallel.pp) for spec in plan.specs_of(config, rank)]),
+        "parameters": parameter_count([spec for rank in range(dims.pp) for spec in plan.specs_of(config, rank)]),
         "world_size": world_size,
         "device": device,
         "built": ranks,

@@ -51,7 +51,7 @@ class Injection:
         self._left = [(fault, set(fault.steps)) for fault in parse_faults(inject) if fault.restart == restart and self._concerns(fault)]
 
     def _concerns(self, fault: Fault) -> bool:
-        peers = self.mesh.layout.peers(self.mesh.rank, ("pp", "tp")) if fault.kind == "spike" else (self.mesh.rank,)
+        peers = self.mesh.dims.peers(self.mesh.rank, ("pp", "tp")) if fault.kind == "spike" else (self.mesh.rank,)
         return fault.rank is None or fault.rank in peers
 
     def _due(self, step: int, kinds: Sequence[str]) -> Iterator[Fault]:

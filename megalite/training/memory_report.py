@@ -107,7 +107,7 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
     whole at once, both in units of all of them."""
     config, rank = trainer.config, trainer.mesh.pp.rank
     config = replace(config, parallel=replace(config.parallel, zero3_reshard=reshard))
-    schedule = build.schedule(config, build.microbatch_count(config))
+    schedule = build.schedule(config, build.layout(config).microbatches)
     sizes = [bucket.layout.size for bucket in trainer.store.buckets]
     gathered = sum(sizes[action.bucket] for action in schedule.actions[rank] if action.kind is Kind.GATHER and action.bucket is not None)
     return gathered / sum(sizes), check_gathering(schedule, rank) / len(sizes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import CheckpointError, Manifest
+from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
@@ -33,6 +35,17 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
         )
 
 
+def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
+    """Whether a stored configuration has these very options, but for the layout. An option that did not exist then has its default; one
+    that is not known now makes it another run's."""
+    try:
+        before = from_dict({**saved, "parallel": {}})
+    except ConfigError:
+        return False
+    now = from_dict({**json.loads(json.dumps(to_dict(config))), "parallel": {}})  # as it would have been stored
+    return before == now
+
+
 def without_adapters(manifest: Manifest) -> Manifest:
     """A checkpoint that a run starts from. Raises CheckpointError where it holds adapters, which would be left out."""
     if from_dict(manifest.state.get("config", {})).lora.rank:
@@ -43,8 +56,9 @@ def without_adapters(manifest: Manifest) -> Manifest:
 
 def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
     """What to say where PowerSGD begins, ends, or continues on other ranks: the run is then not the one that never stopped."""
-    before, now = from_dict(state["config"]).parallel, config.parallel
-    on_before, on_now = (each.powersgd_rank is not None and (each.dp or 1) * each.cp > 1 for each in (before, now))
+    saved = from_dict(state["config"])
+    before, now = saved.parallel, config.parallel
+    on_before, on_now = (each.parallel.powersgd_rank is not None and ParallelDims.of(each).data > 1 for each in (saved, config))
     tied, positions = config.model.tie_word_embeddings, config.model.position == "learned"
     names = ("powersgd_rank", "dp", "cp", "tp", *(("pp", "schedule") if tied else ()), *(("sequence_parallel",) if positions else ()))
     changed = [name for name in names if getattr(before, name) != getattr(now, name)]

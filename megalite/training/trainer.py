@@ -6,7 +6,6 @@ It knows nothing about transformers: the stages compute, the schedule orders, th
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.training.closing import Closing, Update
 from megalite.training.faults import Injection, restarts
 from megalite.training.guard import Guard
-from megalite.training.resuming import changed_compression, check_resume, without_adapters
+from megalite.training.resuming import changed_compression, check_resume, is_same_run, without_adapters
 
 ReadWeights = Callable[[Sequence[Rectangle]], None]
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
@@ -79,7 +78,7 @@ class Trainer:
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
         self.run_dir = Path(config.run.dir) / config.run.name
         self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
-        self.microbatches = build.microbatch_count(config)
+        self.microbatches = build.layout(config).microbatches
         self.schedule = build.schedule(config, self.microbatches)
         self.forward_schedule = build.schedule(config, self.microbatches, forward_only=True)
         with all_or_none(mesh):
@@ -100,14 +99,13 @@ class Trainer:
         self.saver.reserve(self._to_save())
 
     def _loader(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
-        train, data_axis = self.config.train, self.mesh.data
-        options = self.config.data
+        train, options = self.config.train, self.config.data
         return Loader(
             data,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
-            dp_rank=data_axis.rank,
-            dp_size=data_axis.size,
+            dp_rank=self.mesh.dp.rank,  # not of data: the cp ranks of a replica share its rows
+            dp_size=self.mesh.dp.size,
             reset_positions=options.reset_positions,
             eod_mask_loss=options.eod_mask_loss,
             vocab_size=self.config.model.vocab_size,
@@ -143,8 +141,7 @@ class Trainer:
         def look() -> bool:
             for directory in found:
                 with suppress(DamagedError):
-                    saved = checkpoint.manifest_of(directory).state["config"]
-                    return {**saved, "parallel": None} == {**json.loads(json.dumps(to_dict(self.config))), "parallel": None}
+                    return is_same_run(self.config, checkpoint.manifest_of(directory).state["config"])
             return False
 
         return on_rank_0(self.mesh, look)

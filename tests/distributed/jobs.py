@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megalite.build import parts as build
@@ -13,11 +14,14 @@ from megalite.training.verify import global_tensors
 
 def mesh_of(context: Any, config: Any) -> Mesh:
     """The mesh of a configuration, kept between jobs: each further 8-rank group costs threads and file descriptors."""
-    wanted = (build.layout(config), *build.mesh_options(config).values())
+    dims = build.layout(config)
+    wanted = (replace(dims, virtual_stages=1, microbatches=1), *build.mesh_options(config).values())  # which decide about no group
     if wanted not in context.cache:
         context.cache[wanted] = build.make_mesh(config)
-    context.cache[wanted].traffic.clear()
-    return context.cache[wanted]
+    mesh: Mesh = context.cache[wanted]
+    mesh.dims = dims
+    mesh.traffic.clear()
+    return mesh
 
 
 def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Any]:

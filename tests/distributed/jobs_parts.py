@@ -33,6 +33,14 @@ def plain_mesh(context: Any, **axes: int) -> Mesh:
     return mesh
 
 
+def rows_read(context: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Where this rank is, and the samples of its first microbatches."""
+    trainer = make_trainer(context, config)
+    rows = [microbatch.samples.tolist() for microbatch in trainer.loader.step(0)]
+    trainer.close()
+    return {"dp": trainer.mesh.dp.rank, "cp": trainer.mesh.cp.rank, "rows": rows}
+
+
 def cross_entropy(context: Any, logits: Tensor, targets: Tensor, smoothing: float, z_loss: float, padded: int) -> tuple[float, Tensor]:
     """The loss and this rank's part of its gradient. logits [tokens, vocabulary] are whole; padded columns get a large value."""
     mesh = plain_mesh(context, tp=context.world)

@@ -58,7 +58,7 @@ def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> di
     options = {"zero": 0, "dp_shard": None, "rank": None, "skipped": (), "scales": None, "as_nccl": False, **options}
     dtype = steps[0]["matrix"].dtype
     shards = 1 if options["zero"] == 0 else options["dp_shard"]
-    mesh = context.cached(("reduced", shards), lambda: Mesh(Layout(dp=context.world), dp_shard=shards))
+    mesh = context.cached(("reduced", shards), lambda: Mesh(Layout(dp=context.world, dp_shard=shards)))
     powersgd = PowerSGD(mesh, options["rank"], SEED) if options["rank"] else None
     rest = {name: value for name, value in options.items() if name in ("reduce_dtype", "bucket_bytes")}
     store = ParameterStore(SPECS, mesh, zero=options["zero"], dtype=dtype, powersgd=powersgd, **{"bucket_bytes": 2e3, **rest})

@@ -109,6 +109,14 @@ def test_evaluation_is_the_same_on_every_layout_and_leaves_training_alone(name, 
         assert got == pytest.approx(expected, rel=1e-10)
 
 
+def test_context_parallel_ranks_read_the_rows_of_their_replica(ranks, prefix):
+    """The order of the data depends on the dp rank and size alone: dp 2 reads the same rows whether or not cp shares each sequence."""
+    case = {**MODEL, "dp": 2, "microbatches": 2}
+    plain = {found["dp"]: found["rows"] for found in ranks.run(2, jobs_parts.rows_read, config_of(case, prefix))}
+    for found in ranks.run(4, jobs_parts.rows_read, config_of(case, prefix, parallel={"cp": 2})):
+        assert found["rows"] == plain[found["dp"]]
+
+
 # ---- gradients
 
 

@@ -33,7 +33,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
     """Three steps in bf16 from random gradients, of which the first is clipped."""
     from tests.kernels.interpreter import repair
 
-    mesh = context.cached(("kernels", context.world, zero), lambda: Mesh(Layout(dp=context.world), dp_shard=None if zero else 1))
+    mesh = context.cached(("kernels", context.world, zero), lambda: Mesh(Layout(dp=context.world, dp_shard=None if zero else 1)))
     store = ParameterStore(model_specs(MODEL), mesh, zero=zero, dtype=torch.bfloat16, grad_dtype=grad_dtype, bucket_bytes=3e3)
     store.initialise(1)
     optimizer, norm, norms = AdamW(store, OPTIONS), GradientNorm(store, mesh), []

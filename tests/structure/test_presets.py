@@ -49,7 +49,7 @@ def test_a_preset_would_start_and_has_the_size_that_it_says(path: Path, tokens: 
     config = load_config(["--config", str(path), "--data.train", data, *vocabulary, *LAYOUT.get(name, [])], world_size=RANKS.get(name, 1))
     assert parameter_count(model_specs(config.model)) == PARAMETERS[name]
     assert sum(build.partition(config)) == config.model.num_hidden_layers
-    microbatches = build.microbatch_count(config)
+    microbatches = build.layout(config).microbatches
     assert build.schedule(config, microbatches).placement  # the validator has passed it
     assert config.run.name == name
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.build import parts as build
-from megalite.config.load import from_dict
+from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import ConfigError
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
@@ -76,6 +76,33 @@ def test_a_restarted_job_goes_on_with_its_own_checkpoint_and_not_once_more_with_
             restarted = trainer(prefix, own, checkpoint=options, **changes)
             restarted.close()
             assert restarted.step_done == step, "a checkpoint with other options is of another job"
+
+
+def without_newer_options(tree: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as it was stored before there were a section and an option."""
+    tree = {section: dict(keys) for section, keys in tree.items() if section != "network"}
+    del tree["train"]["label_smoothing"]
+    return tree
+
+
+def with_a_removed_option(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "train": {**tree["train"], "no_longer_known": 1}}
+
+
+@pytest.mark.parametrize(("stored", "step"), [(without_newer_options, 1), (with_a_removed_option, 0)])
+def test_a_restarted_job_compares_options_with_their_defaults_filled_in(stored, step, prefix, run, monkeypatch):
+    """An option that has come since does not hide the job's own checkpoint; one that has gone makes it another job's, and no error."""
+    own, options = {**run, "name": stored.__name__}, {"load": "none"}
+    with monkeypatch.context() as patch:
+        patch.setattr("megalite.training.trainer.to_dict", lambda config: stored(to_dict(config)))
+        first = trainer(prefix, own, checkpoint=options)
+        first.step()
+        first.save()
+        first.close()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    restarted = trainer(prefix, own, checkpoint=options)
+    restarted.close()
+    assert restarted.step_done == step
 
 
 def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix, run):

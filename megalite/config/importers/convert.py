@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from megalite.config.dims import ParallelDims
 from megalite.config.importers import accelerate, deepspeed
 from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost
 from megalite.config.load import OPTIONS, build_parser, from_dict, nest, parse_values
@@ -163,8 +164,8 @@ def _check(found: Imported) -> None:
     for rule in RULES:
         if rule.option in found.options:
             config = from_dict(nest(found.options))
-            world = config.parallel.tp * config.parallel.pp * config.parallel.cp * (config.parallel.dp or 1)
-            facts = Facts(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
+            values = {section.name: getattr(config, section.name) for section in fields(Config)}
+            facts = Facts(**values, world_size=ParallelDims.of(config).world)
             if rule.broken(facts) and all(other in found.options for other in NEEDS.get(rule.option, ())):
                 found.drop(rule.option, rule.message(facts))
             elif rule.broken(facts):

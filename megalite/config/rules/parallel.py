@@ -12,31 +12,27 @@ def legal_tp(c: Facts) -> list[int]:
 
 
 def _example_partition(c: Facts) -> str:
-    layers, stages = c.model.num_hidden_layers, c.parallel.stages
+    layers, stages = c.model.num_hidden_layers, c.dims.stages
     each, rest = divmod(layers, stages)
     return f"For {layers} layers on {stages} stages, for example: {[each + (stage < rest) for stage in range(stages)]}."
 
 
 def _too_many_stages(c: Facts) -> str:
     layers = f"model.num_hidden_layers = {c.model.num_hidden_layers}: each stage holds at least one layer"
-    return f"makes {c.parallel.stages} stages under parallel.schedule = {c.parallel.schedule}, but {layers}"
+    return f"makes {c.dims.stages} stages under parallel.schedule = {c.parallel.schedule}, but {layers}"
 
 
 def _legal_pp(c: Facts) -> Sequence[int] | str:
-    return range(1, c.model.num_hidden_layers * c.parallel.pp // c.parallel.stages + 1) or "Choose parallel.schedule 1f1b."
-
-
-def _model_ranks(c: Facts) -> int:
-    return c.parallel.tp * c.parallel.pp * c.parallel.cp
+    return range(1, c.model.num_hidden_layers // c.dims.virtual_stages + 1) or "Choose parallel.schedule 1f1b."
 
 
 def _mesh(c: Facts) -> str:
-    mesh = f"tp * pp * cp = {c.parallel.tp} * {c.parallel.pp} * {c.parallel.cp} = {_model_ranks(c)}"
+    mesh = f"tp * pp * cp = {c.parallel.tp} * {c.parallel.pp} * {c.parallel.cp} = {c.dims.replica}"
     return f"does not fill the run's {c.world_size} process{'es' if c.world_size > 1 else ''} with {mesh}"
 
 
 def _legal_dp(c: Facts) -> Sequence[int] | str:
-    ranks, world = _model_ranks(c), c.world_size
+    ranks, world = c.dims.replica, c.world_size
     if world % ranks == 0:
         return [world // ranks]
     starts, products = " or ".join(map(str, around(world, ranks))), ", ".join(map(str, divisors(world)))
@@ -67,14 +63,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "virtual stages belong to the schedule",
         "parallel.virtual_stages",
-        lambda c: c.parallel.virtual_stages and c.parallel.virtual_stages * c.parallel.pp != c.parallel.stages,
+        lambda c: c.parallel.virtual_stages not in (None, c.dims.virtual_stages),
     ).says(
-        lambda c: f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.parallel.stages // c.parallel.pp}",
+        lambda c: f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.dims.virtual_stages}",
         "Leave it out, or set parallel.schedule to interleaved.",
     ),
-    Rule("a layer for each stage", "parallel.pp", lambda c: c.parallel.stages > c.model.num_hidden_layers).says(
-        _too_many_stages, _legal_pp
-    ),
+    Rule("a layer for each stage", "parallel.pp", lambda c: c.dims.stages > c.model.num_hidden_layers).says(_too_many_stages, _legal_pp),
     Rule(
         "four schedule costs",
         "parallel.schedule_costs",
@@ -86,8 +80,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "partition has a number for each stage",
         "parallel.partition",
-        lambda c: c.parallel.partition is not None and len(c.parallel.partition) != c.parallel.stages,
-    ).says(lambda c: f"has {len(c.parallel.partition or [])} entries for {c.parallel.stages} stages", _example_partition),
+        lambda c: c.parallel.partition is not None and len(c.parallel.partition) != c.dims.stages,
+    ).says(lambda c: f"has {len(c.parallel.partition or [])} entries for {c.dims.stages} stages", _example_partition),
     Rule("partition leaves no stage empty", "parallel.partition", lambda c: c.parallel.partition and min(c.parallel.partition) < 1).says(
         "leaves a stage without a layer", _example_partition
     ),
@@ -110,13 +104,11 @@ RULES: tuple[Rule, ...] = (
     Rule("partition or layer costs", "parallel.layer_costs", lambda c: c.parallel.layer_costs and c.parallel.partition).says(
         "has no effect: {parallel.partition} is given", "Remove one of the two."
     ),
-    Rule("the mesh fills the world", "parallel.dp", lambda c: _model_ranks(c) * (c.parallel.dp or 0) != c.world_size).says(
-        _mesh, _legal_dp
+    Rule("the mesh fills the world", "parallel.dp", lambda c: c.parallel.dp is None or c.dims.world != c.world_size).says(_mesh, _legal_dp),
+    Rule("dp_shard divides dp", "parallel.dp_shard", lambda c: c.parallel.dp_shard and c.dims.dp % c.parallel.dp_shard).says(
+        "does not divide {parallel.dp}: each group holds whole shards", lambda c: divisors(c.dims.dp)
     ),
-    Rule("dp_shard divides dp", "parallel.dp_shard", lambda c: (c.parallel.dp or 1) % (c.parallel.dp_shard or 1)).says(
-        "does not divide {parallel.dp}: each group holds whole shards", lambda c: divisors(c.parallel.dp or 1)
-    ),
-    Rule("dp_shard shares something", "parallel.dp_shard", lambda c: c.parallel.zero == 0 and (c.parallel.dp_shard or 1) > 1).says(
+    Rule("dp_shard shares something", "parallel.dp_shard", lambda c: c.parallel.zero == 0 and c.parallel.dp_shard not in (None, 1)).says(
         "has nothing to share: {parallel.zero}", "Leave it out, or set parallel.zero to 1, 2 or 3."
     ),
     Rule("zero stage", "parallel.zero", lambda c: c.parallel.zero not in (0, 1, 2, 3)).says("is not a ZeRO stage", [0, 1, 2, 3]),
@@ -141,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PowerSGD reduces over all of dp",
         "parallel.powersgd_rank",
-        lambda c: c.parallel.powersgd_rank and c.parallel.dp_shard not in (None, 1, c.parallel.dp),
+        lambda c: c.parallel.powersgd_rank and c.dims.shard not in (1, c.dims.data),
     ).says("reduces over all of data parallelism at once, not in groups of {parallel.dp_shard}", "Remove one of the two."),
     Rule("PowerSGD keeps fp32 errors", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.train.grad_dtype == "bf16").says(
         "adds small errors to gradients, which {train.grad_dtype} would lose", "Set train.grad_dtype to wide, or leave powersgd_rank out."

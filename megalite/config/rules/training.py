@@ -30,7 +30,7 @@ def _kernels_lack(c: Facts) -> str:
 
 
 def _samples_at_once(c: Facts) -> int:
-    return c.train.micro_batch_size * (c.parallel.dp or 1)
+    return c.train.micro_batch_size * c.dims.dp
 
 
 def _resumes(c: Facts) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megalite.build.plan import microbatch_count
+from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.model.parameters import model_specs, with_adapters
@@ -70,7 +70,7 @@ class Run:
         parallel = self.config.parallel
         if parallel.pp == 1 or parallel.dp is None:
             return None
-        sizes = (parallel.pp, microbatch_count(self.config), parallel.virtual_stages)
+        sizes = (parallel.pp, ParallelDims.of(self.config).microbatches, parallel.virtual_stages)
         return planned(parallel.schedule, *sizes, Costs(*parallel.schedule_costs))
 
 

@@ -1,0 +1,94 @@
+"""Every size that follows from the options of a run's mesh, derived in one place. Imports no torch.
+
+world is pp · dp · cp · tp. Gradients are summed over data = dp · cp = shard · replicate = ep · expert_data: under ZeRO `shard` ranks share
+weights, gradients and optimizer state, and `ep` ranks will share the experts of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+from megalite.config.schema import Config, ParallelConfig
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The sizes of the mesh's axes, and what follows from them.
+
+    Attributes:
+        dp_shard: data ranks that share their states; None: all of them, 1: each keeps its own.
+        virtual_stages: stages of the pipeline on each rank.
+        microbatches: of one step on one dp rank.
+        ep: ranks that share a layer's experts: 1 until there is an option.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    dp_shard: int | None = field(default=None, repr=False)
+    virtual_stages: int = field(default=1, repr=False)
+    microbatches: int = field(default=1, repr=False)
+    ep: ClassVar[int] = 1
+
+    @classmethod
+    def of(cls, config: Config, world_size: int | None = None) -> Self:
+        """The sizes of a run. Where parallel.dp is not set, it fills `world_size`; without one, or where no size fills it, it is 1.
+
+        A configuration whose sizes are wrong has dims, too: the rules read them to say what is wrong.
+        """
+        parallel, train = config.parallel, config.train
+        dp = parallel.dp or (world_size and filling_dp(parallel, world_size)) or 1
+        return cls(
+            pp=parallel.pp,
+            dp=dp,
+            cp=parallel.cp,
+            tp=parallel.tp,
+            dp_shard=(parallel.dp_shard or dp * parallel.cp) if parallel.zero else 1,
+            virtual_stages={"interleaved": parallel.virtual_stages or 2, "zb-v": 2, "v-half": 2}.get(parallel.schedule, 1),
+            microbatches=train.global_batch_size // max(train.micro_batch_size * dp, 1),
+        )
+
+    @property
+    def replica(self) -> int:
+        """Ranks that train one copy of the model on the same rows."""
+        return self.pp * self.cp * self.tp
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.replica
+
+    @property
+    def data(self) -> int:
+        return self.dp * self.cp
+
+    @property
+    def shard(self) -> int:
+        return self.dp_shard or self.data
+
+    @property
+    def replicate(self) -> int:
+        """Groups of data ranks that hold the same shards (HSDP)."""
+        return self.data // self.shard
+
+    @property
+    def expert_data(self) -> int:
+        """Data ranks that hold the same experts, over which their gradients are summed."""
+        return self.data // self.ep
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline rank."""
+        return self.data * self.tp
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline, over all ranks."""
+        return self.pp * self.virtual_stages
+
+
+def filling_dp(parallel: ParallelConfig, world_size: int) -> int | None:
+    """The data-parallel size with which the mesh fills the world; None where there is none."""
+    ranks = parallel.pp * parallel.cp * parallel.tp
+    return world_size // ranks if ranks > 0 and world_size % ranks == 0 else None
