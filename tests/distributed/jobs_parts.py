@@ -145,10 +145,10 @@ class CountingStage:
         self.received: list[float] = []
         self.parameter = torch.ones((), requires_grad=True)
 
-    def context(self, microbatch: Microbatch, step: int, training: bool) -> None:
+    def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> None:
         return None
 
-    def __call__(self, x: Tensor, microbatch: Microbatch, context: None, loss_scale: float) -> Tensor:
+    def __call__(self, x: Tensor, microbatch: Microbatch, state: None, loss_scale: float) -> Tensor:
         self.received.append(x.flatten()[0].item())
         if self.last:
             return x.sum() * loss_scale

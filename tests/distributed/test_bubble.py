@@ -58,10 +58,10 @@ class SleepingStage:
         self.last, self.deferred = last, False
         self.parameter = torch.zeros((), requires_grad=True)
 
-    def context(self, microbatch: Microbatch, step: int, training: bool) -> None:
+    def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> None:
         return None
 
-    def __call__(self, x: Tensor, microbatch: Microbatch, context: None, loss_scale: float) -> Tensor:
+    def __call__(self, x: Tensor, microbatch: Microbatch, state: None, loss_scale: float) -> Tensor:
         out: Tensor = _Sleep.apply(x + self.parameter, self)
         return out.sum() if self.last else out
 

@@ -26,7 +26,7 @@ class Site(IntEnum):
 
 
 @dataclass
-class ForwardContext:
+class ForwardState:
     """One microbatch's surroundings, the same on every stage and tp rank.
 
     Attributes:
@@ -89,10 +89,10 @@ class Dropout:
     tp: MeshAxis
     sequence_parallel: bool
 
-    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
-        if self.probability == 0.0 or not context.training:
+    def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
+        if self.probability == 0.0 or not state.training:
             return x
         first = x.shape[0] * self.tp.rank if self.sequence_parallel else 0
         positions = torch.arange(first, first + x.shape[0], device=x.device)
-        key = context.dropout_key(self.site, self.layer)
-        return _Dropout.apply(x, key, context.samples, positions, self.probability)
+        key = state.dropout_key(self.site, self.layer)
+        return _Dropout.apply(x, key, state.samples, positions, self.probability)
