@@ -131,8 +131,8 @@ class LanguageModel:
     @torch.no_grad()
     def extend(self, cache: KeyValueCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """Read one more token of each row, at these positions. Logits of the token after each as from `read`."""
-        row = torch.tensor([tokens, [-position for position in positions]], device=self.device)
-        microbatch = self._microbatch(row[:1], document_start=row[1:])  # the row's first token lies so far before this one
+        read, where = torch.tensor([[tokens], [positions]], device=self.device)  # [1, rows] each
+        microbatch = Microbatch(read, read, where, self._samples(len(tokens)))
         cache.begin_tokens(list(positions))
         state = self._stage.forward_state(microbatch, step=0, training=False)
         x = self._activations(microbatch.tokens, CachedState(**vars(state), cache=cache))
@@ -189,11 +189,12 @@ class LanguageModel:
             raise ValueError(f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}")
         length = min(padded(longest), self.longest)
         tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device).t().contiguous()
-        return tokens, self._stage.forward_state(self._microbatch(tokens), step=0, training=False)
+        microbatch = Microbatch.of(tokens, tokens, self._samples(len(rows)))
+        return tokens, self._stage.forward_state(microbatch, step=0, training=False)
 
-    def _microbatch(self, tokens: Tensor, document_start: Tensor | None = None) -> Microbatch:
-        samples = torch.zeros(tokens.shape[1], dtype=torch.int64, device=self.device)  # the key of dropout, of which there is none
-        return Microbatch(tokens, tokens, samples, document_start)
+    def _samples(self, rows: int) -> Tensor:
+        """Keys of dropout, of which there is none."""
+        return torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     def _activations(self, tokens: Tensor, state: ForwardState) -> Tensor | None:
         """The last stage's activations [seq, rows, hidden], before the head; None on the others."""

@@ -119,11 +119,11 @@ class Attention(nn.Module):
         dropout = None
         if model.attention_dropout and state.training:
             key = state.dropout_key(Site.ATTENTION, self.layer)
-            dropout = AttentionDropout(key, state.samples, model.attention_dropout, self.first_head)
+            dropout = AttentionDropout(key, state.samples, model.attention_dropout, self.first_head, state.first_position)
         return {
             "scale": model.attention_scale or model.head_size**-0.5,
             "window": model.window(self.layer),
-            "document_start": state.document_start,
+            "document_start": state.first_visible,
             "softcap": model.attention_softcap,
             "dropout": dropout,
             "recompute": self.options.recompute == "selective" or not torch.is_grad_enabled(),

@@ -83,33 +83,41 @@ class Stage(nn.Module):
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
-        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rotary: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}  # by starts and length
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
         """What every unit needs to know about a microbatch; `step` keys the dropout masks."""
-        length = microbatch.tokens.shape[0]
-        state = ForwardState(microbatch.samples, step, self.seed, training, length, microbatch.document_start)
-        state.lora_dropout = self.lora_dropout
+        state = ForwardState(
+            samples=microbatch.samples,
+            step=step,
+            seed=self.seed,
+            training=training,
+            positions=microbatch.positions,
+            starts=microbatch.starts,
+            document_start=microbatch.document_start,
+            lora_dropout=self.lora_dropout,
+        )
         if self.model_config.position == "rope":
             state.rotary = self._rotary_tables(state)
         return state
 
     def _rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor]:
-        model, length = self.model_config, state.sequence_length
-        if state.document_start is None and length in self._rotary:
-            return self._rotary[length]
-        positions = state.positions()
-        positions = positions.squeeze(1) if state.document_start is None else positions
-        tables = rotary_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.dtype, positions.device)
-        if state.document_start is None:
-            self._rotary[length] = tables
+        """cos and sin of the positions. Positions that are alike in every row, which the host knows by their starts, share them."""
+        model, positions = self.model_config, state.document_positions
+        alike = state.starts if state.document_start is None else ()
+        tables = self._rotary.get((alike, len(positions))) if alike else None
+        if tables is None:
+            positions = positions.squeeze(1)
+            tables = rotary_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.dtype, positions.device)
+            if alike:
+                self._rotary[alike, len(positions)] = tables
         return tables
 
     def trunk(self, x: Tensor, state: ForwardState) -> Tensor:
         """Everything but the head: tokens or activations in, activations out."""
         if self.embedding is not None:
             x = self.weights.enter(0, x)
-            x = self.embedding(x, state.positions() if self.embedding.positions is not None else None)
+            x = self.embedding(x, state.document_positions if self.embedding.positions is not None else None)
             x = self.embedding_dropout(self.weights.leave(0, x), state)
         for name, layer in self.layers.items():
             unit = int(name)

@@ -48,7 +48,7 @@ def _logits(trainer: Trainer, ids: Tensor) -> Tensor | None:
     """One stage on each pipeline rank: activations are sent by hand, and the vocabulary's parts gathered over tp."""
     mesh, (stage,) = trainer.mesh, trainer.parts.stages.values()
     tokens = ids.t().contiguous()
-    state = stage.forward_state(Microbatch(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
+    state = stage.forward_state(Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
     x = tokens
     if stage.embedding is None:
         x = torch.empty(*tokens.shape, stage.model_config.hidden_size)

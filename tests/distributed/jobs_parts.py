@@ -173,7 +173,8 @@ def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, 
     mesh = context.cached(("pipeline", schedule), lambda: Mesh(Layout(pp=context.world), channels=names))
     stage = CountingStage(context.rank, context.rank == context.world - 1)
     batches = [
-        Microbatch(torch.full(shape, float(index + 1)), torch.zeros(1), torch.zeros(1, dtype=torch.int64)) for index in range(microbatches)
+        Microbatch.of(torch.full(shape, float(index + 1)), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+        for index in range(microbatches)
     ]
     loss, _ = Runtime({context.rank: stage}, mesh, shape, torch.float32, "cpu").run(plan, batches, step=1, loss_scale=0.5)
     dist.barrier()

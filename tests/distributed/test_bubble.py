@@ -78,7 +78,7 @@ def sleep_through(context: RankContext, name: str) -> tuple[float, float, float]
     mesh = context.cached("sleeping", lambda: Mesh(Layout(pp=RANKS), channels=[channel.name for channel in CHANNELS]))
     stages = {stage: SleepingStage(stage == plan.stages - 1) for stage in plan.stages_of(context.rank)}
     runtime = Runtime(stages, mesh, SHAPE, torch.float32, "cpu")
-    batch = Microbatch(torch.zeros(SHAPE), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    batch = Microbatch.of(torch.zeros(SHAPE), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
     dist.barrier()
     ran = []
     for step in range(STEPS):
