@@ -104,7 +104,7 @@ def token_losses(context: Any, config: dict[str, Any], validation: bool) -> tupl
         sums, counts = [], []
         for each in microbatches:
             with torch.no_grad():
-                logits = stage.logits(each.tokens, stage.context(each, 1, training=False)).flatten(0, 1)
+                logits = stage.logits(each.tokens, stage.forward_state(each, 1, training=False)).flatten(0, 1)
             vocabulary = trainer.config.model.vocabulary
             targets = each.targets.reshape(-1)
             sums.append(F.cross_entropy(logits[:, :vocabulary], targets, ignore_index=IGNORE_INDEX, reduction="sum").item())
