@@ -61,10 +61,10 @@ class PacedStage:
         self.last, self.passes, self.spend, self.weight_grads = last, passes, spend, weight_grads
         self.parameter = torch.zeros((), dtype=dtype, requires_grad=True)  # the first stage's input requires no gradient
 
-    def context(self, microbatch: Microbatch, step: int, training: bool) -> None:
+    def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> None:
         return None
 
-    def __call__(self, x: Tensor, microbatch: Microbatch, context: None, loss_scale: float) -> Tensor:
+    def __call__(self, x: Tensor, microbatch: Microbatch, state: None, loss_scale: float) -> Tensor:
         out: Tensor = _Pass.apply(x + self.parameter, self)
         return out.sum() if self.last else out
 
@@ -80,7 +80,7 @@ def run_window(mesh: Mesh, schedule: str, microbatches: int, steps: int, pass_s:
     queue = WeightGradQueue()
     stages = {stage: PacedStage(stage == plan.stages - 1, passes, time.sleep, queue) for stage in plan.stages_of(mesh.pp.rank)}
     runtime = Runtime(stages, mesh, SHAPE, torch.float32, "cpu", queue)
-    batch = Microbatch(torch.zeros(SHAPE), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    batch = Microbatch.of(torch.zeros(SHAPE), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
     dist.barrier()
     ran = []
     for step in range(steps):

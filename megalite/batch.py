@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +17,28 @@ class Microbatch:
 
     tokens: [seq, batch] int64.
     targets: [seq, batch] int64, IGNORE_INDEX where the loss is not counted.
+    positions: [seq, 1] int64, index of each token in its row; [seq, batch] where rows differ.
     samples: [batch] int64, global sample index of each row: the key of dropout.
     document_start: [seq, batch] int64, index in the row of the first token of each token's document; None where a row is one document.
+    starts: where the runs of consecutive positions begin that `positions` consists of, all of one length; empty where rows differ. The
+        host knows the positions by it: tables are cached under it, without reading the device.
     """
 
     tokens: Tensor
     targets: Tensor
+    positions: Tensor
     samples: Tensor
     document_start: Tensor | None = None
+    starts: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(
+        tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None, starts: Sequence[int] = (0,)
+    ) -> Microbatch:
+        """A microbatch whose rows all consist of the runs of positions that begin at `starts`; by default whole rows."""
+        length = len(tokens) // len(starts)
+        runs = [torch.arange(start, start + length, device=tokens.device) for start in starts]
+        return Microbatch(tokens, targets, torch.cat(runs).unsqueeze(1), samples, document_start, tuple(starts))
 
     def to(self, device: torch.device) -> Microbatch:
         """The same on a device; the copy does not wait for the device's work."""
@@ -34,4 +49,4 @@ class Microbatch:
             return x.pin_memory().to(device, non_blocking=True)
 
         start = None if self.document_start is None else moved(self.document_start)
-        return Microbatch(moved(self.tokens), moved(self.targets), moved(self.samples), start)
+        return Microbatch(moved(self.tokens), moved(self.targets), moved(self.positions), moved(self.samples), start, self.starts)

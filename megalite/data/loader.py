@@ -21,7 +21,7 @@ from megalite.data.indexed import DataError
 class Loader:
     """The microbatches of one data-parallel rank. Sizes and options are those of a configuration that its rules have passed.
 
-    reset_positions: EOS ends a document; positions and attention start anew after it (`Microbatch.document_start`).
+    reset_positions: EOS ends a document; embedded positions and attention start anew after it (`Microbatch.document_start`).
     eod_mask_loss: what is predicted from an EOS, the next document's first token, is not counted.
     vocab_size: a token beyond it is an error: ranks that share the vocabulary would take it for another rank's.
     samples: the dataset ends here; rows beyond are filled up and not counted. None: it is endless.
@@ -108,7 +108,7 @@ class Loader:
         targets[samples > last] = IGNORE_INDEX
         if self._eod_mask_loss:
             targets[tokens == self._dataset.eos] = IGNORE_INDEX
-        return Microbatch(
+        return Microbatch.of(
             tokens=_sequence_first(tokens),
             targets=_sequence_first(targets),
             samples=torch.from_numpy(np.ascontiguousarray(samples)),

@@ -115,5 +115,5 @@ def load_stage(manifest: Manifest) -> Stage:
 def our_logits(stage: Stage, ids: Tensor) -> Tensor:
     """Logits of ids [rows, tokens]: [rows, tokens, vocabulary]."""
     tokens = ids.t().contiguous()
-    context = stage.context(Microbatch(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
-    return stage.logits(tokens, context)[..., : stage.model_config.vocabulary].transpose(0, 1)
+    state = stage.forward_state(Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
+    return stage.logits(tokens, state)[..., : stage.model_config.vocabulary].transpose(0, 1)

@@ -19,7 +19,7 @@ from megalite_kernels.attention import attention
 from torch import Tensor, nn
 
 from megalite.model.attention import Attention
-from megalite.model.context import ForwardContext
+from megalite.model.forward_state import ForwardState
 from megalite.model.stage import Stage
 
 ROUND_UP = 64
@@ -124,22 +124,22 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, scale: float
 
 
 @dataclass(kw_only=True)
-class CachedContext(ForwardContext):
+class CachedState(ForwardState):
     """A forward pass that reads and extends a cache."""
 
     cache: KeyValueCache
 
 
 class CachedAttention(nn.Module):
-    """Stands in for a layer's attention: with a `CachedContext` through its cache, otherwise as it is."""
+    """Stands in for a layer's attention: with a `CachedState` through its cache, otherwise as it is."""
 
     def __init__(self, attention: Attention):
         super().__init__()
         self.attention = attention
 
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        if not isinstance(context, CachedContext):
-            return self.attention(x, context)
-        q, k, v = self.attention.project(x, context)
-        out = context.cache.attend(self.attention.layer, q, k, v, self.attention.operation(context))
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        if not isinstance(state, CachedState):
+            return self.attention(x, state)
+        q, k, v = self.attention.project(x, state)
+        out = state.cache.attend(self.attention.layer, q, k, v, self.attention.operation(state))
         return self.attention.out(out.flatten(-2))

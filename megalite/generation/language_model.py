@@ -20,12 +20,12 @@ from megalite.batch import Microbatch
 from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import all_or_none
-from megalite.generation.cache import CachedAttention, CachedContext, KeyValueCache, padded
+from megalite.generation.cache import CachedAttention, CachedState, KeyValueCache, padded
 from megalite.generation.sampling import Sampling, draw, uniform
 from megalite.generation.sources import check_layout, for_inference, open_source
 from megalite.mesh import Mesh
 from megalite.model.attention import Attention
-from megalite.model.context import ForwardContext
+from megalite.model.forward_state import ForwardState
 from megalite.model.stage import Stage
 from megalite.parallel.collectives import Work, all_gather, message
 
@@ -120,9 +120,9 @@ class LanguageModel:
     def read(self, cache: KeyValueCache, rows: Rows) -> Tensor | None:
         """Read rows from their beginning into the cache. Logits of the token after each, [rows, vocabulary]; None off the last stage."""
         lengths = [len(row) for row in rows]
-        tokens, context = self._padded(rows)
+        tokens, state = self._padded(rows)
         cache.begin_prompts(lengths, len(tokens))
-        x = self._activations(tokens, CachedContext(**vars(context), cache=cache))
+        x = self._activations(tokens, CachedState(**vars(state), cache=cache))
         if x is None:
             return None
         last = torch.tensor(lengths, device=self.device) - 1
@@ -131,11 +131,11 @@ class LanguageModel:
     @torch.no_grad()
     def extend(self, cache: KeyValueCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """Read one more token of each row, at these positions. Logits of the token after each as from `read`."""
-        row = torch.tensor([tokens, [-position for position in positions]], device=self.device)
-        microbatch = self._microbatch(row[:1], document_start=row[1:])  # the row's first token lies so far before this one
+        read, where = torch.tensor([[tokens], [positions]], device=self.device)  # [1, rows] each
+        microbatch = Microbatch(read, read, where, self._samples(len(tokens)))
         cache.begin_tokens(list(positions))
-        context = self._stage.context(microbatch, step=0, training=False)
-        x = self._activations(microbatch.tokens, CachedContext(**vars(context), cache=cache))
+        state = self._stage.forward_state(microbatch, step=0, training=False)
+        x = self._activations(microbatch.tokens, CachedState(**vars(state), cache=cache))
         return None if x is None else self._logits(x)[0]
 
     def _drawn(self, logits: Tensor | None, sampling: Sampling, positions: list[int], vocab_size: int | None) -> list[int]:
@@ -155,8 +155,8 @@ class LanguageModel:
 
         The whole logits exist at once; where only some are wanted, `log_probabilities` takes less memory.
         """
-        tokens, context = self._padded(rows)
-        x = self._activations(tokens, context)
+        tokens, state = self._padded(rows)
+        x = self._activations(tokens, state)
         return None if x is None else self._logits(x[: max(map(len, rows))])
 
     @torch.no_grad()
@@ -166,8 +166,8 @@ class LanguageModel:
         places: (position, row) of each target. Returns two tensors [targets] on every rank, the first in at least fp32. Of the logits only
         those at the places are computed.
         """
-        tokens, context = self._padded(rows)
-        x = self._activations(tokens, context)
+        tokens, state = self._padded(rows)
+        x = self._activations(tokens, state)
         found = torch.zeros(2, len(targets), dtype=torch.promote_types(self._stage.dtype, torch.float32), device=self.device)
         if x is not None:
             where = torch.tensor(places, device=self.device).reshape(-1, 2)
@@ -182,27 +182,28 @@ class LanguageModel:
 
     # ---- passes
 
-    def _padded(self, rows: Rows) -> tuple[Tensor, ForwardContext]:
+    def _padded(self, rows: Rows) -> tuple[Tensor, ForwardState]:
         """Rows side by side, [seq, rows], padded behind their ends, where causal attention never looks."""
         longest = max(map(len, rows))
         if longest > self.longest or not all(rows):
             raise ValueError(f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}")
         length = min(padded(longest), self.longest)
         tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device).t().contiguous()
-        return tokens, self._stage.context(self._microbatch(tokens), step=0, training=False)
+        microbatch = Microbatch.of(tokens, tokens, self._samples(len(rows)))
+        return tokens, self._stage.forward_state(microbatch, step=0, training=False)
 
-    def _microbatch(self, tokens: Tensor, document_start: Tensor | None = None) -> Microbatch:
-        samples = torch.zeros(tokens.shape[1], dtype=torch.int64, device=self.device)  # the key of dropout, of which there is none
-        return Microbatch(tokens, tokens, samples, document_start)
+    def _samples(self, rows: int) -> Tensor:
+        """Keys of dropout, of which there is none."""
+        return torch.zeros(rows, dtype=torch.int64, device=self.device)
 
-    def _activations(self, tokens: Tensor, context: ForwardContext) -> Tensor | None:
+    def _activations(self, tokens: Tensor, state: ForwardState) -> Tensor | None:
         """The last stage's activations [seq, rows, hidden], before the head; None on the others."""
         stage, pipeline = self._stage, self.mesh.pp
         x = tokens
         if stage.embedding is None:
             x = torch.empty(*tokens.shape, self.config.model.hidden_size, dtype=stage.dtype, device=self.device)
             self._pass("irecv", x, pipeline.ranks[pipeline.rank - 1])
-        x = stage.trunk(x, context)
+        x = stage.trunk(x, state)
         if stage.head is not None:
             return x
         self._pass("isend", x.contiguous(), pipeline.ranks[pipeline.rank + 1])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
 from megalite.mesh import Mesh
-from megalite.model.context import ForwardContext, Site
+from megalite.model.forward_state import ForwardState, Site
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import kv_replicas
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -96,15 +96,15 @@ class Attention(nn.Module):
             return RMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, self.options.regions)
         return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
 
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        q, k, v = self.project(x, context)  # [seq, batch, heads/tp, head_dim] each
-        out = _Attention.apply(q, k, v, self.operation(context))
-        return self.out(out.flatten(-2), context.adapter_mask(Site.OUT_ADAPTER, self.layer))
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        q, k, v = self.project(x, state)  # [seq, batch, heads/tp, head_dim] each
+        out = _Attention.apply(q, k, v, self.operation(state))
+        return self.out(out.flatten(-2), state.adapter_mask(Site.OUT_ADAPTER, self.layer))
 
-    def project(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, normed and rotated."""
-        rotary = context.rotary if self.uses_rope else None
-        packed = self.qkv(x, context.adapter_mask(Site.QKV_ADAPTER, self.layer))
+        rotary = state.rotary if self.uses_rope else None
+        packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
         if self.q_norm is None or self.k_norm is None:
             return _Split.apply(packed, self, rotary)
         q, k, v = _Split.apply(packed, self, None)
@@ -114,17 +114,17 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return (q, k, v) if rotary is None else (_Rotate.apply(q, *rotary), _Rotate.apply(k, *rotary), v)
 
-    def operation(self, context: ForwardContext) -> dict[str, Any]:
+    def operation(self, state: ForwardState) -> dict[str, Any]:
         """Keyword arguments of the attention operation."""
         model = self.model_config
         dropout = None
-        if model.attention_dropout and context.training:
-            key = context.dropout_key(Site.ATTENTION, self.layer)
-            dropout = AttentionDropout(key, context.samples, model.attention_dropout, self.first_head)
+        if model.attention_dropout and state.training:
+            key = state.dropout_key(Site.ATTENTION, self.layer)
+            dropout = AttentionDropout(key, state.samples, model.attention_dropout, self.first_head, state.first_position)
         return {
             "scale": model.attention_scale or model.head_size**-0.5,
             "window": model.window(self.layer),
-            "document_start": context.document_start,
+            "document_start": state.first_visible,
             "softcap": model.attention_softcap,
             "dropout": dropout,
             "recompute": self.options.recompute == "selective" or not torch.is_grad_enabled(),

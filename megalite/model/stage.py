@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megalite.batch import Microbatch
 from megalite.config.schema import Config, ModelConfig
 from megalite.mesh import Mesh
-from megalite.model.context import Dropout, ForwardContext, Site
+from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import head_unit
 from megalite.model.transformer import Layer, make_norm
@@ -92,48 +92,56 @@ class Stage(nn.Module):
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
-        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rotary: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}  # by starts and length
 
-    def context(self, microbatch: Microbatch, step: int, training: bool) -> ForwardContext:
+    def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
         """What every unit needs to know about a microbatch; `step` keys the dropout masks."""
-        length = microbatch.tokens.shape[0]
-        context = ForwardContext(microbatch.samples, step, self.seed, training, length, microbatch.document_start)
-        context.lora_dropout = self.lora_dropout
+        state = ForwardState(
+            samples=microbatch.samples,
+            step=step,
+            seed=self.seed,
+            training=training,
+            positions=microbatch.positions,
+            starts=microbatch.starts,
+            document_start=microbatch.document_start,
+            lora_dropout=self.lora_dropout,
+        )
         if self.model_config.position == "rope":
-            context.rotary = self._rotary_tables(context)
-        return context
+            state.rotary = self._rotary_tables(state)
+        return state
 
-    def _rotary_tables(self, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        model, length = self.model_config, context.sequence_length
-        if context.document_start is None and length in self._rotary:
-            return self._rotary[length]
-        positions = context.positions()
-        positions = positions.squeeze(1) if context.document_start is None else positions
-        tables = rotary_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.dtype, positions.device)
-        if context.document_start is None:
-            self._rotary[length] = tables
+    def _rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions. Positions that are alike in every row, which the host knows by their starts, share them."""
+        model, positions = self.model_config, state.document_positions
+        alike = state.starts if state.document_start is None else ()
+        tables = self._rotary.get((alike, len(positions))) if alike else None
+        if tables is None:
+            positions = positions.squeeze(1)
+            tables = rotary_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.dtype, positions.device)
+            if alike:
+                self._rotary[alike, len(positions)] = tables
         return tables
 
-    def trunk(self, x: Tensor, context: ForwardContext) -> Tensor:
+    def trunk(self, x: Tensor, state: ForwardState) -> Tensor:
         """Everything but the head: tokens or activations in, activations out."""
         if self.embedding is not None:
             x = self.gatherer.pre_forward(0, x)
-            x = self.embedding(x, context.positions() if self.embedding.positions is not None else None)
-            x = self.embedding_dropout(self.gatherer.post_forward(0, x), context)
+            x = self.embedding(x, state.document_positions if self.embedding.positions is not None else None)
+            x = self.embedding_dropout(self.gatherer.post_forward(0, x), state)
         for name, layer in self.layers.items():
             unit = int(name)
-            x = self.gatherer.post_forward(unit, layer(self.gatherer.pre_forward(unit, x), context))
+            x = self.gatherer.post_forward(unit, layer(self.gatherer.pre_forward(unit, x), state))
         return x
 
-    def forward(self, x: Tensor, microbatch: Microbatch, context: ForwardContext, loss_scale: float) -> Tensor:
-        x = self.trunk(x, context)
+    def forward(self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float) -> Tensor:
+        x = self.trunk(x, state)
         if self.head is None:
             return x
         unit = head_unit(self.model_config)
         return self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))
 
-    def logits(self, x: Tensor, context: ForwardContext) -> Tensor:
+    def logits(self, x: Tensor, state: ForwardState) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""
         assert self.head is not None, "only the last stage has logits"
         unit = head_unit(self.model_config)
-        return self.gatherer.post_forward(unit, self.head.logits(self.gatherer.pre_forward(unit, self.trunk(x, context))))
+        return self.gatherer.post_forward(unit, self.head.logits(self.gatherer.pre_forward(unit, self.trunk(x, state))))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.mesh import Mesh
 from megalite.model.attention import Attention
-from megalite.model.context import Dropout, ForwardContext, Site
+from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.options import LayerOptions
 from megalite.parallel.compiled_ops import Regions
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
@@ -40,9 +40,9 @@ class FeedForward(nn.Module):
         self.up = ColumnParallelLinear(weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel)
         self.down = RowParallelLinear(weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation)
 
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        inner = self.up(x, context.adapter_mask(Site.UP_ADAPTER, self.layer))
-        return self.down(inner, context.adapter_mask(Site.DOWN_ADAPTER, self.layer))
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        inner = self.up(x, state.adapter_mask(Site.UP_ADAPTER, self.layer))
+        return self.down(inner, state.adapter_mask(Site.DOWN_ADAPTER, self.layer))
 
 
 class Layer(nn.Module):
@@ -65,17 +65,17 @@ class Layer(nn.Module):
         self.mlp_dropout = Dropout(probability, Site.MLP_OUTPUT, layer, mesh.tp, sequence_parallel)
         self.recompute = options.recompute == "full"
 
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return _Recompute.apply(x, self, context)
-        return self.compute(x, context)
+            return _Recompute.apply(x, self, state)
+        return self.compute(x, state)
 
-    def compute(self, x: Tensor, context: ForwardContext) -> Tensor:
-        attended = self.attention(self.attention_input_norm(x), context)
-        branch = self.attention_dropout(self.attention_output_norm(attended), context)
+    def compute(self, x: Tensor, state: ForwardState) -> Tensor:
+        attended = self.attention(self.attention_input_norm(x), state)
+        branch = self.attention_dropout(self.attention_output_norm(attended), state)
         x, normed = add_and_norm(x, branch, self.mlp_input_norm)
-        transformed = self.mlp(normed, context)
-        return x + self.mlp_dropout(self.mlp_output_norm(transformed), context)
+        transformed = self.mlp(normed, state)
+        return x + self.mlp_dropout(self.mlp_output_norm(transformed), state)
 
 
 class _Recompute(torch.autograd.Function):
@@ -86,16 +86,16 @@ class _Recompute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Layer, context: ForwardContext) -> Tensor:
-        ctx.layer, ctx.context = layer, context
+    def forward(ctx: Any, x: Tensor, layer: Layer, state: ForwardState) -> Tensor:
+        ctx.layer, ctx.state = layer, state
         ctx.save_for_backward(x)
-        return layer.compute(x, context)
+        return layer.compute(x, state)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         inputs = x.detach().requires_grad_()
         with torch.enable_grad():
-            out = ctx.layer.compute(inputs, ctx.context)
+            out = ctx.layer.compute(inputs, ctx.state)
         torch.autograd.backward(out, grads[0])
         return inputs.grad, None, None

@@ -48,15 +48,15 @@ def _logits(trainer: Trainer, ids: Tensor) -> Tensor | None:
     """One stage on each pipeline rank: activations are sent by hand, and the vocabulary's parts gathered over tp."""
     mesh, (stage,) = trainer.mesh, trainer.parts.stages.values()
     tokens = ids.t().contiguous()
-    context = stage.context(Microbatch(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
+    state = stage.forward_state(Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
     x = tokens
     if stage.embedding is None:
         x = torch.empty(*tokens.shape, stage.model_config.hidden_size)
         dist.recv(x, mesh.pp.ranks[mesh.pp.rank - 1])
     if stage.head is None:
-        dist.send(stage.trunk(x, context).contiguous(), mesh.pp.ranks[mesh.pp.rank + 1])
+        dist.send(stage.trunk(x, state).contiguous(), mesh.pp.ranks[mesh.pp.rank + 1])
         return None
-    own = stage.logits(x, context)
+    own = stage.logits(x, state)
     parts = [torch.empty_like(own) for _ in mesh.tp.ranks]
     if mesh.tp.size > 1:
         dist.all_gather(parts, own.contiguous(), group=mesh.tp.group)

@@ -62,6 +62,7 @@ def test_layout_never_changes_the_sequence(dp, micro, accumulation, first):
             assert microbatch.samples.tolist() == expected
             assert microbatch.tokens.tolist() == [[100 * s + t for s in expected] for t in range(4)]
             assert microbatch.targets.tolist() == [[100 * s + t + 1 for s in expected] for t in range(4)]
+            assert microbatch.positions.tolist() == [[t] for t in range(4)] and microbatch.starts == (0,)
             seen += expected
     assert sorted(seen) == list(range(first, first + size))
 
@@ -89,6 +90,7 @@ MASKED = [[2, 3, 4, 5, 6], [9, -100, 9, -100, 6], [-100, 9, -100, -100, 6], [2, 
 def test_document_start(load, row, starts):
     (microbatch,) = load(Fixed([row]), reset_positions=True).step(0)
     assert microbatch.document_start.T.tolist() == [starts]
+    assert microbatch.positions.T.tolist() == [list(range(len(row) - 1))], "documents do not move what a position is: the index in the row"
     assert microbatch.targets.T.tolist() == [row[1:]], "positions reset, every target still counts"
 
 

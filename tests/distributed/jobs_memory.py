@@ -80,7 +80,7 @@ def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Part
     parts.store.initialise(0)
     length, batch = made.data.sequence_length, made.train.micro_batch_size
     tokens = torch.randint(made.model.vocabulary, (length, batch))
-    batches = [Microbatch(tokens.clone(), tokens.clone(), torch.arange(batch), None) for _ in range(build.layout(made).microbatches)]
+    batches = [Microbatch.of(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)]
     return made, parts, batches
 
 

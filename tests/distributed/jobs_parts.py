@@ -112,7 +112,7 @@ def token_losses(context: Any, config: dict[str, Any], validation: bool) -> tupl
         sums, counts = [], []
         for each in microbatches:
             with torch.no_grad():
-                logits = stage.logits(each.tokens, stage.context(each, 1, training=False)).flatten(0, 1)
+                logits = stage.logits(each.tokens, stage.forward_state(each, 1, training=False)).flatten(0, 1)
             vocabulary = trainer.config.model.vocabulary
             targets = each.targets.reshape(-1)
             sums.append(F.cross_entropy(logits[:, :vocabulary], targets, ignore_index=IGNORE_INDEX, reduction="sum").item())
@@ -153,10 +153,10 @@ class CountingStage:
         self.received: list[float] = []
         self.parameter = torch.ones((), requires_grad=True)
 
-    def context(self, microbatch: Microbatch, step: int, training: bool) -> None:
+    def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> None:
         return None
 
-    def __call__(self, x: Tensor, microbatch: Microbatch, context: None, loss_scale: float) -> Tensor:
+    def __call__(self, x: Tensor, microbatch: Microbatch, state: None, loss_scale: float) -> Tensor:
         self.received.append(x.flatten()[0].item())
         if self.last:
             return x.sum() * loss_scale
@@ -175,7 +175,8 @@ def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, 
     mesh = context.cached(("pipeline", schedule), lambda: Mesh(Layout(pp=context.world), channels=names))
     stage = CountingStage(context.rank, context.rank == context.world - 1)
     batches = [
-        Microbatch(torch.full(shape, float(index + 1)), torch.zeros(1), torch.zeros(1, dtype=torch.int64)) for index in range(microbatches)
+        Microbatch.of(torch.full(shape, float(index + 1)), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+        for index in range(microbatches)
     ]
     loss, _ = Runtime({context.rank: stage}, mesh, shape, torch.float32, "cpu").run(plan, batches, step=1, loss_scale=0.5)
     dist.barrier()

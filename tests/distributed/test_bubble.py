@@ -81,7 +81,7 @@ def run_window(context: RankContext, plan: Schedule, durations: Durations) -> Re
     }
     runtime = Runtime(stages, mesh, SHAPE, torch.float64, "cpu", queue)
     runtime.clock = clock
-    batch = Microbatch(torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    batch = Microbatch.of(torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
     with virtual_messages(clock, durations.message):
         for step in range(STEPS):
             found.paces.append(runtime.run(plan, [batch] * MICROBATCHES, step=step, loss_scale=1.0)[1])

@@ -90,7 +90,7 @@ def trainer_of(made: dict[str, Any]) -> Trainer:
 def logits(trainer: Trainer, microbatch: Any) -> torch.Tensor:
     """[seq, batch, vocabulary]."""
     stage = trainer.parts.stages[0]
-    return stage.logits(microbatch.tokens, stage.context(microbatch, step=0, training=False))[..., :61]
+    return stage.logits(microbatch.tokens, stage.forward_state(microbatch, step=0, training=False))[..., :61]
 
 
 def test_a_conversation_sees_no_other_and_where_it_stands_is_not_seen(tmp_path):
@@ -156,6 +156,6 @@ def test_a_small_model_learns_its_answers(tmp_path):
             row.tokens = torch.tensor(tokens).unsqueeze(1)
             row.document_start = None
             with torch.no_grad():
-                tokens.append(int(stage.logits(row.tokens, stage.context(row, step=0, training=False))[-1, 0, :257].argmax()))
+                tokens.append(int(stage.logits(row.tokens, stage.forward_state(row, step=0, training=False))[-1, 0, :257].argmax()))
         assert tokens[-len(expected) :] == expected
     trainer.close()

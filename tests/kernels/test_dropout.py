@@ -68,6 +68,9 @@ def test_mask_is_independent_of_how_the_work_is_split():
     torch.testing.assert_close(whole[whole != 0], x[whole != 0] / 0.6)
     assert torch.equal(dropout(x[2:5], KEY, samples, positions[2:5], 0.4), whole[2:5])  # sequence parallel
     assert torch.equal(dropout(x[:, [3, 1]], KEY, samples[[3, 1]], positions, 0.4), whole[:, [3, 1]])  # another batch
+    own = torch.stack((positions, positions.flip(0)), 1)  # of each row
+    rows = dropout(x[:, :2], KEY, samples[[2, 2]], own, 0.4) != 0
+    assert torch.equal(rows[:, 0], rows[:, 1].flip(0)) and torch.equal(rows[:, 0], whole[:, 2] != 0)
     assert torch.equal(dropout(x[..., 4:9], KEY, samples, positions, 0.4, channel_offset=4), whole[..., 4:9])  # tensor parallel
     assert dropout(x, KEY, samples, positions, 0.0) is x
     with pytest.raises(ValueError, match="1.0"):

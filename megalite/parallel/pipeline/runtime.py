@@ -204,7 +204,7 @@ class Runtime:
             x = run.products.pop((action.stage - 1, action.microbatch))
             if run.training:
                 run.inputs[key] = x.requires_grad_()
-        out = stage(x, microbatch, stage.context(microbatch, run.step, run.training), run.loss_scale)
+        out = stage(x, microbatch, stage.forward_state(microbatch, run.step, run.training), run.loss_scale)
         if action.stage == run.schedule.stages - 1:
             run.loss += out.detach()
             run.roots[key] = out

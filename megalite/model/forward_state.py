@@ -26,20 +26,21 @@ class Site(IntEnum):
 
 
 @dataclass
-class ForwardContext:
+class ForwardState:
     """One microbatch's surroundings, the same on every stage and tp rank.
 
     Attributes:
-        document_start: [seq, batch], index of the first token of each token's document; None where a row is one document.
-        rotary: (cos, sin) tables for the sequence, or None.
-        samples: [batch] global sample indices, and `step`: the key of dropout. `training` is False in evaluation.
+        positions, starts, document_start: those of the `Microbatch`.
+        rotary: (cos, sin) tables of the tokens, or None.
+        samples: [batch] global sample indices, and `step`: with the positions, the key of dropout. `training` is False in evaluation.
     """
 
     samples: Tensor
     step: int
     seed: int
     training: bool
-    sequence_length: int
+    positions: Tensor
+    starts: tuple[int, ...]
     document_start: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     lora_dropout: float = 0.0
@@ -52,13 +53,25 @@ class ForwardContext:
         """Dropout of what an adapter reads, which is the whole sequence; None where there is none."""
         if not self.lora_dropout or not self.training:
             return None
-        positions = torch.arange(self.sequence_length, device=self.samples.device)
-        return partial(dropout, key=self.dropout_key(site, layer), samples=self.samples, positions=positions, p=self.lora_dropout)
+        return partial(dropout, key=self.dropout_key(site, layer), samples=self.samples, positions=self.positions, p=self.lora_dropout)
 
-    def positions(self) -> Tensor:
-        """Position of each token in its document, [seq, batch] or [seq, 1]."""
-        index = torch.arange(self.sequence_length, device=self.samples.device).unsqueeze(1)
-        return index if self.document_start is None else index - self.document_start
+    @property
+    def document_positions(self) -> Tensor:
+        """Position of each token in its document, [seq, batch] or [seq, 1]: what rotary and learned embeddings embed."""
+        return self.positions if self.document_start is None else self.positions - self.document_start
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first token, where the positions are consecutive."""
+        (first,) = self.starts
+        return first
+
+    @property
+    def first_visible(self) -> Tensor | None:
+        """`document_start` counted from the first token, as attention counts its keys."""
+        if self.document_start is None or self.first_position == 0:
+            return self.document_start
+        return (self.document_start - self.first_position).clamp(min=0)
 
 
 class _Dropout(torch.autograd.Function):
@@ -89,10 +102,10 @@ class Dropout:
     tp: MeshAxis
     sequence_parallel: bool
 
-    def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
-        if self.probability == 0.0 or not context.training:
+    def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
+        if self.probability == 0.0 or not state.training:
             return x
         first = x.shape[0] * self.tp.rank if self.sequence_parallel else 0
-        positions = torch.arange(first, first + x.shape[0], device=x.device)
-        key = context.dropout_key(self.site, self.layer)
-        return _Dropout.apply(x, key, context.samples, positions, self.probability)
+        positions = state.positions.narrow(0, first, x.shape[0])
+        key = state.dropout_key(self.site, self.layer)
+        return _Dropout.apply(x, key, state.samples, positions, self.probability)
