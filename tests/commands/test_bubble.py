@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import resource
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parallelism_figures import FIGURES
+from megalite.commands.bubble import main
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.planning.drawing.timeline import svg
@@ -26,9 +26,8 @@ PICTURES = sorted(path for path in (ROOT / "docs" / "pictures").glob("*.svg") if
 @pytest.fixture
 def tool(monkeypatch, capsys):
     """tool(*arguments) → what it prints."""
-    monkeypatch.syspath_prepend(TOOL.parent)
+    monkeypatch.setattr("sys.argv", ["bubble_calc.py"])
     monkeypatch.setenv("COLUMNS", "120")
-    main = importlib.import_module("bubble_calc").main
 
     def call(*arguments: object) -> str:
         main(list(map(str, arguments)))
@@ -187,7 +186,9 @@ def test_bad_input_ends_with_one_message(arguments, message, tool, capsys):
 )
 def test_large_plans_are_quick_and_need_no_torch(arguments, seconds, makespan):
     """In processor time, start-up included: other processes may have the machine."""
-    program = f"import runpy, sys; runpy.run_path({str(TOOL)!r}, run_name='__main__'); assert 'torch' not in sys.modules"
+    program = (
+        f"import runpy, sys\ntry:\n    runpy.run_path({str(TOOL)!r}, run_name='__main__')\nfinally:\n    assert 'torch' not in sys.modules"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", program, *arguments.split(), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
