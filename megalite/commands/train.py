@@ -1,6 +1,7 @@
-"""Train a model: `torchrun --nproc-per-node N pretrain.py --config FILE.yaml [--tp N --pp N --dp N] [--section.key VALUE …]`.
+"""Train a model: `torchrun --nproc-per-node N -m megalite train --config FILE.yaml|NAME [--tp N --pp N --dp N] [--section.key VALUE …]`.
 
-`python pretrain.py --config FILE.yaml` is one process. `--help` lists every option, `--print_config` prints the resolved configuration.
+`megalite train --config FILE.yaml|NAME` is one process. `--help` lists every option, `--print_config` prints the resolved configuration,
+`--list_configs` the configurations that come with megalite.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Does this layout compute what one process computes? Runs both and prints the first step, tensor and rank that differ.
 
-    python tools/verify.py --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
+    megalite verify --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
 
 Exit status: 0 equal within the tolerances, 1 a difference, 2 a wrong configuration. With `--json` stdout is one JSON object.
 """

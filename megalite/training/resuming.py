@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megalite.checkout import command
 from megalite.checkpoint import CheckpointError, Manifest
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import show
@@ -36,7 +37,7 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
 def without_adapters(manifest: Manifest) -> Manifest:
     """A checkpoint that a run starts from. Raises CheckpointError where it holds adapters, which would be left out."""
     if from_dict(manifest.state.get("config", {})).lora.rank:
-        way_out = "Merge them with tools/convert_hf.py export and start from hf:DIR, or export them alone, for lora.init_from"
+        way_out = f"Merge them with {command('convert')} export and start from hf:DIR, or export them alone, for lora.init_from"
         raise CheckpointError(f"model.init_from = {manifest.directory} holds adapters beside its weights. {way_out}.")
     return manifest
 

@@ -221,3 +221,23 @@ def test_loading_needs_no_torch_and_using_a_configuration_no_parser():
     env = {"PYTHONPATH": str(Path(loading.__file__).parents[2])}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert ended.stdout == "[]\n[]\n"
+
+
+# --- configurations that come with megalite
+
+
+def test_a_name_is_a_shipped_configuration_where_no_file_has_it(capsys):
+    with pytest.raises(SystemExit) as end:
+        load_config(["--list_configs"], world_size=1)
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert end.value.code == 0 and {"quickstart", "llama-3-8b"} <= set(listed) and all(listed.values())
+    assert load("--config", "shakespeare-char").run.name == "shakespeare-char"
+    Path("shakespeare-char").write_text("run: {name: mine}")
+    assert load("--config", "shakespeare-char").run.name == "mine"
+
+
+def test_an_unknown_name_gets_the_nearest_shipped_one(capsys):
+    with pytest.raises(SystemExit) as end:
+        load("--config", "quickstrt")
+    message = "--config = quickstrt is neither a file nor a configuration that comes with megalite. Nearest: quickstart.\n"
+    assert end.value.code == 2 and capsys.readouterr().err == message
