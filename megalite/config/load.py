@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from megalite.checkout import CONFIGS, command, torchrun_target
 from megalite.config import schema
+from megalite.config.families import hf_shape
 from megalite.config.presets import preset
 from megalite.config.rule import nearest_name, show
 from megalite.config.rules import check
@@ -34,16 +34,13 @@ OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section 
 """Every option, section.key → its dataclass field."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0
 """Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one has ended."""
-ReadShape = Callable[[str], dict[str, Any]]
-"""A Hugging Face directory → the ModelConfig fields that its config.json gives. Raises ConfigError."""
 
 
-def load_config(argv: list[str] | None = None, *, world_size: int, read_shape: ReadShape | None = None) -> Config:
+def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
     """The checked configuration of a run, from the command line (default: this process's).
 
     Ends the process, without traceback, where there is nothing to run: exit status 2 and one message on stderr for a wrong
-    configuration, 0 after --help, --list_configs or --print_config. world_size: number of processes; read_shape: what model.from_hf needs
-    (`megalite.config.families.hf_shape`).
+    configuration, 0 after --help, --list_configs or --print_config. world_size: number of processes.
     """
     try:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv)
@@ -51,7 +48,7 @@ def load_config(argv: list[str] | None = None, *, world_size: int, read_shape: R
             exit_with(build_parser(field_docs()).format_help(), status=0)
         if arguments.list_configs:
             exit_with("\n".join(f"{name:18} {what}" for name, what in shipped_configs().items()), status=0)
-        config = resolve(arguments, world_size, read_shape)
+        config = resolve(arguments, world_size)
         if arguments.print_config and _speaks():
             print(to_yaml(config), end="", flush=True)
         check(config, world_size)
@@ -220,7 +217,7 @@ def _nearest_file(path: str) -> str:
     return f"Nearest: {nearest_name(path, others)}." if others else "Give the path of a YAML file."
 
 
-def resolve(arguments: Arguments, world_size: int, read_shape: ReadShape | None) -> Config:
+def resolve(arguments: Arguments, world_size: int) -> Config:
     """Everything that was given, on top of everything that follows from it; not checked yet."""
     parser = build_parser()
     given: dict[str, Any] = {}
@@ -228,7 +225,7 @@ def resolve(arguments: Arguments, world_size: int, read_shape: ReadShape | None)
         tree = read_tree(path, "--config")
         given |= parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
     given |= parse_values(parser, arguments.overrides, "on the command line", words=True)
-    config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf"), read_shape) | given))
+    config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
     ranks = config.parallel.tp * config.parallel.pp * config.parallel.cp
     if config.parallel.dp is None and ranks > 0 and world_size % ranks == 0:
         config.parallel.dp = world_size // ranks
@@ -246,15 +243,13 @@ def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def _shape(name: str | None, directory: str | None, read_shape: ReadShape | None) -> dict[str, Any]:
+def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
     """The model options that a preset or a Hugging Face directory gives (both at once are refused by a rule)."""
     shape: dict[str, Any] = {}
     if name is not None:
         shape = preset(name)
     elif directory is not None:
-        if read_shape is None:
-            raise ConfigError(f"model.from_hf = {directory} can not be read here. Give the model's fields, as --print_config prints them.")
-        shape = read_shape(directory)
+        shape = hf_shape(directory)
     return {f"model.{key}": value for key, value in shape.items()}
 
 

@@ -168,10 +168,13 @@ def _target(name: str, others: set[str]) -> str:
 # ---- in
 
 
-def starting_weights(config: Config) -> Read | None:
-    """What fills a rank's rectangles where a run starts from hf:DIR or from an adapter; None where a checkpoint alone gives its weights."""
+def starting_weights(config: Config) -> Read:
+    """What fills a rank's rectangles where a run starts from hf:DIR or from an adapter. Raises CheckpointError where it is called."""
     base = converting.starting_weights(config.model)
-    return base if config.lora.init_from is None else partial(_fill, config, base)
+    if config.lora.init_from is not None:
+        return partial(_fill, config, base)
+    assert base is not None, "a checkpoint alone gives the weights"
+    return base
 
 
 def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) -> None:

@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 from megalite.build import plan
-from megalite.config.families import hf_shape
 from megalite.config.load import read_arguments, resolve
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
@@ -37,7 +36,7 @@ AXES = ("tp", "dp", "pp")
 def read(argv: list[str], world_size: int | None) -> Config:
     """The configuration, checked but for files. Raises ConfigError."""
     arguments = read_arguments(argv)
-    config = resolve(arguments, world_size or 1, hf_shape)
+    config = resolve(arguments, world_size or 1)
     parallel = config.parallel
     if world_size is None:
         world_size = prod((parallel.tp, parallel.pp, parallel.cp, parallel.dp or 1))
