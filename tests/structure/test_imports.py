@@ -22,7 +22,7 @@ started = time.process_time()
 import torch
 torch_is_there, before = time.process_time(), set(sys.modules)
 from megalite.config.load import load_config
-from megalite.training import build
+from megalite.build import parts as build
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 share = (time.process_time() - torch_is_there) / (torch_is_there - started)
