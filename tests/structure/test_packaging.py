@@ -58,7 +58,7 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     def call(*words: str, ranks: int = 0, status: int = 0) -> str:
         launch = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megalite"]
         command = [*(launch if ranks else [str(python.with_name("megalite"))]), *words]
-        done = subprocess.run(command, cwd=place / "work", env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, cwd=place / "work", env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == status, done.stderr[-4000:]
         return done.stdout if status == 0 else done.stderr
 
