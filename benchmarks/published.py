@@ -22,7 +22,7 @@ from megalite.planning.operations import Software
 from megalite.planning.step import Choice, Job, Stepper, StepTime
 
 ROWS = Path(__file__).with_name("published.yaml")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- written by python -m benchmarks.published -->", "<!-- end of what was predicted -->"
 
 UNITS = {

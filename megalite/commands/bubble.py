@@ -1,9 +1,9 @@
 """What a pipeline schedule costs: its bubble, its memory and its messages, simulated from the very plan that the runtime executes.
 
-    python tools/bubble_calc.py --pp 4 --microbatches 8 --schedule zb-h1 [--timeline zb-h1.html] [--print]
-    python tools/bubble_calc.py --pp 4 --microbatches 8 --compare                       every schedule
-    python tools/bubble_calc.py --pp 4 --sweep microbatches=4,8,16,32 --compare         at several sizes
-    python tools/bubble_calc.py --from_run runs/demo [--compare]                        with the durations that a run measured
+    megalite bubble --pp 4 --microbatches 8 --schedule zb-h1 [--timeline zb-h1.html] [--print]
+    megalite bubble --pp 4 --microbatches 8 --compare                       every schedule
+    megalite bubble --pp 4 --sweep microbatches=4,8,16,32 --compare         at several sizes
+    megalite bubble --from_run runs/demo [--compare]                        with the durations that a run measured
 
 Times are for one microbatch on a whole stage, one rank's share of the model; with several stages on a rank, each takes its part. Papers
 mean three things by a bubble, so all three are printed: bubble_fraction = idle / makespan, bubble_over_ideal = makespan / ideal - 1, and

@@ -1,10 +1,10 @@
 """Look into checkpoints: what is there, what is in it, is it whole, how do two differ, and one plain file of its tensors.
 
-    python tools/checkpoint.py list RUN                  its checkpoints, with their sizes, whole or damaged
-    python tools/checkpoint.py inspect CHECKPOINT        state, tensors, shapes, dtypes, bytes
-    python tools/checkpoint.py verify CHECKPOINT         reads every byte; exit status 1 where something is damaged
-    python tools/checkpoint.py diff ONE OTHER            tensor by tensor; exit status 1 where they differ
-    python tools/checkpoint.py consolidate CHECKPOINT FILE.safetensors [--optimizer]
+    megalite checkpoint list RUN                  its checkpoints, with their sizes, whole or damaged
+    megalite checkpoint inspect CHECKPOINT        state, tensors, shapes, dtypes, bytes
+    megalite checkpoint verify CHECKPOINT         reads every byte; exit status 1 where something is damaged
+    megalite checkpoint diff ONE OTHER            tensor by tensor; exit status 1 where they differ
+    megalite checkpoint consolidate CHECKPOINT FILE.safetensors [--optimizer]
 
 A run's directory stands for its newest checkpoint. Nothing is changed in any of them, so a run may be using them.
 """

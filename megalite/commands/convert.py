@@ -1,9 +1,9 @@
 """Hugging Face models in and out, and the proof that both sides compute the same.
 
-    python tools/convert_hf.py import HF_DIR CHECKPOINT_DIR
-    python tools/convert_hf.py export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
-    python tools/convert_hf.py adapter-export CHECKPOINT_DIR PEFT_DIR
-    python tools/convert_hf.py check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 where the logits differ
+    megalite convert import HF_DIR CHECKPOINT_DIR
+    megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
+    megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
+    megalite convert check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 where the logits differ
 
 A run's directory stands for its newest checkpoint; adapters are exported merged into its weights, or alone. What our model can not compute
 is refused by name before anything is written, and a directory has its name only when it is whole.

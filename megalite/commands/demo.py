@@ -1,6 +1,6 @@
 """From nothing to a trained model in a few minutes: what `make demo` runs.
 
-    python tools/demo.py
+    megalite demo
 
 1. The Python standard library's own source, from the running interpreter, becomes a corpus; a 4,096-piece tokenizer is trained on it.
 2. configs/quickstart.yaml trains on eight ranks, TP2 × PP2 × DP2: on GPUs where there is one for every rank, else on the CPU.
@@ -11,7 +11,6 @@ Everything lies in runs/demo/. What is done already is not done again: remove ru
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -22,7 +21,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]  # of the checkout
+from megalite.checkout import command
+from megalite.commands.parser import Parser
+
 CONFIG = Path("configs/quickstart.yaml")
 TOKENS = Path("runs/demo/data/stdlib")
 RUN = Path("runs/demo/quickstart")
@@ -45,8 +46,9 @@ class Layout(NamedTuple):
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    os.chdir(ROOT)
+    tool = Parser(description=__doc__)
+    tool.parse_args()
+    os.chdir(tool.enter_checkout())
     started = time.monotonic()
     try:
         prepare()
@@ -54,10 +56,10 @@ def main() -> None:
         show_losses()
         show_sample()
     except subprocess.CalledProcessError as error:
-        sys.exit(f"demo.py: this command ended with status {error.returncode}: {shlex.join(map(str, error.cmd))}")
+        sys.exit(f"{tool.prog}: this command ended with status {error.returncode}: {shlex.join(map(str, error.cmd))}")
     except KeyboardInterrupt:
         sys.exit(130)
-    print(f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; tools/generate.py continues other texts with its model.")
+    print(f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; {command('generate')} continues other texts with its model.")
 
 
 # ---- data
@@ -73,7 +75,7 @@ def prepare() -> None:
     library = sysconfig.get_paths()["stdlib"]
     exclude = [f"*/{name}/*" for name in NO_SOURCE]
     options = ["--input", f"{library}/**/*.py", "--exclude", *exclude, "--train_tokenizer", str(VOCABULARY), "--output", str(TOKENS)]
-    run([sys.executable, "tools/prepare_data.py", *options])
+    run([sys.executable, command("prepare"), *options])
 
 
 # ---- training
@@ -103,7 +105,7 @@ def train(layout: Layout) -> None:
     heading(f"Training: TP{layout.tp} × PP{layout.pp} × DP{layout.dp} ({layout.why})")
     sizes = ["--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.ranks)]
-    run([*launch, "pretrain.py", "--config", str(CONFIG), *sizes], OMP_NUM_THREADS="1")
+    run([*launch, command("train"), "--config", str(CONFIG), *sizes], OMP_NUM_THREADS="1")
 
 
 # ---- results
@@ -146,7 +148,7 @@ def draw_losses(training: dict[int, float], validation: dict[int, float], path: 
 def show_sample() -> None:
     heading("The model continues")
     print(PROMPT, end="", flush=True)
-    run([sys.executable, "tools/generate.py", str(RUN), "--prompt", PROMPT, "--tokens", "100"], quiet=True)
+    run([sys.executable, command("generate"), str(RUN), "--prompt", PROMPT, "--tokens", "100"], quiet=True)
 
 
 # ---- helpers
@@ -156,9 +158,9 @@ def heading(text: str) -> None:
     print(f"\n=== {text}", flush=True)
 
 
-def run(command: list[str], quiet: bool = False, **environment: str) -> None:
+def run(words: list[str], quiet: bool = False, **environment: str) -> None:
     """Run a command, shown as one would type it. Raises CalledProcessError where it fails."""
     if not quiet:
-        typed = shlex.join(command).replace(f"{sys.executable} -m torch.distributed.run", "torchrun").replace(sys.executable, "python")
+        typed = shlex.join(words).replace(f"{sys.executable} -m torch.distributed.run", "torchrun").replace(sys.executable, "python")
         print(f"$ {typed}", flush=True)
-    subprocess.run(command, check=True, env=os.environ | environment)
+    subprocess.run(words, check=True, env=os.environ | environment)

@@ -1,4 +1,4 @@
-"""What a run on any number of ranks would take, without starting one: `pretrain.py --dry_run --world_size W …`.
+"""What a run on any number of ranks would take, without starting one: `megalite train --dry_run --world_size W …`.
 
 Every distinct rank is built on the meta device, and its states must have the bytes that the planner computes from specs alone; the rest is
 the planner's. Reads no data and needs no GPU; nothing is written.
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 
+from megalite.checkout import command
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(prog="pretrain.py --dry_run", description=__doc__, allow_abbrev=False)
+    made = Parser(prog=f"{command('train')} --dry_run", description=__doc__, allow_abbrev=False)
     made.add_argument("--dry_run", action="store_true", required=True)
     made.add_argument("--world_size", type=positive, metavar="W", help="ranks of the run (default tp * pp * cp * dp)")
     made.add_argument("--ranks", type=numbers, metavar="R,R,…", help="build these on the meta device (default two of each pipeline rank)")

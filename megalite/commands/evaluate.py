@@ -1,7 +1,7 @@
 """How good a trained model is: perplexity of texts, and the tasks of lm-evaluation-harness.
 
-    python tools/evaluate.py perplexity MODEL --text FILE … [--sequence_length N] [--stride N]
-    python tools/evaluate.py tasks MODEL --tasks NAME,… [--include_path DIR] [--num_fewshot N] [--limit N]
+    megalite evaluate perplexity MODEL --text FILE … [--sequence_length N] [--stride N]
+    megalite evaluate tasks MODEL --tasks NAME,… [--include_path DIR] [--num_fewshot N] [--limit N]
 
 MODEL is a checkpoint (step_00000100), a run's directory for its newest one, whatever topology wrote it, or hf:DIR for a Hugging Face model.
 With --tp and --pp it is spread over ranks, which torchrun has started, or else the tool starts. docs/evaluation.md says what is computed.

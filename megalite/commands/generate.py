@@ -1,8 +1,8 @@
 """Continue texts with a trained model.
 
-    python tools/generate.py runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50 --top_p 1 --seed 0]
-    python tools/generate.py hf:DIR --prompts FILE --tp 2 --pp 2 --json
-    python tools/generate.py hf:DIR --chat [--system TEXT]
+    megalite generate runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50 --top_p 1 --seed 0]
+    megalite generate hf:DIR --prompts FILE --tp 2 --pp 2 --json
+    megalite generate hf:DIR --chat [--system TEXT]
 
 Takes a checkpoint (step_00000100), a run's directory for its newest one, whatever topology wrote it, or hf:DIR for a Hugging Face model.
 Prints the continuation alone; it ends after --tokens tokens, before a --stop text, or where the model ends the document. With --tp and --pp

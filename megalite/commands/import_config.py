@@ -1,11 +1,11 @@
-"""DeepSpeed's ds_config.json or Accelerate's default_config.yaml → a configuration for pretrain.py, on stdout.
+"""DeepSpeed's ds_config.json or Accelerate's default_config.yaml → a configuration for `megalite train`, on stdout.
 
-    python tools/import_config.py ds_config.json > config.yaml
-    python tools/import_config.py default_config.yaml --json
+    megalite import-config ds_config.json > config.yaml
+    megalite import-config default_config.yaml --json
 
 stderr lists every key that could not be honoured, with the reason and what is nearest; every key that was honoured approximately; what
 the file leaves open (`auto`); and what means nothing here. A DeepSpeed file that an Accelerate file names is read from beside it. The
-data, the model and train.steps are not in such files: give them to pretrain.py, or in a second --config.
+data, the model and train.steps are not in such files: give them to `megalite train`, or in a second --config.
 """
 
 from __future__ import annotations

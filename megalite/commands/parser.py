@@ -1,11 +1,14 @@
-"""The command lines, the parser that they share, and beside each that needs more than its own file a package of what it alone uses."""
+"""What the commands share: a parser whose errors are one message, and how an answer is printed."""
 
 import argparse
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
+
+from megalite.checkout import CHECKOUT
 
 Answer = tuple[dict[str, Any], list[str], int]  # for --json, for people, exit status
 Command = Callable[[argparse.Namespace], Answer]
@@ -19,6 +22,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def enter_checkout(self, what: str = "it") -> Path:
+        """The checkout that this package is in, whose benchmarks/ can be imported from now on. Ends the process where there is none."""
+        if CHECKOUT is None:
+            self.error(f"{what} needs files that are not part of an installed megalite. Run it in a checkout of its source.")
+        if str(CHECKOUT) not in sys.path:
+            sys.path.insert(0, str(CHECKOUT))
+        return CHECKOUT
 
 
 def positive(text: str) -> int:

@@ -1,9 +1,9 @@
 """How to spread a model over GPUs: every legal layout, what it holds in memory, how long a step takes, and why the best one is the best.
 
-    python tools/plan.py --model llama-3-70b --gpus 512 --gpu h100 --sequence_length 8192 --global_batch_size 1024 [--explain]
-    python tools/plan.py --model config.json --gpus 8 --gpu a100 … --tp 2 --schedule zb-v             some choices fixed
-    python tools/plan.py … --tokens 15e12 --price_per_hour 2.5 --write run.yaml                       days, dollars, a configuration to run
-    python tools/plan.py --calibrate here.yaml                                                  measure this machine; then --gpu here.yaml
+    megalite plan --model llama-3-70b --gpus 512 --gpu h100 --sequence_length 8192 --global_batch_size 1024 [--explain]
+    megalite plan --model config.json --gpus 8 --gpu a100 … --tp 2 --schedule zb-v             some choices fixed
+    megalite plan … --tokens 15e12 --price_per_hour 2.5 --write run.yaml                       days, dollars, a configuration to run
+    megalite plan --calibrate here.yaml                                                  measure this machine; then --gpu here.yaml
 
 Memory is that of `megalite.planning.memory`, bubbles are the simulator's; docs/planner.md says what is modelled, and how far off it was.
 """
@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megalite.checkout import command, torchrun_target
 from megalite.commands.parser import Parser, positive
 from megalite.config.families import from_hf_config
 from megalite.config.load import build_parser as config_parser
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     options = tool.parse_args(argv)
     try:
         if options.calibrate:
+            tool.enter_checkout("--calibrate")
             print(calibrate(options.calibrate))
             return
         missing = [name for name in ("model", "gpus", "gpu", "sequence_length", "global_batch_size") if getattr(options, name) is None]
@@ -70,7 +72,7 @@ def parser() -> Parser:
     add("--plans", type=positive, default=10, metavar="N", help="how many plans to show (default 10)")
     add("--tokens", type=amount, metavar="T", help="tokens to train on, for example 300e9: prints days and cost")
     add("--price_per_hour", type=amount, metavar="P", help="US dollars for one device and hour (default: the table's)")
-    add("--write", type=Path, metavar="FILE", help="write the best plan as a configuration that pretrain.py runs")
+    add("--write", type=Path, metavar="FILE", help="write the best plan as a configuration of a run")
     add("--explain", action="store_true", help="walk from one GPU's way of training to ZeRO-3 with offload, with this model's numbers")
     add("--calibrate", type=Path, metavar="FILE", help="measure this machine and write it as a device for --gpu")
     add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
@@ -98,9 +100,9 @@ def calibrate(path: Path) -> str:
     except report.BenchmarkError as error:
         raise HardwareError(f"--calibrate: {error}") from None
     content = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
-    heading = f"# Measured by tools/plan.py --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
+    heading = f"# Measured by {command('plan')} --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
     path.write_text(heading + yaml.safe_dump(content, sort_keys=False))
-    return f"{path} is written. tools/benchmark.py plan tells how far predictions for this machine are off."
+    return f"{path} is written. {command('benchmark')} plan tells how far predictions for this machine are off."
 
 
 def base_config(options: argparse.Namespace) -> Config:
@@ -124,7 +126,7 @@ def base_config(options: argparse.Namespace) -> Config:
     if config.lora.rank:
         raise ConfigError(
             f"lora.rank = {config.lora.rank} is not planned for: times and bounds are those of training all weights. "
-            "Ask pretrain.py --dry_run what a layout takes with adapters."
+            f"Ask {command('train')} --dry_run what a layout takes with adapters."
         )
     if config.model.vocab_size is None:
         raise ConfigError(f"--model {name} leaves the vocabulary to the data. Give a configuration file that says model.vocab_size.")
@@ -217,5 +219,5 @@ def heading(search: Search, plan: Plan, path: Path) -> str:
     return (
         f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
         f"Predicted: {plan.step.total:.4g} s a step, {explaining.amount(plan.memory.total)} on the fullest rank.\n\n"
-        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} pretrain.py --config {path} --data.train PREFIX --train.steps N"
+        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} {torchrun_target()} --config {path} --data.train PREFIX --train.steps N"
     )

@@ -1,9 +1,9 @@
 """Turn text into a token file: PREFIX.bin and PREFIX.idx (Megatron-LM's format) and PREFIX.json.
 
-    python tools/prepare_data.py --input book.txt --tokenizer byte --output data/book
-    python tools/prepare_data.py --input 'src/**/*.py' --train_tokenizer 4096 --output data/code
-    python tools/prepare_data.py --input hf:NAME --split train --tokenizer DIR --output data/name
-    python tools/prepare_data.py --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
+    megalite prepare --input book.txt --tokenizer byte --output data/book
+    megalite prepare --input 'src/**/*.py' --train_tokenizer 4096 --output data/code
+    megalite prepare --input hf:NAME --split train --tokenizer DIR --output data/name
+    megalite prepare --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
 
 Every document ends in EOS. A text file is one document, and so is a line of a .jsonl or a row of a .parquet; empty ones are left out.
 With --chat a record is a conversation, as messages, Alpaca or ShareGPT write it, and PREFIX.loss.bin and .idx say whose tokens count.
@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    tool = parser()
+    options = tool.parse_args()
     started = time.monotonic()
     try:
         tokenizer, chat = chosen_tokenizer(options), chosen_chat(options)
@@ -69,7 +70,7 @@ def main() -> None:
                 progress=progress,
             )
     except (DataError, OSError) as error:
-        sys.exit(fail(str(error)))
+        tool.error(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     report(summary, time.monotonic() - started, options.max_length, options.json)
@@ -163,8 +164,3 @@ def report(summary: Summary, seconds: float, longest: int | None, as_json: bool)
             print(f"{count:,} conversations {what}")
     if summary.replaced_documents:
         print(f"{summary.replaced_documents:,} documents held bytes that are no UTF-8: each became U+FFFD")
-
-
-def fail(message: str) -> int:
-    print(f"prepare_data.py: {message}", file=sys.stderr)
-    return 2

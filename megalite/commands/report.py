@@ -1,7 +1,7 @@
 """One page that tells what a run did, or how several differ.
 
-    python tools/report.py runs/run
-    python tools/report.py runs/a runs/b --output comparison.html
+    megalite report runs/run
+    megalite report runs/a runs/b --output comparison.html
 
 Writes report.html into the (first) run's directory: loss, learning rate, gradient norm, throughput, memory, the pipeline's timeline,
 predicted beside measured, configuration and environment. The page needs nothing beside it; a run may still be training.

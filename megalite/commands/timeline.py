@@ -1,6 +1,6 @@
 """What a run has recorded of a few steps (`--profiling.timeline true`), beside what the simulator says.
 
-    python tools/timeline.py runs/run
+    megalite timeline runs/run
 
 Prints the bubble measured and the one predicted, and writes traces/timeline.json into the run's directory, which ui.perfetto.dev opens.
 A run does the same when it ends.

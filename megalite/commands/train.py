@@ -1,13 +1,13 @@
-"""Train a model: `torchrun --nproc-per-node N pretrain.py --config FILE.yaml [--tp N --pp N --dp N] [--section.key VALUE …]`.
+"""Train a model: `torchrun --nproc-per-node N -m megalite train --config FILE.yaml|NAME [--tp N --pp N --dp N] [--section.key VALUE …]`.
 
-`python pretrain.py --config FILE.yaml` is one process. `--help` lists every option, `--print_config` prints the resolved configuration.
+`megalite train --config FILE.yaml|NAME` is one process. `--help` lists every option, `--print_config` prints the resolved configuration,
+`--list_configs` the configurations that come with megalite.
 """
 
 from __future__ import annotations
 
 import sys
 
-from megalite.config.families import hf_shape
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import ConfigError
 from megalite.launch.process import abandon, choose_device, configure_process, local_world_size, start_process_group, world_size
@@ -18,7 +18,7 @@ def main() -> None:
         from megalite.commands.dry_run import main as dry_run
 
         return dry_run()
-    config = load_config(world_size=world_size(), read_shape=hf_shape)
+    config = load_config(world_size=world_size())
 
     import torch
 
@@ -59,13 +59,8 @@ def main() -> None:
     mesh = build.make_mesh(config)
     if config.network.test and mesh.world.size > 1:
         notes.append(links.describe(links.measure(mesh, device)))
-    read_weights = None
-    if (config.model.init_from or "").startswith("hf:") or config.lora.init_from:
-        from megalite.huggingface.adapters import starting_weights
-
-        read_weights = starting_weights(config)
     try:
-        trainer = Trainer(config, mesh, device, read_weights)
+        trainer = Trainer(config, mesh, device)
     except (ConfigError, CheckpointError) as error:  # a checkpoint that this run must not continue: every rank finds the same
         exit_with(str(error))
     except torch.OutOfMemoryError as error:

@@ -1,6 +1,6 @@
 """Does this layout compute what one process computes? Runs both and prints the first step, tensor and rank that differ.
 
-    python tools/verify.py --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
+    megalite verify --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
 
 Exit status: 0 equal within the tolerances, 1 a difference, 2 a wrong configuration. With `--json` stdout is one JSON object.
 """
@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megalite.commands.parser import Parser
-from megalite.config.families import hf_shape
 from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
 
@@ -38,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         sizes.add_argument(f"--{axis}", type=int, default=1)
     layout = vars(sizes.parse_known_args(rest)[0])
     defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]  # the proof settings
-    config = load_config([*defaults, *rest], world_size=math.prod(layout.values()), read_shape=hf_shape)
+    config = load_config([*defaults, *rest], world_size=math.prod(layout.values()))
     import torch
 
     from megalite.training.verify import compare, run_ranks, single_process

@@ -1,4 +1,4 @@
-"""Hugging Face config.json → ModelConfig, and what the way back (`tools/exporting`) needs to know. Imports no torch.
+"""Hugging Face config.json → ModelConfig, and what the way back (`megalite.huggingface`) needs to know. Imports no torch.
 
 families.yaml says which fields of a config.json carry over and under which of our names, what transformers assumes where a field is left
 out, and the axis values that make a family what it is. A field that no row handles is refused by name unless it is null, without

@@ -8,14 +8,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
+from megalite.checkout import CONFIGS, command, torchrun_target
 from megalite.config import schema
 from megalite.config.dims import filling_dp
+from megalite.config.families import hf_shape
 from megalite.config.presets import preset
 from megalite.config.rule import nearest_name, show
 from megalite.config.rules import check
@@ -25,28 +26,30 @@ from megalite.config.token_files import data_vocab_size
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-USAGE = "torchrun --nproc-per-node N pretrain.py --config FILE.yaml [--tp N --pp N --dp N --cp N --zero N] [--section.key VALUE ...]"
+USAGE = (
+    f"torchrun --nproc-per-node N {torchrun_target()} --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --zero N] "
+    "[--section.key VALUE ...]"
+)
 SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero")}, "faults": "faults.inject"}
 OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
 """Every option, section.key → its dataclass field."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0
 """Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one has ended."""
-ReadShape = Callable[[str], dict[str, Any]]
-"""A Hugging Face directory → the ModelConfig fields that its config.json gives. Raises ConfigError."""
 
 
-def load_config(argv: list[str] | None = None, *, world_size: int, read_shape: ReadShape | None = None) -> Config:
+def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
     """The checked configuration of a run, from the command line (default: this process's).
 
     Ends the process, without traceback, where there is nothing to run: exit status 2 and one message on stderr for a wrong
-    configuration, 0 after --help or --print_config. world_size: number of processes; read_shape: what model.from_hf needs
-    (`megalite.config.families.hf_shape`).
+    configuration, 0 after --help, --list_configs or --print_config. world_size: number of processes.
     """
     try:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv)
         if arguments.help:
             exit_with(build_parser(field_docs()).format_help(), status=0)
-        config = resolve(arguments, world_size, read_shape)
+        if arguments.list_configs:
+            exit_with("\n".join(f"{name:18} {what}" for name, what in shipped_configs().items()), status=0)
+        config = resolve(arguments, world_size)
         if arguments.print_config and _speaks():
             print(to_yaml(config), end="", flush=True)
         check(config, world_size)
@@ -136,6 +139,7 @@ class Arguments:
     overrides: dict[str, str] = field(default_factory=dict)
     help: bool = False
     print_config: bool = False
+    list_configs: bool = False
 
 
 def read_arguments(argv: list[str]) -> Arguments:
@@ -146,13 +150,17 @@ def read_arguments(argv: list[str]) -> Arguments:
             arguments.help = True
         elif word == "--print_config":
             arguments.print_config = True
+        elif word == "--list_configs":
+            arguments.list_configs = True
         else:
             name, equals, value = word.removeprefix("--").partition("=")
             option = SHORT.get(name, name)
             if not word.startswith("--"):
                 raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE; lists as '[a, b]'.")
             if option != "config" and option not in OPTIONS:
-                raise unknown(name, "on the command line", [*SHORT, *OPTIONS, "config", "print_config", "help"], dashes="--")
+                raise unknown(
+                    name, "on the command line", [*SHORT, *OPTIONS, "config", "list_configs", "print_config", "help"], dashes="--"
+                )
             following = value if equals else next(words, None)
             if following is None or (not equals and following.startswith("--")):
                 raise ConfigError(f"--{name} on the command line has no value. Write --{name} VALUE.")
@@ -189,20 +197,36 @@ def read_tree(path: str, option: str) -> Any:
         raise ConfigError(f"{option} = {path} is not valid YAML: {problem}{where}. Correct the file there.") from None
 
 
+def shipped_configs() -> dict[str, str]:
+    """The configurations that come with megalite: name → the first line of the file's comment."""
+    return {path.stem: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for path in sorted(CONFIGS.glob("*.yaml"))}
+
+
+def config_file(given: str) -> str:
+    """The path that `--config` means: a file, or where there is none of that name a configuration that comes with megalite."""
+    if Path(given).is_file() or Path(given).name != given or Path(given).suffix in (".yaml", ".yml"):
+        return given
+    shipped = CONFIGS / f"{given}.yaml"
+    if not shipped.is_file():
+        nearest = nearest_name(given, list(shipped_configs()))
+        raise ConfigError(f"--config = {given} is neither a file nor a configuration that comes with megalite. Nearest: {nearest}.")
+    return str(shipped)
+
+
 def _nearest_file(path: str) -> str:
     others = [str(other) for end in ("*.yaml", "*.yml") for other in sorted(Path(path).parent.glob(end)) if other.is_file()]
     return f"Nearest: {nearest_name(path, others)}." if others else "Give the path of a YAML file."
 
 
-def resolve(arguments: Arguments, world_size: int, read_shape: ReadShape | None) -> Config:
+def resolve(arguments: Arguments, world_size: int) -> Config:
     """Everything that was given, on top of everything that follows from it; not checked yet."""
     parser = build_parser()
     given: dict[str, Any] = {}
-    for path in arguments.files:
+    for path in map(config_file, arguments.files):
         tree = read_tree(path, "--config")
         given |= parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
     given |= parse_values(parser, arguments.overrides, "on the command line", words=True)
-    config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf"), read_shape) | given))
+    config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)
     if config.model.vocab_size is None:
@@ -219,15 +243,13 @@ def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def _shape(name: str | None, directory: str | None, read_shape: ReadShape | None) -> dict[str, Any]:
+def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
     """The model options that a preset or a Hugging Face directory gives (both at once are refused by a rule)."""
     shape: dict[str, Any] = {}
     if name is not None:
         shape = preset(name)
     elif directory is not None:
-        if read_shape is None:
-            raise ConfigError(f"model.from_hf = {directory} can not be read here. Give the model's fields, as --print_config prints them.")
-        shape = read_shape(directory)
+        shape = hf_shape(directory)
     return {f"model.{key}": value for key, value in shape.items()}
 
 
@@ -239,9 +261,11 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
     from jsonargparse import ArgumentParser
 
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
-    parser = ArgumentParser(prog="pretrain.py", usage=USAGE, exit_on_error=False, add_help=False)
+    parser = ArgumentParser(prog=command("train"), usage=USAGE, exit_on_error=False, add_help=False)
     if docs is not None:
-        parser.add_argument("--config", metavar="FILE", help="YAML file of sections and keys; the command line goes before it.")
+        what = "YAML file of sections and keys, or a name of --list_configs; the command line goes before it."
+        parser.add_argument("--config", metavar="FILE|NAME", help=what)
+        parser.add_argument("--list_configs", action="store_true", help="Print the configurations that come with megalite, and exit.")
         parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration as YAML, and exit.")
         parser.add_argument("--dry_run", action="store_true", help="Print what --world_size W ranks would take, and exit.")
         parser.add_argument("--help", "-h", action="store_true", help="Show this text, and exit.")

@@ -188,7 +188,7 @@ class ParallelConfig:
     offload_parameters: bool = False
     """With ZeRO-3, keep the shards of the weights in CPU memory; layers come to the device as they are used."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half"] = "1f1b"
-    """Pipeline schedule; tools/bubble_calc.py --compare shows what each costs in time and memory."""
+    """Pipeline schedule; `megalite bubble --compare` shows what each costs in time and memory."""
     virtual_stages: int | None = None
     """Stages on each pipeline rank, for schedule interleaved (default 2); zb-v and v-half have 2, the others 1."""
     schedule_costs: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0, 0.0])
@@ -357,7 +357,7 @@ class ProfilingConfig:
     ranks: list[int] = field(default_factory=list)
     """Ranks on which torch.profiler traces these steps, into the run's traces/, with the pipeline's actions by name."""
     hardware: str | None = None
-    """What the planner predicts the time of a step for, told when the run ends: a name that tools/plan.py knows, or a file that its
+    """What the planner predicts the time of a step for, told when the run ends: a name that `megalite plan` knows, or a file that its
     --calibrate wrote; by default the GPU that the run is on."""
     memory_snapshot: int | None = None
     """Write what every byte of GPU memory is used for after this step, on these ranks (by default 0), and where memory runs out."""

@@ -1,1 +1,4 @@
-"""Tokens in, microbatches out: the indexed token file, sample order and blends, the prefetching loader."""
+"""Tokens in, microbatches out: tokenizers, the indexed token file (indexed.py), sample order and blends (dataset.py), the loader.
+
+preparation/ writes token files. May import megalite.config and the modules beneath everything (batch, rng …); preparing imports no torch.
+"""

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.checkout import command
 from megalite.config.schema import ConfigError
 from megalite.config.token_files import is_chat, metadata
 
@@ -59,9 +60,7 @@ class IndexedTokens:
         self.eos: int | None = self.metadata.get("eos")
         self.loss = IndexedTokens(f"{prefix}.loss") if is_chat(prefix) else None
         if self.loss is not None and not np.array_equal(self.loss.sizes, self.sizes):
-            raise DataError(
-                f"{prefix}.loss is not of the same documents as {prefix}. Prepare both again with tools/prepare_data.py --chat."
-            )
+            raise DataError(f"{prefix}.loss is not of the same documents as {prefix}. Prepare both again with {command('prepare')} --chat.")
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -81,7 +80,7 @@ class IndexedTokens:
 
     def _check_length(self, itemsize: int) -> None:
         if not self._bin.is_file():
-            raise DataError(f"{self._bin} is missing: a token file is a .bin and an .idx. Prepare it again with tools/prepare_data.py.")
+            raise DataError(f"{self._bin} is missing: a token file is a .bin and an .idx. Prepare it again with {command('prepare')}.")
         if len(self.sizes) == 0 or self.sizes[-1] + self.pointers[-1] == 0:
             raise DataError(f"{self._idx} holds no tokens. Prepare it again from a non-empty input.")
         expected = int(self.pointers[-1]) + int(self.sizes[-1]) * itemsize
@@ -92,14 +91,14 @@ class IndexedTokens:
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Token type, sizes [n], pointers [n] and document marks [d] of an .idx file."""
     if not path.is_file():
-        raise DataError(f"{path} is missing: a token file is a .bin and an .idx. Make it with tools/prepare_data.py --output PREFIX.")
+        raise DataError(f"{path} is missing: a token file is a .bin and an .idx. Make it with {command('prepare')} --output PREFIX.")
     length = path.stat().st_size
     if length < HEADER.size:
         raise DataError(f"{path} has {length} bytes, fewer than its header: it is truncated. Prepare it again.")
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     magic, version, code, sequences, marks = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise DataError(f"{path} does not start with MMIDIDX: it is no token file's index. Give a PREFIX that tools/prepare_data.py wrote.")
+        raise DataError(f"{path} does not start with MMIDIDX: it is no token file's index. Give a PREFIX that {command('prepare')} wrote.")
     if version != 1 or code not in DTYPES:
         raise DataError(
             f"{path} has version {version} and token type {code}; version 1 with types {sorted(DTYPES)} can be read. Prepare it again."

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from megalite.checkout import command
 from megalite.data.indexed import DataError, IndexedTokens
 
 OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
@@ -168,7 +169,7 @@ def load_for(prefix: str | Path) -> Tokenizer:
     """The tokenizer that made a token file, as PREFIX.json names it (a relative name is beside PREFIX)."""
     name = IndexedTokens(prefix).metadata.get("tokenizer")
     if name is None:
-        raise DataError(f"{prefix}.json names no tokenizer. Prepare the data with tools/prepare_data.py, or give the tokenizer.")
+        raise DataError(f"{prefix}.json names no tokenizer. Prepare the data with {command('prepare')}, or give the tokenizer.")
     return load(name if name == "byte" else Path(prefix).parent / name)
 
 

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from megalite import checkpoint
+from megalite.checkout import command
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.inspect import find
 from megalite.config.dims import ParallelDims
@@ -66,7 +67,7 @@ def open_source(name: Path | str) -> ModelSource:
     directory = find(Path(name))
     manifest = checkpoint.manifest_of(directory)
     if "config" not in manifest.state:
-        raise CheckpointError(f"{directory} holds no configuration. Give one that pretrain.py or convert_hf.py wrote.")
+        raise CheckpointError(f"{directory} holds no configuration. Give one that {command('train')} or {command('convert')} wrote.")
     config = from_dict(manifest.state["config"])
     read = partial(checkpoint.load, manifest, convert=True)
     return ModelSource(str(directory), config, manifest.state.get("step", 0), read, origin(directory, config.model))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
+from megalite.checkout import command
 from megalite.checkpoint import directories
 from megalite.checkpoint.chunks import name_of
 from megalite.config.schema import Config, LoraConfig
@@ -100,7 +101,9 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     manifest.check_files()
     model, adapters = model_of(manifest), Adapters(manifest)
     if not adapters.pairs:
-        raise ConversionError(f"{directory} holds no adapters: it was trained without lora.rank. Export it with convert_hf.py export.")
+        raise ConversionError(
+            f"{directory} holds no adapters: it was trained without lora.rank. Export it with {command('convert')} export."
+        )
     found = places_of(model, directory)
     modules = modules_of(found, adapters.pairs)
     tensors = {key: value for module in modules for key, value in zip(module.keys, _joined(module, adapters), strict=True)}
@@ -165,10 +168,13 @@ def _target(name: str, others: set[str]) -> str:
 # ---- in
 
 
-def starting_weights(config: Config) -> Read | None:
-    """What fills a rank's rectangles where a run starts from hf:DIR or from an adapter; None where a checkpoint alone gives its weights."""
+def starting_weights(config: Config) -> Read:
+    """What fills a rank's rectangles where a run starts from hf:DIR or from an adapter. Raises CheckpointError where it is called."""
     base = converting.starting_weights(config.model)
-    return base if config.lora.init_from is None else partial(_fill, config, base)
+    if config.lora.init_from is not None:
+        return partial(_fill, config, base)
+    assert base is not None, "a checkpoint alone gives the weights"
+    return base
 
 
 def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) -> None:

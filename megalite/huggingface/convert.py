@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
+from megalite.checkout import command
 from megalite.checkpoint import CheckpointError, Manifest, directories
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
@@ -247,7 +248,9 @@ def export_model(
 def model_of(manifest: Manifest) -> ModelConfig:
     """The model that a checkpoint holds. Raises CheckpointError where it does not say."""
     if "config" not in manifest.state:
-        raise CheckpointError(f"{manifest.directory} holds no configuration. Give one that pretrain.py or convert_hf.py wrote.")
+        raise CheckpointError(
+            f"{manifest.directory} holds no configuration. Give one that {command('train')} or {command('convert')} wrote."
+        )
     return from_dict(manifest.state["config"]).model
 
 

@@ -1,4 +1,4 @@
-"""The instruments of a run: what watches it without being part of it. `pretrain.py` hands them to the training loop as observers.
+"""The instruments of a run: what watches it without being part of it. The command `train` hands them to the training loop as observers.
 
 phases.py times each step by phase, ranks.py compares the ranks, gpu.py reads the device's memory and sensors, tracing.py runs torch's
 profiler, prediction.py says at the end how far the plan was off. environment.py and links.py look at machines and network before the first

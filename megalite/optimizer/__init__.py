@@ -1,1 +1,4 @@
-"""AdamW over shards, learning-rate schedules, gradient norm and clipping."""
+"""AdamW over shards (adamw.py), learning-rate schedules, loss scaling, gradient norm and clipping.
+
+May import megalite.parallel and what is below.
+"""

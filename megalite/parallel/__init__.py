@@ -1,1 +1,4 @@
-"""How one model spreads over many ranks: parameter specs, collectives, and the tensor, pipeline and data-parallel (sharding) axes."""
+"""How one model spreads over many ranks: parameter specs (spec.py), weights, collectives; tensor/, pipeline/ and sharding/ are the axes.
+
+Start with spec.py. May import megalite.mesh, rng and what is below; pipeline/ and sharding/ do not know each other.
+"""

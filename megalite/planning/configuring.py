@@ -58,7 +58,7 @@ def _preset_shape(name: str) -> dict[str, Any]:
 
 
 def to_yaml(config: Config, heading: str) -> str:
-    """A file for `pretrain.py --config`: the heading as comments, then what differs from the defaults."""
+    """A file for `megalite train --config`: the heading as comments, then what differs from the defaults."""
     import yaml
 
     comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())

@@ -1,7 +1,7 @@
 """The model's states on one rank in bytes: weights, accumulated gradients and what the optimizer keeps. Imports no torch.
 
 Computed from the buckets that the store allocates (`megalite.parallel.sharding`), so padding is counted and nothing is a rule of thumb:
-`pretrain.py --dry_run` builds the same buckets on the meta device and ends with an error where one byte differs.
+`megalite train --dry_run` builds the same buckets on the meta device and ends with an error where one byte differs.
 """
 
 from __future__ import annotations

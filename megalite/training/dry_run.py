@@ -10,7 +10,6 @@ from typing import Any
 
 from megalite.build import plan
 from megalite.config.dims import ParallelDims
-from megalite.config.families import hf_shape
 from megalite.config.load import read_arguments, resolve
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
@@ -37,7 +36,7 @@ AXES = ("tp", "dp", "pp")
 def read(argv: list[str], world_size: int | None) -> Config:
     """The configuration, checked but for files. Raises ConfigError."""
     arguments = read_arguments(argv)
-    config = resolve(arguments, world_size or 1, hf_shape)
+    config = resolve(arguments, world_size or 1)
     if world_size is None:
         dims = ParallelDims.of(config)
         world_size, config.parallel.dp = dims.world, dims.dp

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megalite.checkout import command
 from megalite.checkpoint import CheckpointError, Manifest
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict, to_dict
@@ -49,7 +50,7 @@ def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
 def without_adapters(manifest: Manifest) -> Manifest:
     """A checkpoint that a run starts from. Raises CheckpointError where it holds adapters, which would be left out."""
     if from_dict(manifest.state.get("config", {})).lora.rank:
-        way_out = "Merge them with tools/convert_hf.py export and start from hf:DIR, or export them alone, for lora.init_from"
+        way_out = f"Merge them with {command('convert')} export and start from hf:DIR, or export them alone, for lora.init_from"
         raise CheckpointError(f"model.init_from = {manifest.directory} holds adapters beside its weights. {way_out}.")
     return manifest
 

@@ -6,7 +6,6 @@ It knows nothing about transformers: the stages compute, the schedule orders, th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +38,6 @@ from megalite.training.faults import Injection, restarts
 from megalite.training.guard import Guard
 from megalite.training.resuming import changed_compression, check_resume, is_same_run, without_adapters
 
-ReadWeights = Callable[[Sequence[Rectangle]], None]
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
 
 
@@ -70,11 +68,9 @@ class Trainer:
     Args:
         config: complete and checked (`megalite.config.load`).
         mesh: from `build.make_mesh(config)`.
-        read_weights: fills the rectangles of a start from lora.init_from and other model.init_from than ours. Raises CheckpointError.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", read_weights: ReadWeights | None = None):
-        self._read_weights = read_weights
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
         self.run_dir = Path(config.run.dir) / config.run.name
         self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
@@ -174,8 +170,13 @@ class Trainer:
         return manifest
 
     def load_weights(self, directory: Path) -> None:
-        """Take the weights alone, of any dtype, from a checkpoint or from what `read_weights` reads; draw adapters that nothing gives."""
-        read = self._read_weights or partial(checkpoint.load, without_adapters(self._checked(directory)), convert=True)
+        """Take the weights alone, of any dtype, from a checkpoint, hf:DIR or an adapter; draw adapters that nothing gives."""
+        if str(directory).startswith("hf:") or self.config.lora.init_from is not None:
+            from megalite.huggingface.adapters import starting_weights  # other runs do not pay for its import
+
+            read = starting_weights(self.config)
+        else:
+            read = partial(checkpoint.load, without_adapters(self._checked(directory)), convert=True)
         if drawn := self.config.lora.rank > 0 and self.config.lora.init_from is None:
             self.store.initialise(self.config.run.seed, frozen=False)
         with all_or_none(self.mesh, CheckpointError):

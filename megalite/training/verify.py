@@ -18,7 +18,6 @@ from torch import Tensor
 from megalite.build import parts as build
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError, ParallelConfig
-from megalite.huggingface.adapters import starting_weights
 from megalite.launch import local_ranks as ranks
 from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
@@ -56,7 +55,7 @@ def record(config: Config, steps: int, directory: Path) -> None:
     device = choose_device()
     configure_process(device, config.run.deterministic)
     start_process_group(device, config.run.timeout)
-    trainer = Trainer(config, build.make_mesh(config), device, starting_weights(config))
+    trainer = Trainer(config, build.make_mesh(config), device)
     scalars = []
     for _ in range(steps):
         result = trainer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalite import checkpoint
+from megalite.commands.checkpoint import main
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.checkpoint import jobs
@@ -37,8 +37,6 @@ def save(run: Path, step: int, **changes: torch.Tensor) -> Path:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, str]]:
     """call(*arguments) → exit status, the JSON on stdout, and what the same says to people."""
-    monkeypatch.syspath_prepend(TOOLS)
-    main = importlib.import_module("checkpoint").main
 
     def called(*arguments: str | Path) -> tuple[int, Any, str]:
         words = [str(word) for word in arguments]
@@ -129,10 +127,9 @@ def test_consolidate_writes_what_safetensors_reads(call: Callable[..., Any], ran
 
 
 def test_consolidate_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(TOOLS)
     save(tmp_path, 1)
     file = tmp_path / "out.safetensors"
-    assert importlib.import_module("checkpoint").main(["consolidate", str(tmp_path), str(file), "--json"]) == 0
+    assert main(["consolidate", str(tmp_path), str(file), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["bytes"] == file.stat().st_size and sorted(load_file(file)) == ["a", "b"]
 
@@ -153,12 +150,11 @@ def test_consolidate_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys
 def test_bad_input_ends_with_one_message(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(TOOLS)
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "whole", 1)
     (save(tmp_path / "damaged", 1) / "manifest.json").write_text("{}")
     (tmp_path / "there.safetensors").touch()
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module("checkpoint").main(arguments)
+        main(arguments)
     out, err = capsys.readouterr()
     assert (ended.value.code, out, len(err.splitlines())) == (2, "", 1) and message in err

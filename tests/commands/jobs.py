@@ -13,7 +13,6 @@ from megalite.batch import Microbatch
 from megalite.config.load import from_dict
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.sources import for_inference, open_source
-from megalite.huggingface.convert import starting_weights
 from megalite.training.trainer import Trainer
 from tests.distributed.jobs import mesh_of
 
@@ -34,7 +33,7 @@ def logits_from_hf(context: Any, configs: list[dict[str, Any]], ids: Tensor) -> 
     found = []
     for config in configs:
         made = from_dict(config)
-        trainer = Trainer(made, mesh_of(context, made), read_weights=starting_weights(made.model))
+        trainer = Trainer(made, mesh_of(context, made))
         try:
             trainer.store.gatherer.finish()
             found.append(_logits(trainer, ids))
@@ -68,7 +67,7 @@ def _logits(trainer: Trainer, ids: Tensor) -> Tensor | None:
 def step_from_hf(context: Any, config: dict[str, Any]) -> str:
     """Start from a Hugging Face directory, train one step and save; returns the checkpoint's directory."""
     made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made), read_weights=starting_weights(made.model))
+    trainer = Trainer(made, mesh_of(context, made))
     try:
         trainer.step()
         return str(trainer.save())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import platform
 from collections.abc import Callable
@@ -14,9 +13,11 @@ import pytest
 import torch
 
 from benchmarks import bubble, checkpoint, comm, overhead, plan, report, scaling, step
+from benchmarks.command import main
 from benchmarks.ours import linear_shapes, step_products
 from benchmarks.scaling_run import measure
 from megalite.build import parts as build
+from megalite.commands.plan import main as plan_main
 from megalite.config.load import from_dict
 from megalite.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
@@ -28,14 +29,7 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
-    monkeypatch.syspath_prepend(TOOLS)
-    found: Callable[[list[str]], None] = importlib.import_module("benchmark").main
-    return found
-
-
-@pytest.fixture
-def run(main: Callable[[list[str]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """run(*arguments) → the JSON on stdout, which must be what is in the one file written."""
 
     def call(*arguments: str) -> dict[str, Any]:
@@ -127,9 +121,7 @@ def test_bubble_stands_beside_what_the_simulator_predicts(run: Callable[..., dic
     assert (row["measured"], row["lateness"]) == (pytest.approx(0.25), pytest.approx(0.25))
 
 
-def test_scaling_says_what_is_left_of_the_ideal_speed(
-    main: Callable[[list[str]], None], ranks: RankPool, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scaling_says_what_is_left_of_the_ideal_speed(ranks: RankPool, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one core two ranks share it: there is no efficiency then. Worlds are measured here and on the test's own ranks."""
 
     def measure_ranks(spec: dict[str, Any], world: int) -> Any:
@@ -238,7 +230,6 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
     ],
 )
 def test_wrong_options_end_with_one_message(
-    main: Callable[[list[str]], None],
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -283,8 +274,7 @@ def test_a_calibrated_machine_is_a_device_that_predicts(monkeypatch: pytest.Monk
     }
     monkeypatch.setattr(report, "gpu", lambda: None)
     monkeypatch.setattr(report, "launch", lambda *_, **__: json.loads(json.dumps(found)))
-    monkeypatch.syspath_prepend(TOOLS)
-    importlib.import_module("plan").main(["--calibrate", str(tmp_path / "here.yaml")])
+    plan_main(["--calibrate", str(tmp_path / "here.yaml")])
     device = find(str(tmp_path / "here.yaml"))
     assert device.cpu and device.per_node == 2 and device.rates[0] == (32.0, 1e10) and device.within == Link("measured", 1e9, 0.0)
     one, tensor, pipeline, data, _ = (plan.predict(plan._run(layout, smoke=False), device) for layout in plan.LAYOUTS)

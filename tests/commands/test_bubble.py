@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parallelism_figures import FIGURES
+from megalite.commands.bubble import main
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.planning.drawing.timeline import svg
@@ -25,9 +25,8 @@ PICTURES = sorted(path for path in (ROOT / "docs" / "pictures").glob("*.svg") if
 @pytest.fixture
 def tool(monkeypatch, capsys):
     """tool(*arguments) → what it prints."""
-    monkeypatch.syspath_prepend(TOOL.parent)
+    monkeypatch.setattr("sys.argv", ["bubble_calc.py"])
     monkeypatch.setenv("COLUMNS", "120")
-    main = importlib.import_module("bubble_calc").main
 
     def call(*arguments: object) -> str:
         main(list(map(str, arguments)))
@@ -185,7 +184,9 @@ def test_bad_input_ends_with_one_message(arguments, message, tool, capsys):
     ],
 )
 def test_large_plans_need_no_torch(arguments, makespan):
-    program = f"import runpy, sys; runpy.run_path({str(TOOL)!r}, run_name='__main__'); assert 'torch' not in sys.modules"
+    program = (
+        f"import runpy, sys\ntry:\n    runpy.run_path({str(TOOL)!r}, run_name='__main__')\nfinally:\n    assert 'torch' not in sys.modules"
+    )
     command = [sys.executable, "-c", program, *arguments.split(), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     found = json.loads(done.stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import sys
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from megalite.checkpoint.manifest import encode
+from megalite.commands.generate import main
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megalite.generation.language_model import LanguageModel, Sampling
@@ -60,13 +60,7 @@ def model(checkpoint: Path) -> LanguageModel:
 
 
 @pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
-    monkeypatch.syspath_prepend(TOOL.parent)
-    return importlib.import_module("generate").main
-
-
-@pytest.fixture
-def generate(main: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def generate(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """generate(*arguments) → what a run in this process prints."""
 
     def call(*arguments: str | Path) -> str:
@@ -77,7 +71,7 @@ def generate(main: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def refusal(main: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refusal(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """refusal(*arguments) → the one message of a run that must end with status 2 and print nothing else."""
 
     def call(*arguments: str | Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.build import parts as build
+from megalite.commands.plan import main
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
 from megalite.config.schema import ConfigError
@@ -35,8 +35,6 @@ ARGUMENTS = ["--gpus", 8, "--gpu", "h100", "--sequence_length", 8192, "--global_
 @pytest.fixture
 def tool(monkeypatch, capsys):
     """tool(*arguments) → what it prints."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    main = importlib.import_module("plan").main
 
     def call(*arguments: object) -> str:
         main(list(map(str, arguments)))

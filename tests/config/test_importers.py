@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -14,6 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.commands.import_config import main
 from megalite.config.importers.convert import convert
 from megalite.config.load import load_config, nest
 from megalite.config.schema import Config, ConfigError
@@ -240,8 +240,6 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
 @pytest.fixture
 def tool(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
     """tool(*arguments) → what it prints on stdout and stderr."""
-    monkeypatch.syspath_prepend(TOOL.parent)
-    main = importlib.import_module("import_config").main
 
     def call(*arguments: object) -> tuple[str, str]:
         main(list(map(str, arguments)))

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from megalite.config import load as loading
-from megalite.config.families import hf_shape
 from megalite.config.load import from_dict, load_config, to_dict, to_yaml
 from megalite.config.schema import Config, ConfigError
 
@@ -32,7 +31,7 @@ def load(*argv: str, world_size: int = 1, text: str | None = None) -> Config:
     if text is not None:
         Path("run.yaml").write_text(text)
         argv = ("--config", "run.yaml", *argv)
-    return load_config(["--data.train", "tokens", *argv], world_size=world_size, read_shape=hf_shape)
+    return load_config(["--data.train", "tokens", *argv], world_size=world_size)
 
 
 def refusal(capsys, *argv: str, text: str | None = None, status: int = 2) -> str:
@@ -86,12 +85,6 @@ def test_shape_from_a_hugging_face_directory(here):
     (here / "config.json").write_text(json.dumps(content | {"num_key_value_heads": 2, "rope_theta": 1e6, "vocab_size": 999}))
     model = load("--model.from_hf", ".", "--model.num_hidden_layers", "2").model
     assert (model.hidden_size, model.num_hidden_layers, model.rope_theta, model.attention_bias, model.vocab_size) == (64, 2, 1e6, True, 999)
-
-
-def test_who_can_not_read_hugging_face_directories_says_so(capsys):
-    with pytest.raises(SystemExit) as end:
-        load_config(["--data.train", "tokens", "--model.from_hf", "."], world_size=1)
-    assert end.value.code == 2 and "model.from_hf = . can not be read here. Give the model's fields" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -221,3 +214,23 @@ def test_loading_needs_no_torch_and_using_a_configuration_no_parser():
     env = {"PYTHONPATH": str(Path(loading.__file__).parents[2])}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert ended.stdout == "[]\n[]\n"
+
+
+# --- configurations that come with megalite
+
+
+def test_a_name_is_a_shipped_configuration_where_no_file_has_it(capsys):
+    with pytest.raises(SystemExit) as end:
+        load_config(["--list_configs"], world_size=1)
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert end.value.code == 0 and {"quickstart", "llama-3-8b"} <= set(listed) and all(listed.values())
+    assert load("--config", "shakespeare-char").run.name == "shakespeare-char"
+    Path("shakespeare-char").write_text("run: {name: mine}")
+    assert load("--config", "shakespeare-char").run.name == "mine"
+
+
+def test_an_unknown_name_gets_the_nearest_shipped_one(capsys):
+    with pytest.raises(SystemExit) as end:
+        load("--config", "quickstrt")
+    message = "--config = quickstrt is neither a file nor a configuration that comes with megalite. Nearest: quickstart.\n"
+    assert end.value.code == 2 and capsys.readouterr().err == message

@@ -1,15 +1,14 @@
 """tools/prepare_data.py from input to token file: content, order, independence of workers, atomicity, messages."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from megalite.commands.prepare import main
 from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.prepare import prepare
@@ -22,24 +21,14 @@ TEXTS = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 40 + i % 7)) + f
 Run = Callable[..., dict]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prepare_data", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def run(tool, monkeypatch, tmp_path, capsys) -> Run:
+def run(monkeypatch, tmp_path, capsys) -> Run:
     """run(*arguments) → the JSON result; in a directory of its own."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> dict:
         monkeypatch.setattr(sys, "argv", ["prepare_data.py", *arguments, "--workers", "1", "--json"])
-        tool.main()
+        main()
         return json.loads(capsys.readouterr().out)
 
     return call
@@ -290,8 +279,8 @@ def test_preparation_imports_no_torch(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     code = (
         f"import sys, runpy; sys.argv = ['x', '--input', 'a.txt', '--tokenizer', 'byte', '--output', 'x', '--workers', '1']\n"
-        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
-        "assert not {'torch', 'transformers', 'datasets', 'sentencepiece', 'pyarrow'} & set(sys.modules)"
+        f"try:\n    runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+        "finally:\n    assert not {'torch', 'transformers', 'datasets', 'sentencepiece', 'pyarrow'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,6 @@ from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
-from megalite.huggingface.adapters import starting_weights
 from megalite.training.memory_report import report
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
@@ -54,7 +53,7 @@ def trainer_of(directory: Path, prefix: str, place: Path, start: str | None = No
         "checkpoint": {"load": "none"},
     }
     made = from_dict(config)
-    return Trainer(made, make_mesh(made), read_weights=starting_weights(made))
+    return Trainer(made, make_mesh(made))
 
 
 def peft_logits(base: Path, adapter: Path, ids: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from megalite.commands import convert as convert_hf
 from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
-from megalite.huggingface.convert import ConversionError, starting_weights
+from megalite.huggingface.convert import ConversionError
 from megalite.training.trainer import Trainer
 from tests.commands.jobs import logits_from_hf, step_from_hf
 from tests.distributed.configs import write_tokens
@@ -98,10 +98,10 @@ def test_another_model_is_refused_and_a_context_may_be_extended(models, prefix):
     config = configuration(directory, prefix)
     config["model"] |= {"rope_theta": 5e5, "attention_dropout": 0.1, "max_position_embeddings": 128}
     made = from_dict(config)
-    Trainer(made, make_mesh(made), read_weights=starting_weights(made.model)).close()
+    Trainer(made, make_mesh(made)).close()
     made.model.rms_norm_eps = 1e-3
     with pytest.raises(ConversionError, match=r"is another model: model.rms_norm_eps = 0.001 and there 1e-05. Set model.from_hf = "):
-        Trainer(made, make_mesh(made), read_weights=starting_weights(made.model))
+        Trainer(made, make_mesh(made))
 
 
 def test_an_imported_checkpoint_of_bf16_starts_a_run_in_fp32(models, prefix, tmp_path: Path):
@@ -109,7 +109,7 @@ def test_an_imported_checkpoint_of_bf16_starts_a_run_in_fp32(models, prefix, tmp
     assert CASES[name].dtype == BF16
     config = configuration(models[name], prefix)
     made = from_dict(config)
-    one = Trainer(made, make_mesh(made), read_weights=starting_weights(made.model))
+    one = Trainer(made, make_mesh(made))
     assert convert_hf.main(["import", str(models[name]), str(tmp_path / "imported")]) == 0
     made.model.init_from = str(tmp_path / "imported")
     other = Trainer(made, make_mesh(made))

@@ -1,34 +1,106 @@
-"""The wheel holds megalite and megalite_kernels, side by side, and nothing else."""
+"""The wheel holds all of megalite, and works where there is no checkout: commands, shipped configurations and ranks."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import megalite
-from tests.structure.sources import ROOT, python
+from tests.structure.sources import ROOT
+
+Run = Callable[..., str]
+TINY = ["--model.hidden_size", "32", "--model.intermediate_size", "64", "--data.sequence_length", "16", "--model.num_hidden_layers", "2"]
+BATCH = ["--train.global_batch_size", "4", "--train.micro_batch_size", "2", "--train.steps", "2", "--optimizer.warmup_steps", "1"]
 
 
-def test_the_wheel_holds_the_two_packages(tmp_path: Path):
-    tree, out = tmp_path / "tree", tmp_path / "out"  # a copy: a build leaves its traces in the tree
-    for name in ("megalite", "kernels", "tests/structure", "tools"):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `pip install` builds it, from a copy: a build leaves its traces in the tree."""
+    place = tmp_path_factory.mktemp("wheel")
+    tree = place / "tree"
+    for name in ("megalite", "kernels", "configs", "tests/structure", "tools"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "pretrain.py"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "pretrain.py"):
         shutil.copy(ROOT / name, tree / name)
     build = "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(out)], cwd=tree, check=True, capture_output=True)
-    (wheel,) = out.glob("*.whl")
+    subprocess.run([sys.executable, "-c", build, str(place)], cwd=tree, check=True, capture_output=True)
+    (built,) = place.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """run(*words, status=0) → what the installed `megalite` prints, or with `ranks` what torchrun prints; all in one directory.
+
+    The environment has the wheel and what this one has, without the checkout: lines of a .pth file are directories whose own .pth files,
+    such as that of an editable install, are not read.
+    """
+    place = tmp_path_factory.mktemp("installed")
+    venv.create(place / "venv", symlinks=True)
+    (packages,) = (place / "venv").glob("lib/python*/site-packages")
+    others = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "others.pth").write_text("\n".join(others))
+    python = place / "venv" / "bin" / "python"
+    install = ["install", "--no-deps", "--no-index", "--ignore-installed", "--no-compile", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", f"--python={python}", *install], check=True, capture_output=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    (place / "work").mkdir()
+
+    def call(*words: str, ranks: int = 0, status: int = 0) -> str:
+        launch = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megalite"]
+        command = [*(launch if ranks else [str(python.with_name("megalite"))]), *words]
+        done = subprocess.run(command, cwd=place / "work", env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == status, done.stderr[-4000:]
+        return done.stdout if status == 0 else done.stderr
+
+    return call
+
+
+def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path):
     assert wheel.name.startswith(f"megalite-{megalite.__version__}-py3-none-any")
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if ".dist-info/" not in name]
-        archive.extractall(tmp_path / "installed")
-    packages = ROOT / "megalite", ROOT / "kernels" / "megalite_kernels"
-    sources = [path for package in packages for pattern in ("*.py", "*.yaml") for path in package.rglob(pattern)]
-    assert len(names) == len(sources)
-    assert {name.partition("/")[0] for name in names} == {"megalite", "megalite_kernels"}
-    code = "import megalite.parallel.tensor.linear as a, megalite_kernels.norm as b; print(a.__file__, b.__file__)"
-    found = python(code, first_on_path=tmp_path / "installed", cwd=tmp_path).split()
-    assert all(Path(path).is_relative_to(tmp_path / "installed") for path in found)
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {
+        *(str(path.relative_to(ROOT)) for kind in ("*.py", "*.yaml", "*.jinja") for path in (ROOT / "megalite").rglob(kind)),
+        *(str(path.relative_to(ROOT / "kernels")) for kind in ("*.py", "*.yaml") for path in (ROOT / "kernels").rglob(kind)),
+        *(f"megalite/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")),
+    }
+    assert names == expected
+
+
+def test_an_installed_megalite_prepares_trains_exports_and_generates(run: Run, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("a shipped configuration trains without a checkout\n" * 400)
+    run("prepare", "--input", str(tmp_path / "text.txt"), "--tokenizer", "byte", "--output", "tokens", "--workers", "2")
+    output = run("train", "--config", "quickstart", "--data.train", "tokens", "--tp", "2", *TINY, *BATCH, ranks=2)
+    assert "gloo on cpu" in output
+    made = "runs/demo/quickstart"
+    run("convert", "export", made, "exported")
+    assert len(json.loads(run("generate", made, "--prompt", "a ship", "--tokens", "3", "--json", "--tp", "2"))["tokens"]) == 3
+
+
+def test_an_installed_megalite_plans(run: Run):
+    sizes = ["--gpus", "8", "--gpu", "h100", "--sequence_length", "2048", "--global_batch_size", "64", "--tp", "2", "--pp", "2"]
+    run("plan", "--model", "llama-3-8b", *sizes, "--write", "plan.yaml")
+    assert json.loads(run("bubble", "--pp", "2", "--microbatches", "4", "--schedule", "1f1b", "--json"))["makespan"] == 15
+    listed = run("train", "--list_configs")
+    assert [line.split()[0] for line in listed.splitlines()] == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+
+def test_an_installed_megalite_names_no_file_of_a_checkout(run: Run):
+    """In what it says to people: how to make data, options, and the commands that need the source."""
+    missing = run("train", "--config", "shakespeare-char", status=2)
+    assert "megalite prepare --output data/shakespeare" in missing
+    helps = [run(name, "--help") for name in ("train", "plan", "convert")]
+    needs = [run(*words, status=2) for words in (["benchmark", "step"], ["demo"], ["plan", "--calibrate", "here.yaml"])]
+    assert all(text.count("\n") == 1 and "Run it in a checkout" in text for text in needs)
+    for text in (missing, *helps, *needs):
+        assert "pretrain.py" not in text and "tools/" not in text and "Traceback" not in text

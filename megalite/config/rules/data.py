@@ -5,6 +5,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megalite.checkout import command
 from megalite.config.rule import Facts, Rule, nearest_name
 from megalite.config.schema import Config
 from megalite.config.token_files import data_vocab_size, is_chat, metadata, prefixes
@@ -22,7 +23,7 @@ def _nearest_prefix(source: Any) -> str:
     prefix = Path(_missing(source)[0]).with_suffix("")
     others = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.bin"))
     if not others:
-        return f"Make it with tools/prepare_data.py --output {prefix}."
+        return f"Make it with {command('prepare')} --output {prefix}."
     return f"Nearest: {nearest_name(str(prefix), others)}."
 
 
@@ -58,7 +59,7 @@ def _end_of_document_rule(option: str) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     Rule("training data is given", "data.train", lambda c: not prefixes(c.data.train)).says(
-        "names no token file", "Give the PREFIX of PREFIX.bin and PREFIX.idx; tools/prepare_data.py --output PREFIX makes them."
+        "names no token file", f"Give the PREFIX of PREFIX.bin and PREFIX.idx; {command('prepare')} --output PREFIX makes them."
     ),
     *_token_file_rules("data.train"),
     *_token_file_rules("data.validation"),
@@ -79,11 +80,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("chat or text", "data.train", lambda c: len({is_chat(p) for p in _all_prefixes(c)}) > 1).says(
         lambda c: f"and data.validation mix conversations ({', '.join(filter(is_chat, _all_prefixes(c)))}) with text",
-        "Give token files of one kind; tools/prepare_data.py --chat makes those of conversations.",
+        f"Give token files of one kind; {command('prepare')} --chat makes those of conversations.",
     ),
     Rule("packing of conversations", "data.packing", lambda c: c.data.packing and not any(map(is_chat, _all_prefixes(c)))).says(
         "has no effect: data.train is text, which fills every row",
-        "Set it to false, or prepare conversations with tools/prepare_data.py --chat.",
+        f"Set it to false, or prepare conversations with {command('prepare')} --chat.",
     ),
     _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),

@@ -1,1 +1,5 @@
-"""Pipeline parallelism: schedules as plain data (schedule, generator, communication, validator, partition: no torch) and the runtime."""
+"""Pipeline parallelism: schedules as plain data and the one runtime that executes them.
+
+Start with schedule.py; generator.py makes the schedules, passes insert communication, validator.py and simulator.py read them (no torch),
+runtime.py runs them. May import megalite.mesh and what is below.
+"""

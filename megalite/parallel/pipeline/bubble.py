@@ -113,7 +113,7 @@ class Plan:
         }
 
     def measures(self) -> dict[str, Any]:
-        """Every figure by its name, as `tools/bubble_calc.py --json` prints it. Peaks are in whole-stage activations of one microbatch."""
+        """Every figure by its name, as `megalite bubble --json` prints it. Peaks are in whole-stage activations of one microbatch."""
         timeline, schedule = self.timeline, self.schedule
         return {
             "schedule": schedule.name,

@@ -1,1 +1,4 @@
-"""The data-parallel outer group: flat buckets, their reduction, and who keeps which shard (ZeRO)."""
+"""The data-parallel outer group: flat buckets of weights and gradients, their reduction, and who keeps which shard (ZeRO 0 to 3).
+
+May import megalite.parallel's weights, specs and collectives and what is below.
+"""

@@ -1,0 +1,30 @@
+"""Every check between fields of a configuration: one row a rule, in the order in which they are tried, a file for each part of a run.
+
+The first rows make sizes positive, so that later rows may divide by them. A message names option, value, reason and way out:
+
+    parallel.tp = 6 does not divide model.num_attention_heads = 32: each rank must hold whole heads.
+    Legal values: 1, 2, 4, 8, 16, 32. Nearest: 4 or 8.
+"""
+
+from collections.abc import Container
+from dataclasses import fields
+
+from megalite.config.rule import Facts, Rule
+from megalite.config.rules import data, faults, model, numbers, parallel, training
+from megalite.config.schema import Config, ConfigError
+
+RULES: tuple[Rule, ...] = (*numbers.RULES, *model.RULES, *parallel.RULES, *data.RULES, *training.RULES, *faults.RULES)
+"""All rules; each name is unique."""
+
+
+def check(config: Config, world_size: int, local_devices: int | None = None, leave_out: Container[str] = ()) -> None:
+    """Raise ConfigError with the first rule that a resolved configuration violates.
+
+    world_size: number of processes; local_devices: GPUs that this machine's processes will use (0: CPU; None: not known yet).
+    leave_out: names of rules that are not asked.
+    """
+    values = {section.name: getattr(config, section.name) for section in fields(Config)}
+    facts = Facts(**values, world_size=world_size, local_devices=local_devices)
+    for rule in RULES:
+        if rule.name not in leave_out and rule.broken(facts):
+            raise ConfigError(rule.message(facts))
