@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from megalite.model.cost import attended_pairs
+from megalite.model.cost.steps import attended_pairs
 from megalite.planning.hardware import Device
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.62))

@@ -12,7 +12,7 @@ from benchmarks import published
 from megalite.config.load import from_dict
 from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
-from megalite.model.cost import attended_pairs
+from megalite.model.cost.steps import attended_pairs
 from megalite.parallel.pipeline.generator import SCHEDULES, build, chunks_of
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning import links

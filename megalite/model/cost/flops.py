@@ -1,8 +1,8 @@
 """FLOPs of the model by the conventions in use, from the description of its units. Imports no torch.
 
 Matrix products alone, two FLOPs a multiply-add; a backward counts twice its forward. The trainer's MFU, the partition over stages and the
-planner read this module. Model FLOPs are those of the PaLM paper (Chowdhery et al. 2022, appendix B): what the model needs, so recomputation
-does not count.
+planner read this module. Model FLOPs are those of the PaLM paper (Chowdhery et al. 2022, appendix B): what the model needs, so
+recomputation does not count.
 """
 
 from __future__ import annotations

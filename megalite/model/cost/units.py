@@ -1,7 +1,7 @@
 """The description of each unit of the model, for one tensor-parallel rank and one microbatch. Imports no torch.
 
-The steps follow `megalite.model` and `megalite.parallel.tensor`; a Buffer stands for each tensor that their autograd functions save, storages
-counted once. Shapes of weights are those of the stored parameters (`megalite.model.parameters`).
+The steps follow `megalite.model` and `megalite.parallel.tensor`; a Buffer stands for each tensor that their autograd functions save,
+storages counted once. Shapes of weights are those of the stored parameters (`megalite.model.parameters`).
 """
 
 from __future__ import annotations
