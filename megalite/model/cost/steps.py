@@ -17,7 +17,7 @@ Dtype = Literal["compute", "accumulate", "index", "mask"]
 """compute: train.precision; accumulate: at least fp32; index: of a token or a position; mask: one byte."""
 Mode = Literal["none", "selective", "full"]
 """What train.recompute means for a layer: the stronger the mode, the less is kept and the more is computed again."""
-MODES: tuple[Mode, ...] = ("none", "selective", "full")
+MODES: tuple[str, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Buffer(NamedTuple):
     kept_under: Mode = "selective"
 
 
-def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: Mode = "none") -> int:
+def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: str = "none") -> int:
     """Bytes of what is kept under a mode of recomputation, given the width of each dtype."""
     strength = MODES.index(mode)
     return sum(buffer.values * widths[buffer.dtype] for buffer in buffers if MODES.index(buffer.kept_under) >= strength)
@@ -269,6 +269,11 @@ class UnitCost:
     def kept(self) -> list[Buffer]:
         """What forward keeps for backward."""
         return [buffer for step in self.steps for buffer in step.kept]
+
+    @property
+    def summed(self) -> int:
+        """Values of elementwise kernels that tp ranks all-reduce in forward, and as many in backward."""
+        return sum(step.summed for step in self.steps if isinstance(step, Elementwise))
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """Of all products and lookups."""
