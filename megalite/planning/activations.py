@@ -1,26 +1,25 @@
 """What each unit of the model keeps of one microbatch on one rank, in bytes: from forward to backward, and on to a weight pass.
 
-A line for each tensor that an autograd function of `megalite.model` and `megalite.parallel.tensor` saves, storages counted once. Shapes are
-those of one tensor-parallel rank; under sequence parallelism what lies between linears is a tp-th of the sequence. Imports no torch.
+The units' description (`megalite.model.cost`) says which tensors those are; this module adds the configuration of a run: widths, kernels,
+recomputation, and how the loss is computed. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from megalite.build.plan import activation_shape
-from megalite.config.schema import Config
+from megalite.config.schema import Config, LoraConfig
 from megalite.config.token_files import is_chat, prefixes
-from megalite.model.parameters import head_unit, kv_replicas, padded_vocabulary
-from megalite.parallel.spec import ParamSpec
+from megalite.model.cost.steps import Buffer, Dtype, Share, UnitCost, size_in_bytes
+from megalite.model.cost.units import Units
+from megalite.model.parameters import head_unit
 from megalite.planning.states import Device, Widths
 
 INDEX = 8  # bytes of a token or a target
-ATTENTION_BLOCK = 64  # queries, of `megalite_kernels.attention`
-ADAPTER = ".lora_a"  # of a stored matrix, the first of its two factors
-WIDEST_HEAD = 256  # channels that its Triton kernels take
+WIDEST_HEAD = 256  # channels that the Triton kernels of `megalite_kernels.attention` take
 LOSS_CHUNK_ON_GPU = 4096  # tokens, of `megalite.model.stage`
 
 
@@ -51,86 +50,49 @@ class Activations:
 
     Args:
         splits: whether backward is in two passes, so that weight gradients are put off.
-        specs: the stored tensors of the rank: what is frozen, and what has adapters of low rank. By default everything is trained.
+        lora: adapters; by default everything is trained.
     """
 
-    def __init__(self, config: Config, device: Device = "cuda", splits: bool = False, specs: Sequence[ParamSpec] = ()):
-        model, parallel, widths = config.model, config.parallel, Widths.of(config)
+    def __init__(self, config: Config, device: Device = "cuda", splits: bool = False, lora: LoraConfig | None = None):
+        model, parallel, train, widths = config.model, config.parallel, config.train, Widths.of(config)
         self.config, self.model, self.device, self.splits = config, model, device, splits
-        self.frozen = {spec.name for spec in specs if not spec.trainable}
-        adapters = (spec for spec in specs if spec.name.endswith(ADAPTER))
-        self.adapters = {spec.name.removesuffix(ADAPTER): spec.local_shape(0, parallel.tp)[0] for spec in adapters}
         self.width, self.wide = widths.compute, widths.wide
+        self.widths: dict[Dtype, int] = {"compute": widths.compute, "accumulate": widths.wide, "index": INDEX, "mask": 1}
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions follow them
-        self.sequence = config.data.sequence_length
-        self.batch = config.train.micro_batch_size
-        self.tokens = self.sequence * self.batch
-        self.own_tokens = prod(activation_shape(config)[:2])
-        self.heads = model.num_attention_heads // parallel.tp
-        self.kv_heads = model.kv_heads * kv_replicas(model, parallel.tp) // parallel.tp
-        self.query, self.packed = (count * model.head_size for count in (self.heads, self.heads + 2 * self.kv_heads))
-        self.inner = model.intermediate_size // parallel.tp
-        self.vocabulary = padded_vocabulary(model.vocabulary, parallel.tp) // parallel.tp
-        self.own = prod(activation_shape(config)) * self.width
-        self.whole = self.tokens * model.hidden_size * self.width  # the same, gathered
+        self.share = Share(config.data.sequence_length, train.micro_batch_size, parallel.tp, parallel.sequence_parallel)
+        self.units = Units(model, self.share, lora, self.flash)
+        self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 
     @property
     def message(self) -> int:
         """Bytes of what travels between two stages."""
         return self.own
 
+    def _size(self, buffers: Iterable[Buffer], mode: str = "none") -> int:
+        return size_in_bytes(buffers, self.widths, mode)
+
     def unit(self, number: int) -> Held:
         if number == 0:
-            return self.embedding()
+            return Held(saved=self._size(self.units.embedding().kept))
         return self.head() if number == head_unit(self.model) else self.layer(number - 1)
 
-    def embedding(self) -> Held:
-        """Which rows were looked up, and which of them lie on other ranks; learned positions."""
-        positions = INDEX * self.sequence if self.model.position == "learned" else 0
-        return Held(saved=self.tokens * (INDEX + 1) + positions + self._dropout(self.model.embedding_dropout))
-
-    def _dropout(self, probability: float) -> int:
-        """The positions that a mask is drawn for; the mask itself is drawn again."""
-        return INDEX * self.own_tokens // self.batch if probability else 0
-
     def layer(self, index: int) -> Held:
-        mode = self.config.train.recompute_of(index)
-        kept = self._statistics_and_inputs(index) + self._attention(index, mode == "selective") + self._feed_forward(index)
-        saved = self.own if mode == "full" else kept
-        stash = self._layer_stash(index)
-        freed = self.own + self._norm(self.own_tokens) if self.model.norm_placement != "pre" else 0  # by the norm behind the feed-forward
-        shared = self._inner(f"layers.{index}.mlp.down")  # is among what was saved
-        first = max(stash.get("mlp.down", 0) - shared - freed, 0)
-        return Held(saved, kept - saved, sum(stash.values()), first, workspace=self._workspace())
+        unit, mode = self.units.layer(index), self.config.train.recompute_of(index)
+        saved = self._size(unit.kept, mode)
+        recomputed = self._size(unit.kept) - saved if mode == "full" else 0  # selective: probabilities exist a block at a time
+        stash, first = self._stash(unit)
+        workspace = self.own + max(self._size(block.workspace) for block in unit.blocks)
+        return Held(saved, recomputed, stash, first, workspace=workspace)
 
-    def _norm(self, tokens: int, groups: int = 1) -> int:
-        """Statistics of a norm: rstd, of LayerNorm the mean too."""
-        return tokens * groups * self.wide * (1 if self.model.norm == "rms" else 2)
-
-    def _statistics_and_inputs(self, index: int) -> int:
-        """Of both blocks: the residual stream where it enters, and where there are norms what they return and what they divide by."""
-        before, after = self.model.norm_placement != "post", self.model.norm_placement != "pre"
-        norm = self.own + self._norm(self.own_tokens)
-        kept = 2 * (self.own + (norm if before else 0) + (norm if after else 0) + self._dropout(self.model.residual_dropout))
-        columns = [f"layers.{index}.{name}" for name in ("attention.qkv", "mlp.in")]
-        return kept - (sum(not self.trains(name) for name in columns) * self.own if before else 0)
-
-    def trains(self, linear: str) -> bool:
-        """Whether a linear layer has weight gradients, which need its input."""
-        return f"{linear}.weight" not in self.frozen or linear in self.adapters
-
-    def _inner(self, *linears: str) -> int:
-        """What adapters keep between their two matrices."""
-        return self.tokens * sum(self.adapters.get(linear, 0) for linear in linears) * self.width
-
-    def _attention(self, index: int, recomputes: bool) -> int:
-        """Queries, keys and values, beside them normed ones where they are normed; the output; the probabilities."""
-        kept = self.tokens * (self.packed + self.query) * self.width + self._probabilities(index, recomputes)
-        kept += self._inner(f"layers.{index}.attention.qkv", f"layers.{index}.attention.out")
-        if self.model.qk_norm != "none":
-            statistics = self.heads + self.kv_heads if self.model.qk_norm == "head" else 2
-            kept += self.tokens * ((self.packed + self.query) // 2 * self.width + statistics * self.wide)
-        return kept
+    def _stash(self, unit: UnitCost) -> tuple[int, int]:
+        """What a layer's weight pass needs, and what of it is made before anything saved is free: that of the last product, but for what is
+        among the saved tensors, and for what the norm behind the product frees."""
+        if not self.splits:
+            return 0, 0
+        last = unit.blocks[-1]
+        product = last.products[-1]
+        first = self._size(product.stashed) - self._size(product.kept) - self._size(last.after.kept)
+        return sum(self._size(each.stashed) for each in unit.products), max(first, 0)
 
     @property
     def flash(self) -> bool:
@@ -142,75 +104,40 @@ class Activations:
         plain = all(option is None for option in options) and not self.config.run.deterministic and model.head_size % 8 == 0
         return model.head_size <= WIDEST_HEAD and (plain or train.kernels != "torch")
 
-    def _probabilities(self, index: int, recomputes: bool) -> int:
-        """Of the blocks of queries that the reference computes: only the keys that some query of a block sees."""
-        if self.flash:
-            return self.tokens * self.heads * self.wide
-        if recomputes or self.model.attention_softcap is not None:
-            return 0
-        window, total = self.model.window(index) or self.sequence, 0
-        for first in range(0, self.sequence, ATTENTION_BLOCK):
-            stop = min(first + ATTENTION_BLOCK, self.sequence)
-            total += (stop - first) * (stop - max(first - window + 1, 0))
-        return self.batch * self.heads * total * self.wide
-
-    def _feed_forward(self, index: int) -> int:
-        """The input of the activation, which is computed again."""
-        inner = self._inner(f"layers.{index}.mlp.in", f"layers.{index}.mlp.down")
-        return self.tokens * self.inner * (2 if self.model.gated_mlp else 1) * self.width + inner
-
-    def _layer_stash(self, index: int) -> dict[str, int]:
-        """For each linear its input and its output's gradient, both whole: what was gathered for the products stays."""
-        inner = self.inner * (2 if self.model.gated_mlp else 1)
-        linears = {
-            "attention.qkv": self.whole + self.tokens * self.packed * self.width,
-            "attention.out": self.tokens * self.query * self.width + self.whole,
-            "mlp.in": self.whole + self.tokens * inner * self.width,
-            "mlp.down": self.tokens * self.inner * self.width + self.whole,
-        }
-        found = {name: (size, f"layers.{index}.{name}") for name, size in linears.items() if self.splits}
-        return {name: size + 2 * self._inner(linear) for name, (size, linear) in found.items() if self.trains(linear)}
-
-    def _workspace(self) -> int:
-        """The feed-forward's or attention's backward, whichever is larger, and the gradient of the residual stream."""
-        gate_up = self.inner * (2 if self.model.gated_mlp else 1)
-        feed_forward = self.whole + self.tokens * (2 * self.inner + gate_up) * self.width
-        attention = self.tokens * (self.query + 2 * self.packed) * self.width
-        if not self.flash:  # the reference works on copies of at least fp32
-            attention += self.tokens * 2 * (self.query + self.packed) * self.wide
-        return self.own + max(feed_forward, attention)
-
     @property
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at a time; 0 where all do, from forward to backward."""
-        chunk, ranks = self.config.train.loss_chunk, self.tokens // self.own_tokens
+        tokens, batch = self.share.tokens, self.share.batch
+        chunk, ranks = self.config.train.loss_chunk, tokens // self.share.own_tokens
         chunk = (LOSS_CHUNK_ON_GPU if self.device == "cuda" else 0) if chunk is None else chunk
         if not chunk or self.splits:
             return 0
-        positions = self.sequence // ranks
-        return min(max(chunk * positions // self.tokens, 1), positions) * ranks * self.batch
+        positions = self.share.sequence // ranks
+        return min(max(chunk * positions // tokens, 1), positions) * ranks * batch
 
     def head(self) -> Held:
         """The final norm's input and output (or the gradient that was computed with the loss), and the logits."""
-        trains = self.trains("embedding" if self.model.tie_word_embeddings else "head")
-        kept = (2 if trains or self.loss_chunk else 1) * self.own + self._norm(self.own_tokens)
-        one = self.vocabulary * self.width * (1 if self.model.logit_softcap is None else 2)  # tanh keeps its output
+        (block,) = self.units.head().blocks
+        (product,) = block.products
+        kept = self._size(block.before.kept)
+        one = product.outputs * self.width * (1 if self.model.logit_softcap is None else 2)  # tanh keeps its output
         if chunk := self.loss_chunk:
-            return Held(kept, logits_chunk=chunk * one, workspace=self.own)
-        stash = self.splits and trains
+            gradient = 0 if product.keeps_input else self.own
+            return Held(kept + gradient, logits_chunk=chunk * one, workspace=self.own)
+        stash = self.splits and product.keeps_input
         return Held(
-            saved=kept + self.tokens * (2 * self.wide + INDEX),
+            saved=kept + product.rows * (2 * self.wide + INDEX),
             stash=self.whole if stash else 0,
-            logits=self.tokens * one,
-            logits_stash=self.tokens * self.vocabulary * self.width if stash else 0,
-            workspace=2 * self.whole,
+            logits=product.rows * one,
+            logits_stash=product.rows * product.outputs * self.width if stash else 0,
+            workspace=self._size(block.workspace),
         )
 
     def stage(self, numbers: Sequence[int]) -> list[Held]:
         """The units of a stage, first to last. Where positions depend on the documents, so do a microbatch's rotary tables."""
         units = [self.unit(number) for number in numbers]
         if self.documents:
-            units[0] = replace(units[0], saved=units[0].saved + self.batch * self._rotary(numbers))
+            units[0] = replace(units[0], saved=units[0].saved + self.share.batch * self._rotary(numbers))
         return units
 
     def tables(self, numbers: Sequence[int]) -> int:
@@ -219,4 +146,4 @@ class Activations:
 
     def _rotary(self, numbers: Sequence[int]) -> int:
         rotates = any(self.model.uses_rope(number - 1) for number in numbers if 0 < number < head_unit(self.model))
-        return 2 * self.sequence * self.model.head_size * self.width if rotates else 0
+        return 2 * self.share.sequence * self.model.head_size * self.width if rotates else 0

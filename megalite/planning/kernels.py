@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
+from megalite.model.cost.steps import attended_pairs
 from megalite.planning.hardware import Device
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.62))
@@ -70,15 +71,9 @@ def _measured_rate(device: Device, volume: float) -> float:
     return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
 
 
-def exact_pairs(sequence: int, window: int | None) -> float:
-    """(query, key) pairs that causal attention needs for one head of one sequence."""
-    seen = min(window or sequence, sequence)
-    return seen * (seen + 1) / 2 + (sequence - seen) * seen
-
-
 def computed_pairs(sequence: int, window: int | None) -> float:
-    """The same in whole blocks, as kernels compute them."""
-    return exact_pairs(sequence, window) + sequence * (min(BLOCK, window or sequence, sequence) - 1) / 2
+    """(query, key) pairs that causal attention computes for one head of one sequence: those that it needs, in whole blocks."""
+    return attended_pairs(sequence, window) + sequence * (min(BLOCK, window or sequence, sequence) - 1) / 2
 
 
 def attention(

@@ -117,8 +117,7 @@ def settled(config: Config, world_size: int) -> Config:
 
 def _rank(config: Config, schedule: Schedule, pp_rank: int, ranks: range, device: Device) -> RankMemory:
     buckets = plan.buckets_of(config, pp_rank)
-    specs = [slot.spec for bucket in buckets for slot in bucket.slots]
-    activations = Activations(config, device, Kind.WEIGHT in schedule.passes, specs)
+    activations = Activations(config, device, Kind.WEIGHT in schedule.passes, config.lora)
     units = {stage: units for stage, units in plan.units_of(config).items() if schedule.placement[stage] == pp_rank}
     tables = sum(map(activations.tables, units.values()))
     profile = Profile({stage: activations.stage(numbers) for stage, numbers in units.items()}, tables)

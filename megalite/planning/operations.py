@@ -1,16 +1,19 @@
 """What one microbatch takes on each unit of the model (embedding, layer, head) on one rank: its kernels, one after the other. Seconds.
 
-The lists follow `megalite.model` and `megalite.parallel.tensor`, with the memory traffic that docs/kernels.md states. `Software` says in
-what other training codes differ, so that their published speeds can be predicted too.
+A kernel for each step of a unit's description (`megalite.model.cost`), with the memory traffic that docs/kernels.md states. `Software` says
+in what other training codes differ, so that their published speeds can be predicted too.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megalite.config.schema import ModelConfig
-from megalite.model.parameters import padded_vocabulary
+from megalite.model.cost.steps import Attention, Block, Elementwise, Lookup, Product, Share, Step
+from megalite.model.cost.units import Units
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import ELEMENTWISE_BYTES, attention, product, stream
 from megalite.planning.links import Fabric, group
@@ -75,26 +78,6 @@ class Passes(NamedTuple):
         return self.forward + self.backward + self.weight
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One rank's share of one microbatch."""
-
-    micro_batch_size: int
-    sequence: int
-    tp: int
-    sequence_parallel: bool
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the microbatch."""
-        return self.micro_batch_size * self.sequence
-
-    @property
-    def own_rows(self) -> float:
-        """Tokens between tensor-parallel regions."""
-        return self.rows / (self.tp if self.sequence_parallel else 1)
-
-
 class Operations:
     """The units of a model on a device."""
 
@@ -103,7 +86,8 @@ class Operations:
         self.size = ELEMENTWISE_BYTES[precision]
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
-        self._layers: dict[tuple[Shape, int | None], Passes] = {}
+        self._units: dict[Share, Units] = {}
+        self._layers: dict[tuple[Share, Hashable], Passes] = {}
 
     def _gemm(self, m: float, n: float, k: float, batch: float = 1) -> float:
         return product(self.device, m, n, k, self.precision, batch)
@@ -119,11 +103,18 @@ class Operations:
         """The same of norms, activations and residual sums, as the software has written them."""
         return self._move(*(value * self.software.elementwise for value in values))
 
-    def layer(self, shape: Shape, window: int | None) -> Passes:
+    def units(self, share: Share) -> Units:
+        """The descriptions of the model's units."""
+        if share not in self._units:
+            self._units[share] = Units(self.model, share)
+        return self._units[share]
+
+    def layer(self, share: Share, index: int) -> Passes:
         """A transformer layer."""
-        key = shape, window
+        units = self.units(share)
+        key = share, units.alike(index)
         if key not in self._layers:
-            passes = self._attention_block(shape, window).plus(self._feed_forward(shape))
+            passes = functools.reduce(Passes.plus, [self._block(share, block) for block in units.layer(index).blocks])
             host = (FORWARD_OPERATIONS * self.device.host_time, BACKWARD_OPERATIONS * self.device.host_time)
             idle = max(0.0, host[1] - passes.backward - passes.weight)
             forward = max(passes.forward, host[0])
@@ -132,71 +123,69 @@ class Operations:
 
     # --- blocks ------------------------------------------------------------------------------------------------------------
 
-    def _attention_block(self, shape: Shape, window: int | None) -> Passes:
-        model, rows, hidden = self.model, shape.rows, self.model.hidden_size
-        heads, kv_heads = model.num_attention_heads / shape.tp, max(model.kv_heads / shape.tp, 1)
-        query, packed = heads * model.head_size, (heads + 2 * kv_heads) * model.head_size
-        forward, backward = self._attention(heads, shape, window)
-        rotary = self._pointwise(2 * rows * packed)
-        if model.qk_norm != "none":
-            rotary += self._pointwise(2 * rows * packed)
-        return Passes(
-            forward=self._gemm(rows, packed, hidden) + rotary + forward + self._gemm(rows, hidden, query),
-            backward=self._gemm(rows, query, hidden) + backward + rotary + self._gemm(rows, hidden, packed),
-            weight=self._weight_gradient(hidden, query, rows) + self._weight_gradient(packed, hidden, rows),
-        ).plus(self._around(shape, packed))
+    def _block(self, share: Share, block: Block) -> Passes:
+        steps = [self._step(step) for step in block.steps]
+        last = steps[::-1]  # backward goes from the last step to the first
+        passes = Passes(sum(step.forward for step in steps), sum(step.backward for step in last), sum(step.weight for step in last))
+        return passes.plus(self._around(share, block))
 
-    def _feed_forward(self, shape: Shape) -> Passes:
-        model, rows, hidden = self.model, shape.rows, self.model.hidden_size
-        inner = model.intermediate_size / shape.tp
-        wide, act, act_backward = (2 * inner, 3, 6) if model.gated_mlp else (inner, 2, 4)
-        return Passes(
-            forward=self._gemm(rows, wide, hidden) + self._pointwise(act * rows * inner) + self._gemm(rows, hidden, inner),
-            backward=self._gemm(rows, inner, hidden) + self._pointwise(act_backward * rows * inner) + self._gemm(rows, hidden, wide),
-            weight=self._weight_gradient(hidden, inner, rows) + self._weight_gradient(wide, hidden, rows),
-        ).plus(self._around(shape, wide))
+    def _step(self, step: Step) -> Passes:
+        """One step, its tensor-parallel communication left out."""
+        match step:
+            case Product(rows=rows, outputs=outputs, inputs=inputs):
+                forward, backward = self._gemm(rows, outputs, inputs), self._gemm(rows, inputs, outputs)
+                return Passes(forward, backward, self._weight_gradient(outputs, inputs, rows))
+            case Attention():
+                return Passes(*self._attention(step), 0.0)
+            case Elementwise():
+                return Passes(self._pointwise(*step.forward), self._pointwise(*step.backward), 0.0)
+            case Lookup(values=values):  # backward adds to fp32 accumulators
+                return Passes(self._move(2 * values), 0.0, stream(self.device, values * (self.size + ACCUMULATED)))
 
-    def _around(self, shape: Shape, column: float) -> Passes:
-        """What surrounds a block: norms, residual sum, dropout, and tensor-parallel communication. column: outputs of its first product."""
-        values, model = shape.own_rows * self.model.hidden_size, self.model
-        norms = 2 if model.norm_placement == "both" else 1
-        forward = self._pointwise(4 * values) + (norms - 1) * self._pointwise(2 * values)
-        backward = self._pointwise(4 * values) + (norms - 1) * self._pointwise(3 * values)
-        if model.residual_dropout:
+    def _around(self, share: Share, block: Block) -> Passes:
+        """What surrounds a block: norms, residual sum, dropout, and tensor-parallel communication."""
+        forward = self._pointwise(*block.before.forward, *block.after.forward)
+        backward = self._pointwise(*block.before.backward, *block.after.backward)
+        if values := block.dropped:
             mask = (0.5 if self.software.masks else 0.0) * values
             forward, backward = forward + self._move(values + mask), backward + self._move(2 * values + mask)
-        forward_wait, backward_wait = self._tensor_parallel(shape, column)
+        waits = [self._tensor_parallel(share, product) for product in block.products if product.split == "outputs"]
+        forward_wait, backward_wait = (sum(times) for times in zip(*waits, strict=True))
         return Passes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
-    def _tensor_parallel(self, shape: Shape, column: float) -> tuple[float, float]:
-        """Communication of one block that nothing hides, forward and backward (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
-        if shape.tp == 1:
+    def _tensor_parallel(self, share: Share, column: Product) -> tuple[float, float]:
+        """Communication that nothing hides, forward and backward, around a product whose outputs are split and the one behind it that sums
+        them up (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+        if share.tp == 1:
             return 0.0, 0.0
-        ranks = group(self.device, shape.tp, 1)
-        hidden, size = self.model.hidden_size, shape.rows * self.model.hidden_size * self.size
+        ranks = group(self.device, share.tp, 1)
+        size = column.rows * column.inputs * self.size
         hides = self.software.hides_tensor and not self.device.cpu
-        beside = self._weight_gradient(column, hidden, shape.rows) if hides else 0.0
-        if not shape.sequence_parallel:
+        beside = self._weight_gradient(column.outputs, column.inputs, column.rows) if hides else 0.0
+        if not share.sequence_parallel:
             reduce = self.tensor.all_reduce(size, ranks)
             return reduce, max(0.0, reduce - beside)
         half = self.tensor.half(size, ranks)
-        again = max(0.0, half - (self._gemm(shape.rows, hidden, column) if hides else 0.0))  # the input, gathered again for its product
+        product = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
+        again = max(0.0, half - product)  # the input, gathered again for the weights' gradient
         return 2 * half, half + again + max(0.0, half - beside)
 
-    def _attention(self, heads: float, shape: Shape, window: int | None) -> tuple[float, float]:
+    def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:
-            return self._written_scores(heads, shape)
-        times = attention(self.device, heads, self.model.head_size, shape.sequence, shape.micro_batch_size, window, self.precision)
+            return self._written_scores(step)
+        times = attention(self.device, step.heads, step.head_size, step.sequence, step.batch, step.window, self.precision)
         return times[0] / self.software.attention, times[1] / self.software.attention
 
-    def attention_again(self, shape: Shape, window: int | None) -> float:
-        """What `selective` recomputes: attention's forward, which kernels that never write their scores compute again in any case."""
-        again = not self.software.flash or self.device.cpu
-        return self._attention(self.model.num_attention_heads / shape.tp, shape, window)[0] if again else 0.0
+    def attention_again(self, share: Share, index: int) -> float:
+        """What `selective` recomputes of a layer: attention's forward, which kernels that never write their scores compute again in any
+        case."""
+        if self.software.flash and not self.device.cpu:
+            return 0.0
+        return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
 
-    def _written_scores(self, heads: float, shape: Shape) -> tuple[float, float]:
+    def _written_scores(self, step: Attention) -> tuple[float, float]:
         """Attention whose scores lie in memory: two batched products, softmax and dropout, the mask's half not skipped."""
-        sequence, width, batch = shape.sequence, self.model.head_size, heads * shape.micro_batch_size
+        sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch
         scores = batch * sequence**2
         dropped = bool(self.model.attention_dropout)
         mask = (0.5 if self.software.masks else 0.0) * scores
@@ -207,34 +196,34 @@ class Operations:
 
     # --- the ends ----------------------------------------------------------------------------------------------------------
 
-    def embedding(self, shape: Shape) -> Passes:
+    def embedding(self, share: Share) -> Passes:
         """Rows looked up, summed over tp; backward adds them to fp32 accumulators."""
-        values = shape.rows * self.model.hidden_size
-        ranks = group(self.device, shape.tp, 1)
-        reduce = self.tensor.half if shape.sequence_parallel else self.tensor.all_reduce
-        wait = reduce(values * self.size, ranks)
-        gather = self.tensor.half(values * self.size, ranks) if shape.sequence_parallel else 0.0
-        added = stream(self.device, values * (self.size + ACCUMULATED))
-        return Passes(self._move(2 * values) + wait, gather, added, wait, gather)
+        (block,) = self.units(share).embedding().blocks
+        passes = functools.reduce(Passes.plus, map(self._step, block.steps))
+        ranks, size = group(self.device, share.tp, 1), share.tokens * self.model.hidden_size * self.size
+        wait = (self.tensor.half if share.sequence_parallel else self.tensor.all_reduce)(size, ranks)
+        gather = self.tensor.half(size, ranks) if share.sequence_parallel else 0.0
+        return passes.plus(Passes(wait, gather, 0.0, wait, gather))
 
-    def head(self, shape: Shape, splits: bool) -> Passes:
+    def head(self, share: Share, splits: bool) -> Passes:
         """Final norm, logits and loss. In chunks, gradients come with the loss; a schedule that splits the backward has no chunks."""
-        model, rows, hidden = self.model, shape.rows, self.model.hidden_size
-        vocabulary = padded_vocabulary(model.vocabulary, shape.tp) / shape.tp
+        (block,) = self.units(share).head().blocks
+        (logits,) = block.products
         chunked = self.software.fused_loss and not splits and not self.device.cpu
-        chunk = min(LOSS_CHUNK, rows) if chunked else rows
-        parts, values = rows / chunk, shape.own_rows * hidden
-        logits = chunk * vocabulary
+        chunk = min(LOSS_CHUNK, logits.rows) if chunked else logits.rows
+        parts = logits.rows / chunk
+        product = self._step(replace(logits, rows=chunk))
         reads = (1, 2) if self.software.fused_loss else (10, 6)  # of 16-bit logits, forward and backward
         memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)
-        loss = tuple(stream(memory, times * logits * self.size) for times in reads)
-        ranks = group(self.device, shape.tp, 1)
-        statistics = self.tensor.half(16 * chunk * shape.tp, ranks)
-        gather = (self.tensor.half if shape.sequence_parallel else self.tensor.all_reduce)(chunk * hidden * self.size, ranks)
-        before = gather if shape.sequence_parallel else 0.0
-        forward = parts * (self._gemm(chunk, vocabulary, hidden) + loss[0] + before + statistics) + self._pointwise(2 * values)
-        backward = parts * (self._gemm(chunk, hidden, vocabulary) + loss[1] + gather) + self._pointwise(3 * values)
-        weight = parts * self._weight_gradient(vocabulary, hidden, chunk)
+        loss = tuple(stream(memory, times * (chunk * logits.outputs) * self.size) for times in reads)
+        ranks = group(self.device, share.tp, 1)
+        statistics = self.tensor.half(16 * chunk * share.tp, ranks)
+        gather = (self.tensor.half if share.sequence_parallel else self.tensor.all_reduce)(chunk * logits.inputs * self.size, ranks)
+        before = gather if share.sequence_parallel else 0.0
+        norm = self._step(block.before)
+        forward = parts * (product.forward + loss[0] + before + statistics) + norm.forward
+        backward = parts * (product.backward + loss[1] + gather) + norm.backward
+        weight = parts * product.weight
         waits = parts * (before + statistics), parts * gather
         if chunked:
             return Passes(forward + backward + weight, 0.0, 0.0, sum(waits))

@@ -9,14 +9,15 @@ from itertools import accumulate
 
 from megalite.config.schema import ModelConfig
 from megalite.model.cost import layer_costs, per_token
-from megalite.model.parameters import padded_vocabulary
+from megalite.model.cost.steps import Share
+from megalite.model.cost.units import Units
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group
-from megalite.planning.operations import OURS, Operations, Passes, Shape, Software
+from megalite.planning.operations import OURS, Operations, Passes, Software
 from megalite.planning.pacing import Pace, pace
 
 COMMUNICATION_UNITS = 16
@@ -113,15 +114,11 @@ class Job:
         return rate * per_token(self.model, self.sequence_length).model, rate * per_token(self.model, self.sequence_length, "causal").model
 
 
-def parameters(model: ModelConfig, layers: int, tp: int, embedding: bool, head: bool) -> float:
-    """Parameters of so many layers on one tensor-parallel rank; norms and biases, a thousandth of them, count without tp."""
-    hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads / tp, max(model.kv_heads / tp, 1)
-    attention = hidden * model.head_size * (2 * heads + 2 * kv_heads)
-    feed_forward = (3 if model.gated_mlp else 2) * hidden * model.intermediate_size / tp
-    norms = hidden * (1 if model.norm == "rms" else 2) * (4 if model.norm_placement == "both" else 2)
-    table = padded_vocabulary(model.vocabulary, tp) / tp * hidden
-    positions = hidden * model.max_position_embeddings if model.position == "learned" else 0
-    return layers * (attention + feed_forward + norms) + (table + positions if embedding else 0) + (table if head else 0)
+def parameters(units: Units, layers: Sequence[int], embedding: bool, head: bool) -> float:
+    """Parameters of some layers on one tensor-parallel rank, with the embedding and the head's matrix where they belong to them."""
+    count = sum(units.layer(index).local_weights for index in layers)
+    count += units.embedding().local_weights if embedding else 0
+    return count + (sum(product.local_weights for product in units.head().products) if head else 0)
 
 
 def recomputed_share(recompute: str) -> float:
@@ -167,14 +164,18 @@ class Stepper:
 
     def divided(self, choice: Choice) -> float:
         """Less than the step can take, at a glance: the layers' work, spread evenly over the pipeline."""
-        job, shape = self.job, self._shape(choice)
-        layers = [job.model.window(layer) for layer in range(job.model.num_hidden_layers)]
-        share = recomputed_share(choice.recompute)
+        share, again = self._share(choice), recomputed_share(choice.recompute)
         work = 0.0
-        for window in set(layers):
-            layer = self.operations.layer(shape, window)
-            work += layers.count(window) * (layer.total + share * layer.forward)
-        return self._slow(choice) * job.microbatches(choice) * work / choice.pp
+        for index, count in self._alike(share, range(self.job.model.num_hidden_layers)):
+            layer = self.operations.layer(share, index)
+            work += count * (layer.total + again * layer.forward)
+        return self._slow(choice) * self.job.microbatches(choice) * work / choice.pp
+
+    def _alike(self, share: Share, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """The first of each kind of layer, and how many there are of the kind."""
+        units = self.operations.units(share)
+        kinds = [units.alike(index) for index in layers]
+        return [(layers[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
     def least(self, choice: Choice) -> float:
         """Less than the step can take: the pipeline as below, then the optimizer."""
@@ -202,8 +203,8 @@ class Stepper:
         """What computation takes on the slowest of many devices."""
         return 1 / SLOWEST if choice.gpus > 1 and not self.device.cpu else 1.0
 
-    def _shape(self, choice: Choice) -> Shape:
-        return Shape(choice.micro_batch_size, self.job.sequence_length, choice.tp, choice.sequence_parallel)
+    def _share(self, choice: Choice) -> Share:
+        return Share(self.job.sequence_length, choice.micro_batch_size, choice.tp, choice.sequence_parallel)
 
     # --- stages ------------------------------------------------------------------------------------------------------------
 
@@ -214,26 +215,25 @@ class Stepper:
 
     def _stages(self, choice: Choice) -> tuple[list[Passes], list[float], list[float]]:
         """For each stage: its passes, its parameters on one rank, and how much of its backward are kernels of its forward again."""
-        model, shape = self.job.model, self._shape(choice)
+        model, share = self.job.model, self._share(choice)
         split = self.layers_of_stages(choice.pp * choice.virtual_stages)
-        windows = [model.window(layer) for layer in range(model.num_hidden_layers)]
-        share, last = recomputed_share(choice.recompute), len(split) - 1
+        recomputed, last = recomputed_share(choice.recompute), len(split) - 1
         passes, sizes, again = [], [], []
         for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
-            own = windows[start:stop]
-            layers = [self.operations.layer(shape, window).times(own.count(window)) for window in set(own)]
+            own = range(start, stop)
+            layers = [self.operations.layer(share, index).times(count) for index, count in self._alike(share, own)]
             total = functools.reduce(Passes.plus, layers)
             selective = choice.recompute == "selective"
-            kernels, wait = share * (total.forward - total.forward_wait), share * total.forward_wait
-            again.append(sum(self.operations.attention_again(shape, window) for window in own) if selective else kernels)
+            kernels, wait = recomputed * (total.forward - total.forward_wait), recomputed * total.forward_wait
+            again.append(sum(self.operations.attention_again(share, index) for index in own) if selective else kernels)
             total = total._replace(backward=total.backward + again[-1] + wait, backward_wait=total.backward_wait + wait)
             if stage == 0:
-                total = total.plus(self.operations.embedding(shape))
+                total = total.plus(self.operations.embedding(share))
             if stage == last:
-                total = total.plus(self.operations.head(shape, choice.splits))
+                total = total.plus(self.operations.head(share, choice.splits))
             passes.append(total)
             alone = stage == last and (not model.tie_word_embeddings or last > 0)
-            sizes.append(parameters(model, stop - start, choice.tp, stage == 0, alone))
+            sizes.append(parameters(self.operations.units(share), own, stage == 0, alone))
         return passes, sizes, again
 
     def _by_rank(self, choice: Choice, values: Sequence[float]) -> list[float]:
@@ -293,7 +293,7 @@ class Stepper:
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
             return 0.0
-        table = parameters(self.job.model, 0, choice.tp, embedding=False, head=True) / (choice.dp if choice.zero else 1)
+        table = parameters(self.operations.units(self._share(choice)), (), embedding=False, head=True) / (choice.dp if choice.zero else 1)
         apart = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // apart, apart))
 

@@ -15,7 +15,7 @@ from megalite.config.schema import Config
 from megalite.model.parameters import head_unit, kv_replicas
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.sharding.buckets import Bucket
-from megalite.parallel.spec import ParamSpec, Segment
+from megalite.parallel.spec import Segment
 from megalite.planning.activations import Activations
 from megalite.planning.in_flight import NARROW
 from megalite.planning.memory import settled
@@ -49,7 +49,7 @@ def traffic(config: Config, world_size: int, schedule: Schedule | None = None) -
 def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
     buckets, units = plan.buckets_of(config, pp_rank), plan.units_of(config)
     own = [unit for stage in schedule.stages_of(pp_rank) for unit in units[stage]]
-    tensor = _Tensor(config, [slot.spec for bucket in buckets for slot in bucket.slots])
+    tensor = _Tensor(config)
     messages = sum(action.is_send for action in schedule.actions[pp_rank])
     return Traffic(
         round(schedule.microbatches * sum(map(tensor.microbatch, own)) + tensor.step(buckets)),
@@ -61,29 +61,22 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
 class _Tensor:
     """What tensor parallelism sends, see `megalite.parallel.tensor`."""
 
-    def __init__(self, config: Config, specs: Sequence[ParamSpec]):
-        self.config, self.sizes, self.ranks = config, Activations(config, specs=specs), config.parallel.tp
+    def __init__(self, config: Config):
+        self.config, self.sizes, self.ranks = config, Activations(config, lora=config.lora), config.parallel.tp
         self.shared = config.parallel.sequence_parallel and self.ranks > 1
 
-    def microbatch(self, unit: int) -> float:
+    def microbatch(self, number: int) -> float:
         """Of one microbatch's forward and backward through a unit."""
-        whole, last = ring(self.sizes.whole, self.ranks), head_unit(self.config.model)
-        if unit == 0:  # looked up and summed; with sequence parallelism its gradient is gathered
-            return 2 * whole - self._spared("embedding")
-        if unit == last:
-            statistics = ring(
-                self.ranks * (4 if self.config.train.label_smoothing else 3) * self.sizes.tokens * self.sizes.wide, self.ranks
-            )
-            name = "embedding" if self.config.model.tie_word_embeddings else "head"
-            return (3 if self.shared else 2) * whole + statistics - self._spared(name)
-        squares = 4 * ring(self.sizes.tokens * self.sizes.wide, self.ranks) if self.config.model.qk_norm == "full" else 0.0
-        forward, backward = 4 * whole + squares, (6 if self.shared else 4) * whole + squares
-        again = forward if self.config.train.recompute_of(unit - 1) == "full" else 0.0
-        return forward + again + backward - self._spared(*(f"layers.{unit - 1}.{name}" for name in ("attention.qkv", "mlp.in")))
-
-    def _spared(self, *linears: str) -> float:
-        """With sequence parallelism, what those of them do not gather in backward that have no weight gradient."""
-        return sum(not self.sizes.trains(name) for name in linears) * ring(self.sizes.whole, self.ranks) if self.shared else 0.0
+        unit, train = self.sizes.units.unit(number), self.config.train
+        again, more = 0, 0.0
+        if number == head_unit(self.config.model):  # the loss: maxima, sums and targets' logits
+            statistics = 4 if train.label_smoothing else 3
+            more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.wide, self.ranks)
+        elif number > 0:
+            again = train.recompute_of(number - 1) == "full"
+        passes, summed = unit.collectives(self.shared), unit.summed * self.sizes.wide
+        rings = passes.forward * (1 + again) + passes.backward
+        return rings * ring(self.sizes.whole, self.ranks) + 2 * (2 + again) * ring(summed, self.ranks) + more
 
     def step(self, buckets: Sequence[Bucket]) -> float:
         """Of the sums at the end of a step: gradients of which each rank has a part, and those of replicated key-value heads."""

@@ -12,12 +12,13 @@ from benchmarks import published
 from megalite.config.load import from_dict
 from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
+from megalite.model.cost.steps import attended_pairs
 from megalite.parallel.pipeline.generator import SCHEDULES, build, chunks_of
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning import links
 from megalite.planning.configuring import configured
 from megalite.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
-from megalite.planning.kernels import STREAM, TILE_START, attention, computed_pairs, exact_pairs, product, stream
+from megalite.planning.kernels import STREAM, TILE_START, attention, computed_pairs, product, stream
 from megalite.planning.links import START, Fabric, Group, group
 from megalite.planning.operations import Software
 from megalite.planning.pacing import pace
@@ -103,7 +104,7 @@ def test_measured_products_replace_tiles():
 
 
 def test_attention_counts_blocks_below_the_diagonal():
-    assert exact_pairs(4, None) == 10 and exact_pairs(4, 2) == 7
+    assert attended_pairs(4, None) == 10 and attended_pairs(4, 2) == 7
     assert computed_pairs(1024, None) == sum(128 * 128 * (row + 1) for row in range(8))
     forward, backward = attention(A100, 32, 128, 8192, 1, None, "bf16")
     speed = 4 * 32 * 128 * computed_pairs(8192, None) / forward

@@ -1,0 +1,11 @@
+"""What the model computes and keeps, unit by unit, from the configuration alone. Imports no torch.
+
+`units` describes a unit (embedding, layer, head) once, as data: its matrix products, attention, elementwise passes, and what each keeps
+for the backward. Every number follows from it: `flops` counts FLOPs by the usual conventions, for MFU and for the partition over stages;
+`megalite.planning` derives memory (`activations`), bytes sent (`traffic`) and time (`operations`). A new kind of layer is a new
+description.
+"""
+
+from megalite.model.cost.flops import Convention, Flops, LayerCosts, layer_costs, model_flops_per_token, per_token
+
+__all__ = ["Convention", "Flops", "LayerCosts", "layer_costs", "model_flops_per_token", "per_token"]

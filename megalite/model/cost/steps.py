@@ -1,0 +1,281 @@
+"""The parts of a unit's description: plain records of what one tensor-parallel rank computes and keeps for one microbatch. No torch.
+
+UnitCost          embedding, layer or head
+  Block           a layer has two: attention, and the feed-forward
+    Product       matrix product with a stored weight        Lookup        rows of a stored table
+    Attention     products of queries, keys and values       Elementwise   kernels bound by memory
+      Buffer      a tensor that forward keeps for backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Dtype = Literal["compute", "accumulate", "index", "mask"]
+"""compute: train.precision; accumulate: at least fp32; index: of a token or a position; mask: one byte."""
+Mode = Literal["none", "selective", "full"]
+"""What train.recompute means for a layer: the stronger the mode, the less is kept and the more is computed again."""
+MODES: tuple[str, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One tensor-parallel rank's share of one microbatch; by default the whole model and one sequence."""
+
+    sequence: int
+    batch: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the microbatch."""
+        return self.batch * self.sequence
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens on one rank between tensor-parallel regions."""
+        return self.tokens // (self.tp if self.sequence_parallel else 1)
+
+
+class Buffer(NamedTuple):
+    """A tensor that forward keeps for backward, or that backward needs for the moment.
+
+    Attributes:
+        values: elements on this rank.
+        kept_under: the strongest mode that keeps it; stronger modes compute it again.
+    """
+
+    name: str
+    values: int
+    dtype: Dtype = "compute"
+    kept_under: Mode = "selective"
+
+
+def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: str = "none") -> int:
+    """Bytes of what is kept under a mode of recomputation, given the width of each dtype."""
+    strength = MODES.index(mode)
+    return sum(buffer.values * widths[buffer.dtype] for buffer in buffers if MODES.index(buffer.kept_under) >= strength)
+
+
+class Collectives(NamedTuple):
+    """How often a ring passes a [sequence, batch, hidden] tensor around the tp ranks: once for an all-gather or a reduce-scatter, twice for
+    an all-reduce."""
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of tokens with a stored weight [outputs, inputs].
+
+    Attributes:
+        name: of the stored weight within its unit: attention.qkv, attention.out, mlp.in, mlp.down, head.
+        rows: tokens that are multiplied with it.
+        outputs, inputs: of this rank's part, padding and replicated key-value heads included.
+        weights: elements of the whole weight, each counted once.
+        split: which dimension tp ranks share.
+        frozen: the weight has no gradient (LoRA).
+        adapter_rank: outputs of the adapters' first factors, which are stored together; 0 without adapters.
+        adapter_weights: elements of both factors of the adapters, whole.
+    """
+
+    name: str
+    rows: int
+    outputs: int
+    inputs: int
+    weights: int
+    split: Literal["outputs", "inputs"]
+    frozen: bool = False
+    adapter_rank: int = 0
+    adapter_weights: int = 0
+
+    @property
+    def local_weights(self) -> int:
+        """Elements on this rank."""
+        return self.outputs * self.inputs
+
+    @property
+    def flops(self) -> int:
+        """Of the forward, over all tp ranks."""
+        return 2 * self.rows * (self.weights + self.adapter_weights)
+
+    @property
+    def training_flops(self) -> int:
+        """Of forward and backward: gradient of the input, and of weights that have one."""
+        return 2 * self.rows * ((2 if self.frozen else 3) * self.weights + 3 * self.adapter_weights)
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether backward needs the input: it computes gradients of the weight or of its adapters."""
+        return not self.frozen or self.adapter_rank > 0
+
+    @property
+    def kept(self) -> tuple[Buffer, ...]:
+        """What adapters keep between their factors. The input is kept by the step that computed it."""
+        return (Buffer(f"{self.name}: between the adapters' factors", self.rows * self.adapter_rank),)
+
+    @property
+    def stashed(self) -> tuple[Buffer, ...]:
+        """What a backward whose weight gradients are put off keeps: the input and the output's gradient, both gathered."""
+        if not self.keeps_input:
+            return ()
+        return (
+            Buffer(f"{self.name}: input and gradient of the output", self.rows * (self.inputs + self.outputs)),
+            Buffer(f"{self.name}: the same of the adapters", 2 * self.rows * self.adapter_rank),
+        )
+
+    def collectives(self, sequence_parallel: bool) -> Collectives:
+        """Split outputs: sums the input's gradient; under sequence parallelism gathers the input, and for weight gradients once again.
+        Split inputs: sums the output; under sequence parallelism gathers its gradient."""
+        if self.split == "outputs":
+            return Collectives(1, 2 if self.keeps_input else 1) if sequence_parallel else Collectives(0, 2)
+        return Collectives(1, 1) if sequence_parallel else Collectives(2, 0)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows of a stored table, one for each token. local_weights: elements of the tables on this rank."""
+
+    rows: int
+    width: int
+    local_weights: int
+    frozen: bool = False
+    kept: tuple[Buffer, ...] = ()
+
+    @property
+    def values(self) -> int:
+        """Elements that are copied."""
+        return self.rows * self.width
+
+    @property
+    def flops(self) -> int:
+        """One operation for each element copied."""
+        return self.values
+
+    def collectives(self, sequence_parallel: bool) -> Collectives:
+        """Each rank has some of the rows, so the output is summed; under sequence parallelism its gradient is gathered."""
+        return Collectives(1, 0 if self.frozen else 1) if sequence_parallel else Collectives(2, 0)
+
+
+def attended_pairs(sequence: int, window: int | None) -> int:
+    """(query, key) pairs of one head and sequence that a causal mask leaves within the window."""
+    seen = min(window or sequence, sequence)
+    return seen * (seen + 1) // 2 + (sequence - seen) * seen
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of this rank's heads: queries with keys, probabilities with values."""
+
+    batch: int
+    sequence: int
+    heads: int
+    head_size: int
+    window: int | None
+    kept: tuple[Buffer, ...] = ()
+    local_weights = 0
+
+    @property
+    def flops(self) -> int:
+        """Of this rank's heads, over the pairs that the mask leaves."""
+        return 4 * self.batch * attended_pairs(self.sequence, self.window) * self.heads * self.head_size
+
+    def product_flops(self, positions: float) -> float:
+        """Of one of the two products for one token that attends to so many positions."""
+        return 2 * positions * (self.heads * self.head_size)
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Kernels bound by memory: norms, activations, residual sums.
+
+    Attributes:
+        forward, backward: for each kernel, the values that it reads and writes.
+        local_weights: elements of norms.
+        summed: values that tp ranks all-reduce in forward, and as many in backward.
+    """
+
+    forward: tuple[int, ...] = ()
+    backward: tuple[int, ...] = ()
+    kept: tuple[Buffer, ...] = ()
+    local_weights: int = 0
+    summed: int = 0
+    flops = 0
+
+
+Step = Product | Lookup | Attention | Elementwise
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps in the order of the forward.
+
+    Attributes:
+        before: the residual sum, and the norm that is fused with it.
+        steps: between the norms. The weights of the last product are the first whose gradients a split backward puts off.
+        after: the norm of the block's output.
+        dropped: values of the output to which dropout applies.
+        workspace: largest temporaries of the backward, an estimate: gradients, gathered inputs.
+    """
+
+    before: Elementwise
+    steps: tuple[Step, ...]
+    after: Elementwise = Elementwise()
+    dropped: int = 0
+    workspace: tuple[Buffer, ...] = ()
+
+    @property
+    def all_steps(self) -> tuple[Step, ...]:
+        return (self.before, *self.steps, self.after)
+
+    @property
+    def products(self) -> list[Product]:
+        return [step for step in self.steps if isinstance(step, Product)]
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """A unit of the model: embedding, layer or head."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def steps(self) -> list[Step]:
+        return [step for block in self.blocks for step in block.all_steps]
+
+    @property
+    def products(self) -> list[Product]:
+        return [product for block in self.blocks for product in block.products]
+
+    @property
+    def attentions(self) -> list[Attention]:
+        return [step for step in self.steps if isinstance(step, Attention)]
+
+    @property
+    def flops(self) -> int:
+        """Of the forward: products and attended pairs; norms, activations and softmax are left out."""
+        return sum(step.flops for step in self.steps)
+
+    @property
+    def local_weights(self) -> int:
+        """Elements of matrices, tables and norms on this rank; biases and norms of queries and keys are left out."""
+        return sum(step.local_weights for step in self.steps)
+
+    @property
+    def kept(self) -> list[Buffer]:
+        """What forward keeps for backward."""
+        return [buffer for step in self.steps for buffer in step.kept]
+
+    @property
+    def summed(self) -> int:
+        """Values of elementwise kernels that tp ranks all-reduce in forward, and as many in backward."""
+        return sum(step.summed for step in self.steps if isinstance(step, Elementwise))
+
+    def collectives(self, sequence_parallel: bool) -> Collectives:
+        """Of all products and lookups."""
+        counts = [step.collectives(sequence_parallel) for step in self.steps if isinstance(step, Product | Lookup)]
+        return Collectives(sum(count.forward for count in counts), sum(count.backward for count in counts))

@@ -1,0 +1,172 @@
+"""The description of each unit of the model, for one tensor-parallel rank and one microbatch. Imports no torch.
+
+The steps follow `megalite.model` and `megalite.parallel.tensor`; a Buffer stands for each tensor that their autograd functions save,
+storages counted once. Shapes of weights are those of the stored parameters (`megalite.model.parameters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.model.cost.steps import Attention, Block, Buffer, Elementwise, Lookup, Product, Share, UnitCost
+from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
+
+ATTENTION_BLOCK = 64  # queries, of the reference in `megalite_kernels.attention`
+
+
+class Units:
+    """The units of a model.
+
+    Args:
+        share: which part of the model and of a batch.
+        lora: adapters; a rank freezes everything else.
+        flash: attention runs a kernel that keeps one number for each query instead of probabilities.
+    """
+
+    def __init__(self, model: ModelConfig, share: Share, lora: LoraConfig | None = None, flash: bool = True):
+        self.model, self.share, self.lora, self.flash = model, share, lora or LoraConfig(), flash
+        self.own = share.own_tokens * model.hidden_size  # values of [sequence (/tp), batch, hidden]
+        self.whole = share.tokens * model.hidden_size  # of the same, gathered
+        self._layers: dict[Hashable, UnitCost] = {}
+
+    def unit(self, number: int) -> UnitCost:
+        """0 is the embedding, 1 … L are the layers, L + 1 is the head."""
+        if number == 0:
+            return self.embedding()
+        return self.head() if number == head_unit(self.model) else self.layer(number - 1)
+
+    def alike(self, index: int) -> Hashable:
+        """Layers for which this is equal have equal descriptions."""
+        return self.model.window(index)
+
+    def layer(self, index: int) -> UnitCost:
+        """A transformer layer, 0-based."""
+        key = self.alike(index)
+        if key not in self._layers:
+            products = self._layer_products(index)
+            self._layers[key] = UnitCost((self._attention_block(index, products), self._feed_forward_block(products)))
+        return self._layers[key]
+
+    def embedding(self) -> UnitCost:
+        """Rows of the vocabulary, and learned positions. Which rows were looked up is kept, and which of them other ranks have."""
+        model, share = self.model, self.share
+        table = self._vocabulary * model.hidden_size
+        positions = model.position == "learned"
+        kept = [Buffer("tokens", share.tokens, "index"), Buffer("tokens of other ranks", share.tokens, "mask")]
+        kept += [Buffer("positions", share.sequence, "index")] if positions else []
+        kept += self._dropout(model.embedding_dropout)
+        weights = table + (model.hidden_size * model.max_position_embeddings if positions else 0)
+        return UnitCost((Block(Elementwise(), (Lookup(share.tokens, model.hidden_size, weights, bool(self.lora.rank), tuple(kept)),)),))
+
+    def head(self) -> UnitCost:
+        """The final norm and the logits. What the loss keeps depends on how it is computed and is not part of this."""
+        model = self.model
+        name = "embedding" if model.tie_word_embeddings else "head"
+        weights = model.vocabulary * model.hidden_size
+        product = Product(name, self.share.tokens, self._vocabulary, model.hidden_size, weights, "outputs", bool(self.lora.rank))
+        norm = Elementwise((2 * self.own,), (3 * self.own,), (Buffer("residual stream", self.own), *self._norm_buffers(product)))
+        return UnitCost((Block(norm, (product,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),))
+
+    @property
+    def _vocabulary(self) -> int:
+        """Rows of the vocabulary on this rank."""
+        return padded_vocabulary(self.model.vocabulary, self.share.tp) // self.share.tp
+
+    # --- a layer -----------------------------------------------------------------------------------------------------------
+
+    def _layer_products(self, index: int) -> dict[str, Product]:
+        """The products with a layer's weights, by name: every token with every one of them."""
+        lora, tp, found = self.lora, self.share.tp, {}
+        for spec in model_specs(self.model, tp=tp, units=[index + 1]):
+            segments = [segment for segment in spec.segments if segment.role]
+            if not segments:
+                continue
+            name = spec.name.removeprefix(f"layers.{index}.").removesuffix(".weight")
+            outputs, inputs = spec.local_shape(0, tp)
+            adapted = [segment for segment in segments if lora.adapts(segment.role)]
+            found[name] = Product(
+                name,
+                self.share.tokens,
+                outputs,
+                inputs,
+                sum(segment.numel for segment in segments),
+                "outputs" if segments[0].split == 0 else "inputs",
+                frozen=bool(lora.rank),
+                adapter_rank=lora.rank * len(adapted),
+                adapter_weights=lora.rank * sum(sum(segment.shape) for segment in adapted),
+            )
+        return found
+
+    def _attention_block(self, index: int, products: dict[str, Product]) -> Block:
+        model, share, tokens = self.model, self.share, self.share.tokens
+        qkv, out = products["attention.qkv"], products["attention.out"]
+        heads, packed = model.num_attention_heads // share.tp, qkv.outputs
+        kv_heads = model.kv_heads * kv_replicas(model, share.tp) // share.tp
+        query = heads * model.head_size
+        normed: tuple[Buffer, ...] = ()
+        if model.qk_norm != "none":
+            statistics = heads + kv_heads if model.qk_norm == "head" else 2
+            normed = (
+                Buffer("normed queries and keys", tokens * (heads + kv_heads) * model.head_size),
+                Buffer("their statistics", tokens * statistics, "accumulate"),
+            )
+        moved = (2 * tokens * packed,) * (2 if normed else 1)
+        rotary = Elementwise(moved, moved, normed, summed=2 * tokens if model.qk_norm == "full" else 0)
+        kept = (Buffer("queries, keys and values", tokens * packed), Buffer("output", tokens * query), *self._probabilities(index, heads))
+        attention = Attention(share.batch, share.sequence, heads, model.head_size, model.window(index), kept)
+        workspace = [Buffer("gradients of attention", tokens * (query + 2 * packed))]
+        if not self.flash:  # the reference works on copies of at least fp32
+            workspace.append(Buffer("copies of the reference", tokens * 2 * (query + packed), "accumulate"))
+        before, after = self._around(qkv, is_first=True)
+        return Block(before, (qkv, rotary, attention, out), after, self._dropped, tuple(workspace))
+
+    def _feed_forward_block(self, products: dict[str, Product]) -> Block:
+        into, down, tokens = products["mlp.in"], products["mlp.down"], self.share.tokens
+        inner = tokens * down.inputs
+        forward, backward = (3, 6) if self.model.gated_mlp else (2, 4)
+        # The activation's output is computed again, its input is kept.
+        activation = Elementwise((forward * inner,), (backward * inner,), (Buffer("input of the activation", tokens * into.outputs),))
+        workspace = Buffer("gradients of the feed-forward", self.whole + 2 * inner + tokens * into.outputs)
+        before, after = self._around(into, is_first=False)
+        return Block(before, (into, activation, down), after, self._dropped, (workspace,))
+
+    def _around(self, column: Product, is_first: bool) -> tuple[Elementwise, Elementwise]:
+        """The residual sum with the norm that is fused with it, and the norm of the output. The input of the first block is the layer's."""
+        placement, own = self.model.norm_placement, self.own
+        width = self.model.hidden_size * (1 if self.model.norm == "rms" else 2)
+        stream = Buffer("residual stream", own, kept_under="full" if is_first else "selective")
+        before = (stream, *(self._norm_buffers(column) if placement != "post" else ()), *self._dropout(self.model.residual_dropout))
+        after = self._norm_buffers() if placement != "pre" else ()
+        second = placement == "both"
+        return (
+            Elementwise((4 * own,), (4 * own,), before, width),
+            Elementwise((2 * own,) if second else (), (3 * own,) if second else (), after, width if second else 0),
+        )
+
+    def _norm_buffers(self, column: Product | None = None) -> tuple[Buffer, ...]:
+        """What a norm and the product behind it keep: the output, unless that product needs no input, and statistics (rstd, for LayerNorm
+        the mean too)."""
+        statistics = Buffer("statistics of the norm", self.share.own_tokens * (1 if self.model.norm == "rms" else 2), "accumulate")
+        return (Buffer("output of the norm", self.own), statistics) if column is None or column.keeps_input else (statistics,)
+
+    def _dropout(self, probability: float) -> list[Buffer]:
+        """The positions that a mask is drawn for; the mask itself is drawn again."""
+        return [Buffer("positions for dropout", self.share.own_tokens // self.share.batch, "index")] if probability else []
+
+    @property
+    def _dropped(self) -> int:
+        return self.own if self.model.residual_dropout else 0
+
+    def _probabilities(self, index: int, heads: int) -> tuple[Buffer, ...]:
+        """Of the blocks of queries that the reference computes: only the keys that some query of a block sees."""
+        if self.flash:
+            return (Buffer("log-sum-exp", self.share.tokens * heads, "accumulate"),)
+        if self.model.attention_softcap is not None:
+            return ()
+        sequence = self.share.sequence
+        window, seen = self.model.window(index) or sequence, 0
+        for first in range(0, sequence, ATTENTION_BLOCK):
+            stop = min(first + ATTENTION_BLOCK, sequence)
+            seen += (stop - first) * (stop - max(first - window + 1, 0))
+        return (Buffer("probabilities", self.share.batch * heads * seen, "accumulate", "none"),)
