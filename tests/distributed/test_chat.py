@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.batch import Microbatch
 from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.data.chat_template import ChatTemplate
@@ -149,12 +150,11 @@ def test_a_small_model_learns_its_answers(tmp_path):
     results = [trainer.step() for _ in range(80)]
     assert results[-1].loss < 0.05 and results[-1].tokens == sum(len(answer) + 1 for answer in answers.values())
     template, stage = ChatTemplate(load("byte")), trainer.parts.stages[0]
-    (row,) = trainer.loader.step(0)
     for messages in chats:
         tokens, expected = template.prompt(messages[:1]), [*messages[1]["content"].encode(), 256]
         for _ in expected:
-            row.tokens = torch.tensor(tokens).unsqueeze(1)
-            row.document_start = None
+            read = torch.tensor(tokens).unsqueeze(1)
+            row = Microbatch.of(read, read, samples=torch.zeros(1, dtype=torch.int64))
             with torch.no_grad():
                 tokens.append(int(stage.logits(row.tokens, stage.forward_state(row, step=0, training=False))[-1, 0, :257].argmax()))
         assert tokens[-len(expected) :] == expected
