@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measure import finish, read_spec
-from megalite.batch import Microbatch
+from megalite.batch import Microbatch, StageOutput
 from megalite.clock import Ran
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.pipeline.communication import CHANNELS, with_communication
@@ -64,9 +64,9 @@ class PacedStage:
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> None:
         return None
 
-    def __call__(self, x: Tensor, microbatch: Microbatch, state: None, loss_scale: float) -> Tensor:
+    def __call__(self, x: Tensor, microbatch: Microbatch, state: None, loss_scale: float) -> StageOutput:
         out: Tensor = _Pass.apply(x + self.parameter, self)
-        return out.sum() if self.last else out
+        return StageOutput(out.sum() if self.last else out)
 
     def add_product(self, grad_output: Tensor, inputs: Tensor) -> None:
         """The weight gradient, now or in a W pass."""

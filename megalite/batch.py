@@ -1,9 +1,10 @@
-"""One microbatch: what a forward pass of one data-parallel rank consumes."""
+"""One microbatch: what a forward pass of one data-parallel rank consumes, and what a stage returns for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,3 +51,14 @@ class Microbatch:
 
         start = None if self.document_start is None else moved(self.document_start)
         return Microbatch(moved(self.tokens), moved(self.targets), moved(self.positions), moved(self.samples), start, self.starts)
+
+
+class StageOutput(NamedTuple):
+    """What a stage returns for one microbatch.
+
+    value: activations for the next stage, [seq (/tp), batch, hidden]; of the last stage the loss, a scalar.
+    statistics: what the stage has measured, by name: scalars that are summed over microbatches, stages and ranks.
+    """
+
+    value: Tensor
+    statistics: Mapping[str, Tensor] = {}

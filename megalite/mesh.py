@@ -80,7 +80,7 @@ class Mesh:
         tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
         channels: names of the point-to-point communicators over the pp axis, in the order of creation.
         timeout: after which an operation whose peers do not answer fails; by default torch's.
-        chained: whether totals travel along the pipeline instead of through the world: adds their channels, and an axis of a stage's ranks.
+        staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels and the axis of a stage.
         background_saves: whether saves talk beside training: gives `saving`, the world otherwise, a group of its own, over CPUs.
     """
 
@@ -91,7 +91,7 @@ class Mesh:
         kv_replicas: int = 1,
         tied: tuple[int, int] | None = None,
         channels: Sequence[str] = (),
-        chained: bool = False,
+        staggered_end: bool = False,
         background_saves: bool = False,
         timeout: timedelta | None = None,
     ):
@@ -115,9 +115,9 @@ class Mesh:
         first = self.tp.rank - self.tp.rank % kv_replicas
         self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
         self.tied_pair = self._tied_pair(tied)
-        names = [*channels, *(TOTALS if chained else ())]
+        names = [*channels, *(TOTALS if staggered_end else ())]
         self.channels = {name: self._new_group(self.pp.ranks) for name in names} if self.pp.size > 1 else {}
-        self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if chained else None
+        self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if staggered_end else None
         own = background_saves and self.world.size > 1
         self.saving = replace(self.world, name="saving", group=self._new_group(self.world.ranks, "gloo")) if own else self.world
         self._warm_up()

@@ -14,10 +14,10 @@ import torch
 from megalite_kernels import dispatch
 
 from megalite.build.plan import activation_shape, specs_of, units_of
-from megalite.build.plan import ends_in_turn as ends_in_turn
+from megalite.build.plan import optimistic_step as optimistic_step
 from megalite.build.plan import partition as partition
-from megalite.build.plan import runs_ahead as runs_ahead
 from megalite.build.plan import schedule as schedule
+from megalite.build.plan import staggered_end as staggered_end
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
@@ -62,7 +62,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
         "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None,
         "channels": tuple(channel.name for channel in channels(plan)),
-        "chained": ends_in_turn(config),
+        "staggered_end": staggered_end(config),
         "background_saves": config.checkpoint.async_save,
     }
 

@@ -82,11 +82,11 @@ def schedule(config: Config, microbatches: int, forward_only: bool = False) -> S
     return plan
 
 
-def ends_in_turn(config: Config) -> bool:
-    """Whether the ranks finish a step one after the other, so that none should wait for the last (`training.closing`)."""
+def staggered_end(config: Config) -> bool:
+    """Whether the ranks finish a step one after the other, so that none should wait for the last (`training.step_finalizer`)."""
     return config.parallel.schedule in ("zb-h2", "zb-v") and config.parallel.pp > 1
 
 
-def runs_ahead(config: Config) -> bool:
-    """Whether a rank may update before the norm is known, keeping a copy of its optimizer state: offloaded, that has no room in memory."""
-    return config.parallel.optimistic_step and config.parallel.offload == "none"
+def optimistic_step(config: Config) -> bool:
+    """Whether a rank may update before the norm is known. It keeps a copy of its optimizer state; offloaded, that has no room in memory."""
+    return staggered_end(config) and config.parallel.optimistic_step and config.parallel.offload == "none"

@@ -8,7 +8,7 @@ import torch
 from megalite_kernels.rotary import rotary_tables
 from torch import Tensor, nn
 
-from megalite.batch import Microbatch
+from megalite.batch import Microbatch, StageOutput
 from megalite.config.schema import Config, ModelConfig
 from megalite.mesh import Mesh
 from megalite.model.forward_state import Dropout, ForwardState, Site
@@ -133,12 +133,13 @@ class Stage(nn.Module):
             x = self.gatherer.post_forward(unit, layer(self.gatherer.pre_forward(unit, x), state))
         return x
 
-    def forward(self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float) -> Tensor:
+    def forward(self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float) -> StageOutput:
         x = self.trunk(x, state)
         if self.head is None:
-            return x
+            return StageOutput(x)
         unit = head_unit(self.model_config)
-        return self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))
+        loss = self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))
+        return StageOutput(loss, {"loss": loss.detach()})
 
     def logits(self, x: Tensor, state: ForwardState) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""

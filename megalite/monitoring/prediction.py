@@ -37,7 +37,7 @@ def predicted_bubble(config: Config) -> float | None:
     costs, plan = stage_costs(config), build.schedule(config, build.layout(config).microbatches)
     forward, backward, weight = ([each * cost for cost in costs] for each in config.parallel.schedule_costs[:3])
     timeline = simulate(plan, forward, backward, weight, config.parallel.schedule_costs[3])
-    return timeline.bubble_rate if build.ends_in_turn(config) else timeline.bubble_fraction
+    return timeline.bubble_rate if build.staggered_end(config) else timeline.bubble_fraction
 
 
 def describe(times: list[float], bubbles: list[float], predicted_time: float | None, predicted_bubble: float | None) -> list[str]:

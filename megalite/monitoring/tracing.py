@@ -68,7 +68,7 @@ class Tracer(Observer):
         """End the trace and write it. Collective: torch crashes where a message outlives the profiler that saw it start."""
         self.running = False
         self.trainer.saver.wait()
-        self.trainer.closing.settle()
+        self.trainer.finalizer.drain()
         self.trainer.store.gatherer.finish()
         if self.profile is None:
             return

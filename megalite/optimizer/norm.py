@@ -7,7 +7,7 @@ segment is taken on its owning tp rank and stage; one all-reduce over the world 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,26 +15,49 @@ from megalite_kernels.grad_norm import squared_sum
 from torch import Tensor
 
 from megalite.mesh import Mesh
-from megalite.parallel.collectives import all_reduce, message
+from megalite.parallel.collectives import Pending, Work, all_reduce, message
 from megalite.parallel.sharding.store import ParameterStore
 
 CHUNK = 65_536
 
 
-class GradientNorm:
-    """Measures the gradient norm of a store, together with other numbers that every rank wants summed over the world."""
+class NormReduction(Protocol):
+    """Sums every rank's squares of gradients, and other numbers with them. For each `start` call `total` once.
 
-    def __init__(self, store: ParameterStore, mesh: Mesh):
-        self.mesh = mesh
-        self.device = store.buckets[0].weights.device
+    Attributes:
+        chunks: this rank's gradients, each global element on one rank.
+        knows_total: whether `total` waits for no other rank once `start` has returned.
+    """
+
+    chunks: list[Tensor]
+    knows_total: bool
+
+    def start(self, others: Sequence[float | Tensor]) -> None:
+        """Add this rank's part."""
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """The norm (0-d fp64) and the sums of the other numbers over the world (1-d fp64), on the CPU.
+
+        Reading them is the one time in a step that the host waits for a GPU.
+        """
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+
+
+class LocalSquares:
+    """This rank's part of the norm: the gradients of the global elements that it owns."""
+
+    def __init__(self, store: ParameterStore):
+        self.device = store.device
         self.chunks: list[Tensor] = []
         for bucket, rectangle, offset in store.owned_rectangles():
             if bucket.gradients is not None:
                 flat = bucket.owned_grads[offset + rectangle.start - bucket.start : offset + rectangle.stop - bucket.start]
                 self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])  # on a GPU a launch costs more than accuracy gains
 
-    def own(self, others: Sequence[float | Tensor]) -> Tensor:
-        """This rank's part: its squares, then `others` (1-d fp64)."""
+    def followed_by(self, others: Sequence[float | Tensor]) -> Tensor:
+        """The sum of squares, then `others` (1-d fp64)."""
         squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
         return torch.stack([self._number(value) for value in (squares, *others)])
 
@@ -43,43 +66,60 @@ class GradientNorm:
             return value.to(self.device, torch.float64)
         return torch.full((), value, dtype=torch.float64, device=self.device)  # unlike a copy from the host, this waits for nothing
 
-    def __call__(self, others: Sequence[float | Tensor]) -> tuple[Tensor, Tensor]:
-        """The norm (0-d fp64) and the sums of `others` over the world (1-d fp64), in one collective, on the CPU: reading them is the one
-        time in a step that the host waits for a GPU."""
-        total = all_reduce(self.own(others), self.mesh.world).wait().cpu()
-        return total[0].sqrt(), total[1:]
 
+class AllReduceNorm:
+    """Sums by one all-reduce over the world."""
 
-class NormChain:
-    """The same sums, added rank by rank along the pipeline: up to the last rank, and the total back down.
+    knows_total = False
 
-    A rank waits only for those before it; those after it may still be computing. For each `start` call `total` once.
-    """
-
-    def __init__(self, norm: GradientNorm, mesh: Mesh):
-        assert mesh.stage is not None
-        self.norm, self.pp, self.stage, self.channels = norm, mesh.pp, mesh.stage, mesh.channels
-        self.is_last = mesh.pp.rank == mesh.pp.size - 1
-        self._total = torch.empty(0)
-        self._arriving: Any = None
-        self._sends: list[tuple[Any, Tensor]] = []
+    def __init__(self, store: ParameterStore, mesh: Mesh):
+        self.world, self._own = mesh.world, LocalSquares(store)
+        self.chunks = self._own.chunks
+        self._pending: Pending | None = None
 
     def start(self, others: Sequence[float | Tensor]) -> None:
-        """Add this rank's part to the chain. Collective over the ranks of a stage."""
+        self._pending = all_reduce(self._own.followed_by(others), self.world)
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        assert self._pending is not None
+        total = self._pending.wait().cpu()
+        self._pending = None
+        return total[0].sqrt(), total[1:]
+
+    def finish(self) -> None:
+        """`total` leaves nothing in flight."""
+
+
+class ChainedNorm:
+    """Sums rank by rank along the pipeline: up to the last rank, and the total back down.
+
+    A rank waits only for those before it; those after it may still be computing.
+    """
+
+    def __init__(self, store: ParameterStore, mesh: Mesh):
+        assert mesh.stage is not None
+        self.mesh, self.pp, self.stage, self.channels = mesh, mesh.pp, mesh.stage, mesh.channels
+        self._own = LocalSquares(store)
+        self.chunks = self._own.chunks
+        self.knows_total = mesh.pp.rank == mesh.pp.size - 1
+        self._total = torch.empty(0)
+        self._arriving: Work | None = None
+        self._sends: list[tuple[Work, Tensor]] = []
+
+    def start(self, others: Sequence[float | Tensor]) -> None:
         self.finish()
-        sums = all_reduce(self.norm.own(others), self.stage).wait()
+        sums = all_reduce(self._own.followed_by(others), self.stage).wait()
         if self.pp.rank > 0:
             before = torch.empty_like(sums)
             self._message(dist.irecv, before, -1, "totals_up").wait()
             sums = before + sums
         self._total = sums
-        if not self.is_last:
+        if not self.knows_total:
             self._sends.append((self._message(dist.isend, sums, 1, "totals_up"), sums))
             self._total = torch.empty_like(sums)
             self._arriving = self._message(dist.irecv, self._total, 1, "totals_down")
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """The norm (0-d fp64) and the sums of the other numbers over the world (1-d fp64), on the CPU."""
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
@@ -89,15 +129,15 @@ class NormChain:
         return total[0].sqrt(), total[1:]
 
     def finish(self) -> None:
-        """Return once everything sent has arrived: what nobody holds any more would be lost on the way."""
+        """Wait until everything sent has arrived: what nobody holds any more would be lost on the way."""
         for work, _ in self._sends:
             work.wait()
         self._sends = []
 
-    def _message(self, operation: Callable[..., Any], x: Tensor, step: int, channel: str) -> Any:
-        mesh, peer = self.norm.mesh, self.pp.ranks[self.pp.rank + step]
-        mesh.traffic[operation.__name__, "totals"] += 1
-        return message(operation, x, peer, self.channels[channel], f"gradient norm, {channel}", mesh.activity)
+    def _message(self, operation: Callable[..., Any], x: Tensor, step: int, channel: str) -> Work:
+        peer = self.pp.ranks[self.pp.rank + step]
+        self.mesh.traffic[operation.__name__, "totals"] += 1
+        return message(operation, x, peer, self.channels[channel], f"gradient norm, {channel}", self.mesh.activity)
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor | None:

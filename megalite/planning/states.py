@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megalite.build.plan import ends_in_turn, runs_ahead
+from megalite.build.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.parallel.sharding.buckets import Bucket
@@ -113,7 +113,7 @@ def model_states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device
         device: where it computes; offloaded state lies elsewhere only beside a GPU.
     """
     total = sum((_bucket(config, bucket, device) for bucket in buckets), States())
-    ahead = ends_in_turn(config) and runs_ahead(config) and config.train.precision != "fp16"
+    ahead = optimistic_step(config) and config.train.precision != "fp16"
     if ahead and pp_rank < config.parallel.pp - 1:
         kept = sum(Sharing.of(config).kept(bucket) for bucket in buckets if bucket.trainable)
         total += States(copies=3 * kept * Widths.of(config).wide)

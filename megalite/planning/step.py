@@ -341,7 +341,7 @@ class Stepper:
         )
 
     def _in_turn(self, choice: Choice) -> bool:
-        """Whether ranks end a step one after the other and begin the next so (`megalite.training.closing`)."""
+        """Whether ranks end a step one after the other and begin the next so (`megalite.training.step_finalizer`)."""
         return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none"
 
     def _optimizer(self, choice: Choice, size: float) -> float:

@@ -47,7 +47,7 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> None:
             for each in observers:
                 each.before(step)
             trainer.faults.between_steps(step)
-            results = trainer.advance(stop=request.reason is not None, wait=validating or saving)
+            results = trainer.train_step(stop=request.reason is not None, wait=validating or saving)
             for each in observers:
                 each.after(step)
             stop = any(result.stop for result in results)

@@ -127,8 +127,8 @@ def _describe_frozen(trainer: Trainer) -> list[str]:
 
 
 def _describe_copies(trainer: Trainer) -> list[str]:
-    """What running ahead takes on top, see `training.closing`."""
-    if trainer.closing.chain is None or not build.runs_ahead(trainer.config):
+    """What running ahead takes on top, see `training.step_finalizer`."""
+    if not build.optimistic_step(trainer.config):
         return []
     size = sum(tensor.nbytes for tensor in trainer.optimizer.changing()) / 1e6
     return [f"steps that run ahead hold a copy of the optimizer state for a while: {size:,.1f} MB on rank {trainer.mesh.rank}"]

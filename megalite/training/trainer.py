@@ -1,4 +1,4 @@
-"""The trainer: one optimizer step reads from top to bottom in `Trainer.step`.
+"""The trainer: one optimizer step reads from top to bottom in `Trainer.train_step`.
 
 It knows nothing about transformers: the stages compute, the schedule orders, the store holds and reduces, the optimizer updates.
 """
@@ -6,22 +6,17 @@ It knows nothing about transformers: the stages compute, the schedule orders, th
 from __future__ import annotations
 
 import gc
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
-from megalite import checkpoint
 from megalite.activity import READING, REDUCING, UPDATING
 from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.build import parts as build
-from megalite.checkpoint import CheckpointError, DamagedError
-from megalite.checkpoint.agreement import all_or_none, on_rank_0
+from megalite.checkpoint.agreement import all_or_none
 from megalite.checkpoint.saver import Save, Saver
-from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
@@ -29,14 +24,14 @@ from megalite.mesh import Mesh
 from megalite.model.parameters import model_specs, with_adapters
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.loss_scale import LossScale
+from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
 from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.sharding.offload import OffloadError
-from megalite.parallel.spec import Rectangle, parameter_count
-from megalite.training.closing import Closing, Update
-from megalite.training.faults import Injection, restarts
+from megalite.parallel.spec import parameter_count
+from megalite.training import checkpointing
+from megalite.training.faults import Injection
 from megalite.training.guard import Guard
-from megalite.training.resuming import changed_compression, check_resume, is_same_run, without_adapters
+from megalite.training.step_finalizer import OptimisticStepFinalizer, StepFinalizer, StepStatistics, Update
 
 GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
 
@@ -84,15 +79,21 @@ class Trainer:
         self.saver = Saver(mesh, config.checkpoint)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
         self.guard, self.faults = Guard(config.faults), Injection(config.faults.inject, mesh)
-        clip, chained = config.train.grad_clip, build.ends_in_turn(config)
-        self.closing = Closing(self.store, self.optimizer, mesh, clip, self.loss_scale, self.guard, chained=chained)
+        self.finalizer = self._make_finalizer()
         self.step_done = 0
         self.samples = 0  # global sample index of the next batch
         self.notes: list[str] = []  # what a user should know of how the run was resumed
         self.loader = self._loader(self.train_data)
-        self._start_weights()
+        checkpointing.start_weights(self)
         self._check_plan()
-        self.saver.reserve(self._to_save())
+        self.saver.reserve(checkpointing.to_save(self))
+
+    def _make_finalizer(self) -> StepFinalizer:
+        """How the norm is summed follows from the schedule, and whether a step waits for it from the options."""
+        config, store = self.config, self.store
+        norm = ChainedNorm(store, self.mesh) if build.staggered_end(config) else AllReduceNorm(store, self.mesh)
+        finalizer = OptimisticStepFinalizer if build.optimistic_step(config) else StepFinalizer
+        return finalizer(store, self.optimizer, norm, config.train.grad_clip, self.loss_scale, self.guard)
 
     def _loader(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
         train, options = self.config.train, self.config.data
@@ -115,90 +116,13 @@ class Trainer:
 
     # ---- state
 
-    def _start_weights(self) -> None:
-        """Resume, warm-start or draw the weights."""
-        option = self.config.checkpoint.load
-        if restarts() and self._has_saved():
-            option = "auto"
-        if option not in ("auto", "none"):
-            self.resume(Path(option))
-        elif option == "auto" and self._resume_newest():
-            return
-        elif self.config.model.init_from is not None:
-            self.load_weights(Path(self.config.model.init_from))
-        else:
-            self.store.initialise(self.config.run.seed)
-
-    def _has_saved(self) -> bool:
-        """Whether the run's newest checkpoint is of these very options, but for the layout: a job that is restarted goes on with its own,
-        and not once more with what `checkpoint.load` names for its first start. Collective."""
-        found, _ = checkpoint.history(self.run_dir / "checkpoints", self.mesh)
-
-        def look() -> bool:
-            for directory in found:
-                with suppress(DamagedError):
-                    return is_same_run(self.config, checkpoint.manifest_of(directory).state["config"])
-            return False
-
-        return on_rank_0(self.mesh, look)
-
-    def _resume_newest(self) -> bool:
-        """Continue from the newest checkpoint of the run that is whole; False where it has none at all. Damaged ones go to the notes."""
-        checkpoints = self.run_dir / "checkpoints"
-        found, strange = checkpoint.history(checkpoints, self.mesh)
-        problems = [strange] if strange else []
-        for directory in found:
-            try:
-                self.resume(directory)
-            except DamagedError as error:
-                problems.append(str(error))
-            else:
-                self.notes += [*problems, f"continuing from {directory}"] if problems else []
-                return True
-        if problems:
-            listed = "\n  ".join(problems)
-            way_out = "Put one of them back, or start afresh with another run.name, or with checkpoint.load = none, which overwrites them."
-            raise DamagedError(f"no checkpoint in {checkpoints} can be used:\n  {listed}\n{way_out}")
-        return False
-
-    def _checked(self, directory: Path) -> checkpoint.Manifest:
-        """What a checkpoint holds, after checking every byte of it where that is asked for. Collective."""
-        with all_or_none(self.mesh, CheckpointError):
-            manifest = checkpoint.manifest_of(directory)
-            if self.config.checkpoint.verify == "full":
-                manifest.verify(self.mesh.world.rank, self.mesh.world.size)
-        return manifest
-
     def load_weights(self, directory: Path) -> None:
         """Take the weights alone, of any dtype, from a checkpoint, hf:DIR or an adapter; draw adapters that nothing gives."""
-        if str(directory).startswith("hf:") or self.config.lora.init_from is not None:
-            from megalite.huggingface.adapters import starting_weights  # other runs do not pay for its import
-
-            read = starting_weights(self.config)
-        else:
-            read = partial(checkpoint.load, without_adapters(self._checked(directory)), convert=True)
-        if drawn := self.config.lora.rank > 0 and self.config.lora.init_from is None:
-            self.store.initialise(self.config.run.seed, frozen=False)
-        with all_or_none(self.mesh, CheckpointError):
-            read(self.store.to_load(trained=not drawn))
-        self.store.publish()
+        checkpointing.load_weights(self, directory)
 
     def resume(self, directory: Path) -> None:
         """Continue where a checkpoint stopped, whatever topology saved it. Raises DamagedError on every rank where any finds damage."""
-        manifest = self._checked(directory)
-        state = manifest.state
-        check_resume(self.config, self.train_data.fingerprint, state, directory)
-        with all_or_none(self.mesh, CheckpointError):
-            checkpoint.load(manifest, self.optimizer.to_load())
-            if self.store.reducer.powersgd is not None:
-                shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
-                self.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
-        self.notes += changed_compression(self.config, state)
-        self.store.publish()
-        self.step_done, self.samples, self.closing.skipped = state["step"], state["samples"], state["skipped"]
-        self.loss_scale.load(state["loss_scale"])
-        self.guard.load(state["guard"])
-        self.saver.newest = directory
+        checkpointing.resume(self, directory)
 
     def save(self) -> Path:
         """Write a checkpoint of the last step, published when this returns. Collective. Raises CheckpointError."""
@@ -210,42 +134,11 @@ class Trainer:
 
     def begin_save(self) -> Save:
         """As `save`, but for what `checkpoint.async_save` leaves to the background, and for errors: `saver.take_ended` tells them."""
-        self.closing.settle()
-        directory = self.run_dir / "checkpoints" / checkpoint.step_name(self.step_done)
-        state = {
-            "step": self.step_done,
-            "samples": self.samples,
-            "skipped": self.closing.skipped,
-            "loss_scale": self.loss_scale.state(),
-            "guard": self.guard.state(),
-            "fingerprint": self.train_data.fingerprint,
-            "config": to_dict(self.config),
-        }
-        self.store.gatherer.finish()
-        with all_or_none(self.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
-            self.store.state.sync()
-        save = self.saver.begin(directory, self._to_save(), state, sound=self.guard.streak == 0)
-        self.store.state.release()
-        return save
-
-    def _to_save(self) -> list[Rectangle]:
-        return [*self.optimizer.to_save(), *([] if self.store.reducer.powersgd is None else self.store.reducer.powersgd.to_save())]
+        return checkpointing.begin_save(self)
 
     def roll_back(self, bad: StepResult) -> None:
-        """Return to the newest checkpoint from before the bad steps, where there is one, and go on with the next samples. Collective.
-
-        Raises:
-            FaultLimit: on every rank, where the run must end instead, because of the `bad` step and those before it.
-        """
-        self.saver.wait()
-        directory = self.saver.newest
-        self.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
-        assert directory is not None
-        self.closing.settle()
-        self.store.gatherer.finish()
-        samples = self.samples
-        self.resume(directory)
-        self.samples, self.guard.streak = samples, 0
+        """Return to the newest checkpoint from before the bad steps and go on with the next samples. Raises FaultLimit on every rank."""
+        checkpointing.roll_back(self, bad)
 
     def _check_plan(self) -> None:
         """Every rank must have built the same schedule: compare its hash (32 bits: fp64 sums them exactly) before anything is sent."""
@@ -258,53 +151,59 @@ class Trainer:
 
     def step(self, stop: bool = False) -> StepResult:
         """One optimizer step, done when this returns. `stop` tells the other ranks that this one wants to stop."""
-        return self.advance(stop, wait=True)[-1]
+        return self.train_step(stop, wait=True)[-1]
 
-    def advance(self, stop: bool = False, wait: bool = False) -> list[StepResult]:
-        """One optimizer step; returns the results that are known now, in order.
+    def train_step(self, stop: bool = False, wait: bool = False) -> list[StepResult]:
+        """One optimizer step; returns the results that are now known, in order, ordinarily one.
 
-        Where the schedule lets ranks run ahead, the result of a step is known during the next one, unless `wait` asks for it now: before a
-        validation, a checkpoint and the end.
+        Where the schedule allows optimistic steps, the result of a step is known during the next one, unless `wait` asks for it now: before
+        a validation, a checkpoint and the end.
         """
-        step, activity = self.step_done + 1, self.mesh.activity
+        step, activity, store = self.step_done + 1, self.mesh.activity, self.store
         update = Update(step, learning_rate(self.config, step), perf_counter(), self.loss_scale.value, self.samples)
+
         activity.enter(READING)
-        microbatches = self.loader.step(self.samples)
-        update.tokens = self._valid_tokens(microbatches)
+        microbatches = self.loader.step(self.samples)  # of this dp rank
+        update.tokens = self._valid_tokens(microbatches)  # of the global batch: fixed before the first backward
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
-        self.store.reducer.begin_step(len(microbatches), update.loss_scale)
-        validate = None if self.closing.pending is None else self.closing.validate
+        # Forward and backward, in the schedule's order. Losses are scaled by 1 / tokens: gradients then add over microbatches and ranks.
+        store.reducer.begin_step(len(microbatches), update.loss_scale)
         scale = update.loss_scale / max(update.tokens, 1) * self.faults.loss_factor(step)
-        loss, pace = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=scale, validate=validate)
-        activity.enter(REDUCING)
-        self.store.reducer.finish()
-        self.faults.spoil(step, self.closing.norm.chunks)
-        activity.enter(UPDATING)
+        confirm = None if self.finalizer.pending is None else self.finalizer.confirm
+        statistics, pace = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=scale, confirm=confirm)
 
-        counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)  # tp ranks hold the same loss
-        self.closing.close(update, (counted, *pace, float(stop)), wait or not build.runs_ahead(self.config))
+        # Buckets are reduced during the backward; what remains is waited for, then partial and tied gradients are summed.
+        activity.enter(REDUCING)
+        store.reducer.finish()
+        self.faults.spoil(step, self.finalizer.norm.chunks)
+
+        # The gradient norm and the statistics in one collective; then clipping and AdamW on this rank's shard; then gathering the weights.
+        activity.enter(UPDATING)
+        loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0  # tp ranks hold the same loss
+        self.finalizer.finish(update, StepStatistics(loss, *pace, stops=float(stop)), wait)
+
         self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
         if step % GARBAGE_INTERVAL == 0:
             gc.collect()
         update.seconds = perf_counter() - update.started
-        return [self._result(done) for done in self.closing.take_known()]
+        return [self._result(known) for known in self.finalizer.take_known()]
 
     def _result(self, update: Update) -> StepResult:
-        loss, busy, wall, stops = update.sums.tolist()
+        totals = update.totals
         last = update.samples + self.config.train.global_batch_size - 1
         return StepResult(
             step=update.step,
-            loss=loss / update.loss_scale,
+            loss=update.loss,
             loss_scale=update.loss_scale,
             grad_norm=update.norm.item(),
             lr=update.lr,
             tokens=update.tokens,
             seconds=update.seconds,
-            bubble_fraction=max(1 - busy / (self.mesh.pp.size * wall), 0.0) if wall else None,
+            bubble_fraction=max(1 - totals.busy / (self.mesh.pp.size * totals.wall), 0.0) if totals.wall else None,
             fault=None if update.fault is None else f"{update.fault} (samples {update.samples} to {last})",
             streak=update.streak,
-            stop=stops > 0,
+            stop=totals.stops > 0,
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
@@ -322,7 +221,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over every valid token of the validation batches: summed over ranks, then divided."""
         assert self.validation_data is not None, "data.validation is not set"
-        self.closing.settle()
+        self.finalizer.drain()
         plan = self.forward_schedule
         loader = self._loader(self.validation_data, self.validation_data.samples_per_epoch)
         has_loss = self.mesh.pp.rank == plan.placement[-1] and self.mesh.tp.rank == 0
@@ -330,9 +229,9 @@ class Trainer:
         try:
             for microbatches in loader.epoch(self.config.validation.batches):
                 on_device = [microbatch.to(self.device) for microbatch in microbatches]
-                loss, _ = self.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
+                statistics, _ = self.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
                 if has_loss:
-                    total[0] += loss
+                    total[0] += statistics["loss"]
                     total[1] += sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
         finally:
             loader.close()
@@ -342,6 +241,6 @@ class Trainer:
     def close(self) -> None:
         """Leave nothing under way: a message that nobody awaits would be taken for the next one on its communicator."""
         self.saver.wait()
-        self.closing.settle()
+        self.finalizer.drain()
         self.store.gatherer.finish()
         self.loader.close()

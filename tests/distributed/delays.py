@@ -47,8 +47,8 @@ def delayed_job(context: RankContext, config: dict[str, Any], steps: int, seed: 
         with delays(trainer, Random(f"{seed} {context.rank}"), longest_s) as slept:
             results, ahead = [], 0
             for step in range(steps):
-                results += trainer.advance(wait=step == steps - 1)
-                ahead += trainer.closing.pending is not None
+                results += trainer.train_step(wait=step == steps - 1)
+                ahead += trainer.finalizer.pending is not None
         tensors = global_tensors(trainer)
     finally:
         trainer.close()

@@ -11,12 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.batch import IGNORE_INDEX, Microbatch, StageOutput
 from megalite.build.parts import build_parts
 from megalite.config.load import from_dict
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
-from megalite.optimizer.norm import GradientNorm
 from megalite.parallel.pipeline.communication import channels, with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
@@ -24,6 +23,7 @@ from megalite.parallel.spec import Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
 from tests.distributed.jobs import mesh_of
 from tests.distributed.jobs_training import make_trainer
+from tests.optimizer.norms import total_norm
 
 PADDING = 1e3  # a value in padding that any leak would show
 
@@ -74,7 +74,7 @@ def gradient_norm(context: Any, config: dict[str, Any], gradients: dict[str, Ten
     for memory in store.buckets:  # what other dp ranks own has not been reduced here
         assert memory.gradients is not None and memory.gradients.full is not None
         memory.gradients.full[: memory.start], memory.gradients.full[memory.stop :] = PADDING, PADDING
-    return GradientNorm(store, mesh)([])[0].item()
+    return total_norm(store, mesh)[0].item()
 
 
 def random_gradients(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
@@ -156,13 +156,13 @@ class CountingStage:
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> None:
         return None
 
-    def __call__(self, x: Tensor, microbatch: Microbatch, state: None, loss_scale: float) -> Tensor:
+    def __call__(self, x: Tensor, microbatch: Microbatch, state: None, loss_scale: float) -> StageOutput:
         self.received.append(x.flatten()[0].item())
         if self.last:
-            return x.sum() * loss_scale
+            loss = x.sum() * loss_scale
+            return StageOutput(loss, {"loss": loss.detach()})
         x = x.float() * self.parameter if self.rank == 0 else x
-        out: Tensor = _Double.apply(x, self)
-        return out
+        return StageOutput(_Double.apply(x, self))
 
     def alive(self) -> int:
         return sum(buffer() is not None for buffer in self.made)
@@ -178,11 +178,11 @@ def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, 
         Microbatch.of(torch.full(shape, float(index + 1)), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
         for index in range(microbatches)
     ]
-    loss, _ = Runtime({context.rank: stage}, mesh, shape, torch.float32, "cpu").run(plan, batches, step=1, loss_scale=0.5)
+    statistics, _ = Runtime({context.rank: stage}, mesh, shape, torch.float32, "cpu").run(plan, batches, step=1, loss_scale=0.5)
     dist.barrier()
     gradient = stage.parameter.grad
     return {
-        "loss": loss.item(),
+        "loss": statistics["loss"].item(),
         "received": stage.received,
         "alive": stage.alive(),
         "alive_in_backward": stage.alive_in_backward,

@@ -19,10 +19,10 @@ def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[s
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
     try:
-        losses = [result.loss for _ in range(steps) for result in trainer.advance()]
-        pending = trainer.closing.pending is not None
+        losses = [result.loss for _ in range(steps) for result in trainer.train_step()]
+        pending = trainer.finalizer.pending is not None
         directory = str(trainer.save())
-        losses += [update.sums[0].item() for update in trainer.closing.take_known()]
+        losses += [update.totals.loss for update in trainer.finalizer.take_known()]
         return {"losses": losses, "pending": pending, "directory": directory, "tensors": global_tensors(trainer, STATE)}
     finally:
         trainer.close()

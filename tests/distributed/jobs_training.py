@@ -25,7 +25,7 @@ def make_trainer(context: Any, config: dict[str, Any]) -> Trainer:
 
 def settle(trainer: Trainer) -> None:
     """Wait for the weights and the totals that the last step has sent."""
-    trainer.closing.settle()
+    trainer.finalizer.drain()
     for memory in trainer.store.buckets:
         for unit in memory.layout.units:
             trainer.store.gatherer.wait_for(unit)
@@ -65,7 +65,7 @@ def resume(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """A fresh trainer that starts from what `checkpoint.load` names."""
     trainer = make_trainer(context, config)
     try:
-        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.closing.skipped}
+        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.finalizer.skipped}
         started = global_tensors(trainer, STATE)
         results = [trainer.step() for _ in range(steps)]
         return {"place": place, "started": started, **numbers(results), "tensors": global_tensors(trainer, STATE)}
@@ -129,7 +129,7 @@ def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_st
         **numbers(results),
         "skipped": skipped,
         "loss_scales": scales,
-        "count": trainer.closing.skipped,
+        "count": trainer.finalizer.skipped,
         "kept": kept,
         "under_way": under_way,
     }

@@ -53,7 +53,7 @@ def fitted(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     trainer = make_trainer(context, config)
     try:
         fit(trainer)
-        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.closing.skipped}
+        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.finalizer.skipped}
         return {**place, "tensors": global_tensors(trainer, STATE)}
     except FaultLimit as error:
         return {"error": str(error), "step": trainer.step_done}
@@ -94,7 +94,7 @@ def by_hand(context: Any, config: dict[str, Any], steps: list[int | None]) -> di
     for number in steps:
         if number is None:
             trainer.step_done += 1
-            trainer.closing.skipped += 1
+            trainer.finalizer.skipped += 1
         else:
             trainer.samples = number * batch
             trainer.step()

@@ -150,8 +150,8 @@ def steps_ahead(context: Any, config: dict[str, Any]) -> tuple[list[float], int]
     made, results, ahead = from_dict(config), [], 0
     trainer = Trainer(made, mesh_of(context, made))
     for step in range(5):
-        results += trainer.advance(wait=step == 4)
-        ahead += trainer.closing.pending is not None
+        results += trainer.train_step(wait=step == 4)
+        ahead += trainer.finalizer.pending is not None
     trainer.close()
     return [result.loss for result in results], ahead
 

@@ -7,9 +7,10 @@ from megalite.config.schema import ModelConfig, OptimizerConfig
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
-from megalite.optimizer.norm import GradientNorm, clip_divisor
+from megalite.optimizer.norm import clip_divisor
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import ParamSpec, Segment
+from tests.optimizer.norms import total_norm
 
 OPTIONS = OptimizerConfig(lr=0.02, betas=[0.8, 0.97], eps=1e-6, weight_decay=0.3)
 MODEL = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, norm="layer", attention_bias=True)
@@ -25,7 +26,7 @@ def make_store(specs, dtype=torch.float64, seed=1):
 def test_steps_are_those_of_torch_with_clipping_and_decay_groups(dtype):
     """One group of matrices that decay and one of biases and norms that do not; gradients clipped in some steps and not in others."""
     store = make_store(model_specs(MODEL), dtype)
-    ours, norm = AdamW(store, OPTIONS), GradientNorm(store, store.mesh)
+    ours = AdamW(store, OPTIONS)
     parameters = {name: weight.tensor.detach().clone().requires_grad_() for name, weight in store.weights.items()}
     groups = [
         {"params": [value for value in parameters.values() if (value.dim() > 1) is decays], "weight_decay": 0.3 * decays}
@@ -40,7 +41,7 @@ def test_steps_are_those_of_torch_with_clipping_and_decay_groups(dtype):
             weight.grad.copy_(gradient)
             parameters[name].grad = gradient
         rate = 0.02 / step
-        measured, _ = norm([])
+        measured, _ = total_norm(store, store.mesh)
         norms.append(measured.item())
         assert torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0).item() == pytest.approx(norms[-1], rel=1e-6)
         ours.step(step, rate, clip_divisor(measured, 1.0))
@@ -67,7 +68,7 @@ def test_norm_of_25_million_elements_keeps_its_digits(scale):
     gradient = store.weights["w"].grad
     gradient.normal_(generator=torch.Generator().manual_seed(0)).add_(1.0).mul_(scale)
     exact = gradient.double().square().sum().sqrt().item()
-    assert GradientNorm(store, store.mesh)([])[0].item() == pytest.approx(exact, rel=1e-7)
+    assert total_norm(store, store.mesh)[0].item() == pytest.approx(exact, rel=1e-7)
     running = torch.linalg.vector_norm(gradient.flatten()).item()
     assert abs(running - exact) / exact > 1e-5, "these values do not show the trap"
 
@@ -76,6 +77,6 @@ def test_other_numbers_travel_with_the_norm():
     store = make_store(model_specs(MODEL))
     for weight in store.weights.values():
         weight.grad.fill_(2.0)
-    norm, others = GradientNorm(store, store.mesh)([1.5, torch.tensor(2.5)])
+    norm, others = total_norm(store, store.mesh, [1.5, torch.tensor(2.5)])
     elements = sum(weight.tensor.numel() for weight in store.weights.values())
     assert norm.item() == pytest.approx(2.0 * elements**0.5) and others.tolist() == [1.5, 2.5]

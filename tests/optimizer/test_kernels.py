@@ -14,9 +14,10 @@ from megalite.config.schema import ModelConfig, OptimizerConfig
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
-from megalite.optimizer.norm import GradientNorm, clip_divisor
+from megalite.optimizer.norm import clip_divisor
 from megalite.parallel.sharding.store import ParameterStore
 from tests.conftest import HAS_GPU
+from tests.optimizer.norms import total_norm
 
 OPTIONS = OptimizerConfig(lr=0.02, betas=[0.8, 0.97], eps=1e-6, weight_decay=0.3)
 MODEL = ModelConfig(vocab_size=41, hidden_size=24, intermediate_size=40, num_hidden_layers=2, norm="layer", attention_bias=True)
@@ -36,7 +37,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
     mesh = context.cached(("kernels", context.world, zero), lambda: Mesh(Layout(dp=context.world, dp_shard=None if zero else 1)))
     store = ParameterStore(model_specs(MODEL), mesh, zero=zero, dtype=torch.bfloat16, grad_dtype=grad_dtype, bucket_bytes=3e3)
     store.initialise(1)
-    optimizer, norm, norms = AdamW(store, OPTIONS), GradientNorm(store, mesh), []
+    optimizer, norms = AdamW(store, OPTIONS), []
     generator = torch.Generator().manual_seed(5)
     context.cached("interpreter", repair)
     dispatch.select(kernels)
@@ -47,7 +48,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
                 for slot in memory.layout.slots:
                     whole[slot.start : slot.stop].normal_(generator=generator)
                 memory.owned_grads.copy_(whole[memory.start : memory.stop] / (1 if step == 1 else 100))
-            measured, _ = norm([])
+            measured, _ = total_norm(store, store.mesh)
             norms.append(measured.item())
             optimizer.step(step, 0.02 / step, clip_divisor(measured, 3.0))
             store.gatherer.gather_updated()

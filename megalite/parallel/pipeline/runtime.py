@@ -73,7 +73,7 @@ class _Run:
     step: int
     loss_scale: float
     training: bool
-    loss: Tensor
+    statistics: dict[str, Tensor]
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     roots: dict[Key, Tensor] = field(default_factory=dict)
     gradients: dict[Key, _Gradient] = field(default_factory=dict)
@@ -122,25 +122,26 @@ class Runtime:
         step: int,
         loss_scale: float,
         training: bool = True,
-        validate: Callable[[], bool] | None = None,
-    ) -> tuple[Tensor, Pace]:
+        confirm: Callable[[], bool] | None = None,
+    ) -> tuple[dict[str, Tensor], Pace]:
         """Execute this rank's actions.
 
-        `validate` is called after the forwards with which the rank starts. False says that the weights have changed since, on every
+        `confirm` is called after the forwards with which the rank starts. False says that the weights have changed since, on every
         rank: what was done so far is thrown away, and done again.
 
-        Returns the summed loss times loss_scale of the microbatches whose last stage is here (0-d fp64, zero elsewhere), and how the
-        rank spent its time, as far as the clock measures it. Work that was thrown away counts as waiting.
+        Returns what this rank's stages have measured, summed over microbatches by name (0-d fp64; `loss` is that of the microbatches, times
+        loss_scale, where the last stage is here, else 0), and how the rank spent its time, as far as the clock measures it. Work that was
+        thrown away counts as waiting.
         """
         run = self._begin(schedule, microbatches, step, loss_scale, training)
         actions, prefix = schedule.actions[self.mesh.pp.rank], 0
         thrown_away: list[Mark] = []
         self.weight_grads.begin_run(deferred=Kind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):
-            if validate is not None:
+            if confirm is not None:
                 prefix = schedule.forward_prefix[self.mesh.pp.rank]
                 self._execute(run, actions[:prefix])
-                if not validate():
+                if not confirm():
                     self._throw_away(run)
                     thrown_away = run.marks
                     run = self._begin(schedule, microbatches, step, loss_scale, training)
@@ -151,12 +152,13 @@ class Runtime:
         self.mesh.activity.runs += 1
         read = [Ran(*each) for each in self.clock.read((*thrown_away, *run.marks))]
         self.ran, before = read[len(thrown_away) :], read[: len(thrown_away)]
-        return run.loss, Pace.of(self.ran, 0 in self.stages, before)
+        return run.statistics, Pace.of(self.ran, 0 in self.stages, before)
 
     def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
         if self.gatherer is not None:
             self.gatherer.begin_run(planned=bool(schedule.units))
-        return _Run(schedule, microbatches, step, loss_scale, training, torch.zeros((), dtype=torch.float64, device=self.device))
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        return _Run(schedule, microbatches, step, loss_scale, training, {"loss": zero})
 
     def _execute(self, run: _Run, actions: Sequence[Action]) -> None:
         activity = self.mesh.activity
@@ -204,9 +206,10 @@ class Runtime:
             x = run.products.pop((action.stage - 1, action.microbatch))
             if run.training:
                 run.inputs[key] = x.requires_grad_()
-        out = stage(x, microbatch, stage.forward_state(microbatch, run.step, run.training), run.loss_scale)
+        out, statistics = stage(x, microbatch, stage.forward_state(microbatch, run.step, run.training), run.loss_scale)
+        for name, value in statistics.items():
+            run.statistics[name] = run.statistics[name] + value if name in run.statistics else value.double()
         if action.stage == run.schedule.stages - 1:
-            run.loss += out.detach()
             run.roots[key] = out
         else:
             run.products[key] = out.detach()

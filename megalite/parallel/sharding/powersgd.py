@@ -11,7 +11,7 @@ compressed; Q follows. Every rank computes P Qᵀ from the same bits.
 P is made orthonormal by Householder reflections, which give a basis even of zeros: a factor Q of zeros would stay so for ever, and its
 matrix would never move again. Where Q has no direction left, the next one comes from that basis.
 
-A new E and Q count only once the step is applied (`settle`): gradients that are not finite are thrown away with the step. Until then both
+A new E and Q count only once the step is applied (`confirm`): gradients that are not finite are thrown away with the step. Until then both
 are kept, the old and the new.
 """
 
@@ -121,7 +121,7 @@ class PowerSGD:
         rest = [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
         return Compression(matrices, rest, self.data)
 
-    def settle(self, applied: bool) -> None:
+    def confirm(self, applied: bool) -> None:
         """Take over what the last step left, or, where it was thrown away, forget it."""
         for matrix in self.matrices:
             if matrix.undecided is not None and applied:

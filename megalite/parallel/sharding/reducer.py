@@ -137,7 +137,7 @@ class GradientReducer:
     def confirm(self, applied: bool) -> None:
         """Whether the last reduced gradients became an update: PowerSGD keeps the errors of those that did."""
         if self.powersgd is not None:
-            self.powersgd.settle(applied)
+            self.powersgd.confirm(applied)
 
     def _start(self, bucket: GradientBucket, rounds: Rounds) -> None:
         if self._takes_memory and bucket.compression is None:

@@ -40,7 +40,7 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
     """Train without waiting where the schedule lets it."""
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
-    finish, close, validate = trainer.store.reducer.finish, trainer.closing.close, trainer.closing.validate
+    finish, finish_step, confirm = trainer.store.reducer.finish, trainer.finalizer.finish, trainer.finalizer.confirm
     log: list[Any] = []
 
     def finish_and_break() -> None:
@@ -48,18 +48,18 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
         if trainer.step_done + 1 == EVENT_STEP and context.rank == 0:
             next(memory for memory in trainer.store.buckets if memory.gradients is not None).owned_grads[:64] *= factor
 
-    def logged_close(*args: Any) -> None:
-        close(*args)
-        log.append("ahead" if trainer.closing.pending is not None else "waited")
+    def logged_finish(*args: Any) -> None:
+        finish_step(*args)
+        log.append("ahead" if trainer.finalizer.pending is not None else "waited")
 
-    def logged_validate() -> bool:
-        log.append(validate())
+    def logged_confirm() -> bool:
+        log.append(confirm())
         return log[-1]
 
     trainer.store.reducer.finish = finish_and_break  # type: ignore[method-assign]
-    trainer.closing.close, trainer.closing.validate = logged_close, logged_validate  # type: ignore[method-assign]
+    trainer.finalizer.finish, trainer.finalizer.confirm = logged_finish, logged_confirm  # type: ignore[method-assign]
     try:
-        known = [trainer.advance(wait=step == STEPS - 1) for step in range(STEPS)]
+        known = [trainer.train_step(wait=step == STEPS - 1) for step in range(STEPS)]
         results = [result for step in known for result in step]
         tensors = global_tensors(trainer, STATE)
     finally:
@@ -70,7 +70,7 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
         "known": [[result.step for result in step] for step in known],
         "log": log,
         "tensors": tensors,
-        "skipped": trainer.closing.skipped,
+        "skipped": trainer.finalizer.skipped,
     }
 
 
@@ -142,10 +142,10 @@ def settle_and_go_on(context: Any, config: dict[str, Any]) -> bool:
     trainer = Trainer(made, mesh_of(context, made))
     steps = []
     for _ in range(4):
-        steps += [result.step for result in trainer.advance()]
-    pending = trainer.closing.pending is not None
-    trainer.closing.settle()
-    steps += [result.step for result in trainer.advance(wait=True)]
+        steps += [result.step for result in trainer.train_step()]
+    pending = trainer.finalizer.pending is not None
+    trainer.finalizer.drain()
+    steps += [result.step for result in trainer.train_step(wait=True)]
     trainer.close()
     return pending and steps == [1, 2, 3, 4, 5]
 

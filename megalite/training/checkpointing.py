@@ -1,0 +1,157 @@
+"""What a run starts from, continues from and returns to: starting weights, saving, resuming, rolling back.
+
+Functions of a trainer, all collective: every rank calls them together, and an error on one rank is raised on all.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite import checkpoint
+from megalite.checkpoint import CheckpointError, DamagedError
+from megalite.checkpoint.agreement import all_or_none, on_rank_0
+from megalite.checkpoint.saver import Save
+from megalite.config.load import to_dict
+from megalite.parallel.sharding.offload import OffloadError
+from megalite.parallel.spec import Rectangle
+from megalite.training.faults import restarts
+from megalite.training.resuming import changed_compression, check_resume, is_same_run, without_adapters
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import StepResult, Trainer
+
+
+def start_weights(trainer: Trainer) -> None:
+    """Resume, warm-start or draw the weights."""
+    option = trainer.config.checkpoint.load
+    if restarts() and _has_saved(trainer):
+        option = "auto"
+    if option not in ("auto", "none"):
+        resume(trainer, Path(option))
+    elif option == "auto" and _resume_newest(trainer):
+        return
+    elif trainer.config.model.init_from is not None:
+        load_weights(trainer, Path(trainer.config.model.init_from))
+    else:
+        trainer.store.initialise(trainer.config.run.seed)
+
+
+def _has_saved(trainer: Trainer) -> bool:
+    """Whether the run's newest checkpoint is of these very options, but for the layout: a job that is restarted goes on with its own,
+    and not once more with what `checkpoint.load` names for its first start. Collective."""
+    found, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
+
+    def look() -> bool:
+        for directory in found:
+            with suppress(DamagedError):
+                return is_same_run(trainer.config, checkpoint.manifest_of(directory).state["config"])
+        return False
+
+    return on_rank_0(trainer.mesh, look)
+
+
+def _resume_newest(trainer: Trainer) -> bool:
+    """Continue from the newest checkpoint of the run that is whole; False where it has none at all. Damaged ones go to the notes."""
+    checkpoints = trainer.run_dir / "checkpoints"
+    found, strange = checkpoint.history(checkpoints, trainer.mesh)
+    problems = [strange] if strange else []
+    for directory in found:
+        try:
+            resume(trainer, directory)
+        except DamagedError as error:
+            problems.append(str(error))
+        else:
+            trainer.notes += [*problems, f"continuing from {directory}"] if problems else []
+            return True
+    if problems:
+        listed = "\n  ".join(problems)
+        way_out = "Put one of them back, or start afresh with another run.name, or with checkpoint.load = none, which overwrites them."
+        raise DamagedError(f"no checkpoint in {checkpoints} can be used:\n  {listed}\n{way_out}")
+    return False
+
+
+def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
+    """What a checkpoint holds, after checking every byte of it where that is asked for. Collective."""
+    with all_or_none(trainer.mesh, CheckpointError):
+        manifest = checkpoint.manifest_of(directory)
+        if trainer.config.checkpoint.verify == "full":
+            manifest.verify(trainer.mesh.world.rank, trainer.mesh.world.size)
+    return manifest
+
+
+def load_weights(trainer: Trainer, directory: Path) -> None:
+    """Take the weights alone, of any dtype, from a checkpoint, hf:DIR or an adapter; draw adapters that nothing gives."""
+    if str(directory).startswith("hf:") or trainer.config.lora.init_from is not None:
+        from megalite.huggingface.adapters import starting_weights  # other runs do not pay for its import
+
+        read = starting_weights(trainer.config)
+    else:
+        read = partial(checkpoint.load, without_adapters(_checked(trainer, directory)), convert=True)
+    if drawn := trainer.config.lora.rank > 0 and trainer.config.lora.init_from is None:
+        trainer.store.initialise(trainer.config.run.seed, frozen=False)
+    with all_or_none(trainer.mesh, CheckpointError):
+        read(trainer.store.to_load(trained=not drawn))
+    trainer.store.publish()
+
+
+def resume(trainer: Trainer, directory: Path) -> None:
+    """Continue where a checkpoint stopped, whatever topology saved it. Raises DamagedError on every rank where any finds damage."""
+    manifest = _checked(trainer, directory)
+    state = manifest.state
+    check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
+    with all_or_none(trainer.mesh, CheckpointError):
+        checkpoint.load(manifest, trainer.optimizer.to_load())
+        if trainer.store.reducer.powersgd is not None:
+            shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
+            trainer.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
+    trainer.notes += changed_compression(trainer.config, state)
+    trainer.store.publish()
+    trainer.step_done, trainer.samples, trainer.finalizer.skipped = state["step"], state["samples"], state["skipped"]
+    trainer.loss_scale.load(state["loss_scale"])
+    trainer.guard.load(state["guard"])
+    trainer.saver.newest = directory
+
+
+def begin_save(trainer: Trainer) -> Save:
+    """As `save`, but for what `checkpoint.async_save` leaves to the background, and for errors: `saver.take_ended` tells them."""
+    trainer.finalizer.drain()
+    directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
+    state = {
+        "step": trainer.step_done,
+        "samples": trainer.samples,
+        "skipped": trainer.finalizer.skipped,
+        "loss_scale": trainer.loss_scale.state(),
+        "guard": trainer.guard.state(),
+        "fingerprint": trainer.train_data.fingerprint,
+        "config": to_dict(trainer.config),
+    }
+    trainer.store.gatherer.finish()
+    with all_or_none(trainer.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
+        trainer.store.state.sync()
+    save = trainer.saver.begin(directory, to_save(trainer), state, sound=trainer.guard.streak == 0)
+    trainer.store.state.release()
+    return save
+
+
+def to_save(trainer: Trainer) -> list[Rectangle]:
+    return [*trainer.optimizer.to_save(), *([] if trainer.store.reducer.powersgd is None else trainer.store.reducer.powersgd.to_save())]
+
+
+def roll_back(trainer: Trainer, bad: StepResult) -> None:
+    """Return to the newest checkpoint from before the bad steps, where there is one, and go on with the next samples. Collective.
+
+    Raises:
+        FaultLimit: on every rank, where the run must end instead, because of the `bad` step and those before it.
+    """
+    trainer.saver.wait()
+    directory = trainer.saver.newest
+    trainer.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
+    assert directory is not None
+    trainer.finalizer.drain()
+    trainer.store.gatherer.finish()
+    samples = trainer.samples
+    resume(trainer, directory)
+    trainer.samples, trainer.guard.streak = samples, 0
