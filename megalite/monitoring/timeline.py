@@ -97,9 +97,7 @@ def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
     ahead, made = offsets(records), []
     for lead in range(layout.world // layout.pp):  # pp is the outermost axis: these are the ranks with pp = 0
         ranks = layout.peers(lead, ("pp",))
-        place = ", ".join(
-            f"{axis} {index}" for axis, index in layout.coordinates(lead).items() if axis != "pp" and getattr(layout, axis) > 1
-        )
+        place = ", ".join(f"{axis} {index}" for axis, index in layout.position(lead).items() if axis != "pp" and getattr(layout, axis) > 1)
         for step in records[lead].steps:
             ran = tuple(
                 tuple(Ran(action, *(time - ahead[rank] for time in times)) for action, *times in records[rank].steps[step])

@@ -13,6 +13,7 @@ from typing import Literal
 from megalite.build.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.layout import Coordinates
 from megalite.parallel.sharding.buckets import Bucket
 
 Device = Literal["cuda", "cpu"]
@@ -158,8 +159,9 @@ def matrices(config: Config, bucket: Bucket) -> list[tuple[int, int]]:
     rank, tp = config.parallel.powersgd_rank, config.parallel.tp
     if not rank or Sharing.of(config).data == 1 or not bucket.trainable:
         return []
-    segments = [segment for slot in bucket.slots for segment in slot.spec.segments if not segment.partial and segment.replicas == 1]
-    shapes = [shape for segment in segments if len(shape := segment.local(0, tp).shape) == 2]
+    segments = (segment for slot in bucket.slots for segment in slot.spec.segments)
+    compressed = [segment for segment in segments if segment.grad_partial_axis is None and segment.replicas == 1]
+    shapes = [shape for segment in compressed if len(shape := segment.local(Coordinates.on("tp", 0, tp)).shape) == 2]
     return [(n, m) for n, m in shapes if (n + m) * rank < n * m]
 
 

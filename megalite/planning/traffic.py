@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from megalite.build import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.layout import Coordinates
 from megalite.model.parameters import head_unit, kv_replicas
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.sharding.buckets import Bucket
@@ -84,8 +85,8 @@ class _Tensor:
         replicas = kv_replicas(self.config.model, self.ranks)
 
         def sent(segment: Segment) -> float:
-            size = segment.local(0, self.ranks).numel * width / (sharing.shard if sharing.zero else 1)
-            return 2 * ring(size, self.ranks if segment.partial else replicas if segment.replicas > 1 else 1)
+            size = segment.local(Coordinates.on("tp", 0, self.ranks)).numel * width / (sharing.shard if sharing.zero else 1)
+            return 2 * ring(size, self.ranks if segment.grad_partial_axis else replicas if segment.replicas > 1 else 1)
 
         trained = (bucket for bucket in buckets if bucket.trainable)
         return sum(sent(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
