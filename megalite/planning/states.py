@@ -27,14 +27,14 @@ class Widths:
     """Bytes of an element: of what is computed with, of what accumulates (at least fp32), of an accumulated gradient."""
 
     compute: int
-    wide: int
+    accumulate: int
     gradient: int
 
     @staticmethod
     def of(config: Config) -> Widths:
         compute = WIDTH[config.train.precision]
-        wide = max(compute, WIDTH["fp32"])
-        return Widths(compute, wide, wide if config.train.grad_dtype == "wide" else WIDTH[config.train.grad_dtype])
+        accumulate = max(compute, WIDTH["fp32"])
+        return Widths(compute, accumulate, accumulate if config.train.grad_dtype == "wide" else WIDTH[config.train.grad_dtype])
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def model_states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device
     ahead = optimistic_step(config) and config.train.precision != "fp16"
     if ahead and pp_rank < config.parallel.pp - 1:
         kept = sum(Sharing.of(config).kept(bucket) for bucket in buckets if bucket.trainable)
-        total += States(copies=3 * kept * Widths.of(config).wide)
+        total += States(copies=3 * kept * Widths.of(config).accumulate)
     return total
 
 
@@ -127,9 +127,9 @@ def _bucket(config: Config, bucket: Bucket, device: Device) -> States:
     weights = (kept if sharded else bucket.size) * widths.compute
     weights_at = "cpu" if sharded and parallel.offload_parameters else device
     state_at = device if parallel.offload == "none" else "cpu"
-    is_own_master = not bucket.trainable or (widths.wide == widths.compute and weights_at == state_at)
-    master = 0 if is_own_master else kept * widths.wide
-    moments = 2 * kept * widths.wide if bucket.trainable else 0
+    is_own_master = not bucket.trainable or (widths.accumulate == widths.compute and weights_at == state_at)
+    master = 0 if is_own_master else kept * widths.accumulate
+    moments = 2 * kept * widths.accumulate if bucket.trainable else 0
     away = master + moments if parallel.offload == "disk" or state_at != device else 0
     compressed = _compressed(config, bucket) * widths.gradient
     return States(

@@ -72,10 +72,10 @@ class _Tensor:
         again, more = 0, 0.0
         if number == head_unit(self.config.model):  # the loss: maxima, sums and targets' logits
             statistics = 4 if train.label_smoothing else 3
-            more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.wide, self.ranks)
+            more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
         elif number > 0:
             again = train.recompute_of(number - 1) == "full"
-        passes, summed = unit.collectives(self.shared), unit.summed * self.sizes.wide
+        passes, summed = unit.collectives(self.shared), unit.summed * self.sizes.accumulate
         rings = passes.forward * (1 + again) + passes.backward
         return rings * ring(self.sizes.whole, self.ranks) + 2 * (2 + again) * ring(summed, self.ranks) + more
 
@@ -95,7 +95,7 @@ class _Tensor:
 def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bucket]) -> float:
     """Gradients, once or for each microbatch, and weights, once or for each use."""
     sharing, widths = Sharing.of(config), Widths.of(config)
-    travel = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
+    comm_bytes = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
     total = 0.0
     for bucket in buckets:
         if not bucket.trainable:
@@ -104,7 +104,7 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
             total += 2 * ring((bucket.size - spared) * widths.gradient, sharing.data)
         else:
             rounds = schedule.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
-            total += rounds * ring(bucket.size * travel, sharing.shard) + 2 * ring(sharing.kept(bucket) * travel, sharing.replicate)
+            total += rounds * ring(bucket.size * comm_bytes, sharing.shard) + 2 * ring(sharing.kept(bucket) * comm_bytes, sharing.replicate)
         if sharing.zero and not sharing.weights_sharded:
             total += ring(bucket.size * widths.compute, sharing.shard)
     gathers = (action.bucket for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER)

@@ -148,7 +148,7 @@ class GradientReducer:
 
     def _into_shard(self, bucket: GradientBucket) -> Rounds:
         """Reduce a microbatch's gradients, free their buffer, and add this rank's part to its shard."""
-        pending = reduce_scatter(bucket.release_full(), bucket.domain.shard, travel=self.comm_dtype)
+        pending = reduce_scatter(bucket.release_full(), bucket.domain.shard, comm_dtype=self.comm_dtype)
         yield
         bucket.add_to_shard(pending.wait())
 
@@ -179,7 +179,7 @@ class GradientReducer:
             yield
             torch.add(*both.wait().to(buffer.dtype).chunk(2), out=buffer)
         else:
-            part = reduce_scatter(buffer, axis, travel=comm_dtype)
+            part = reduce_scatter(buffer, axis, comm_dtype=comm_dtype)
             yield
             whole = all_gather(part.wait().to(comm_dtype), axis)
             yield

@@ -159,7 +159,7 @@ class ParameterStore:
                     self.state.release(bucket.master)
                     start += segment.local(self.at).numel
 
-    def initialise(self, seed: int, frozen: bool = True) -> None:
+    def initialize(self, seed: int, frozen: bool = True) -> None:
         """Draw every weight, or those that are not frozen, keyed by its global name: the same model under every mesh."""
         self.fill(lambda each: rng.initial_values(each, self.at, seed) if frozen or each.trainable else ())
 
