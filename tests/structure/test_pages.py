@@ -101,7 +101,10 @@ def test_hooks_and_workflow_run_what_make_runs():
     assert commands and {command.removeprefix("make ") for command in commands} <= targets
 
 
-def test_contributing_names_targets_that_exist():
-    targets = set(re.findall(r"`make ([\w-]+)`", (ROOT / "CONTRIBUTING.md").read_text()))
+def test_the_commands_of_contributing_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    targets = set(re.findall(r"(?:`|^)make ([\w-]+)(?:`|$)", page, re.MULTILINE))
     made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert targets <= made
+    assert "install" in targets and targets <= made
+    ((directory, word),) = re.findall(r"-m pytest (\S+) -k (\w+)", page)
+    assert any(re.search(rf"def test_\w*{word}", path.read_text()) for path in (ROOT / directory).glob("test_*.py"))
