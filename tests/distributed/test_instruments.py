@@ -173,9 +173,10 @@ def run_rank(rank: int, port: int, arguments: list[str], output: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     sys.argv = ["pretrain.py", *arguments]
     from megalite.commands import train
+    from megalite.launch.process import shutdown
 
     train.main()
-    train.shutdown()
+    shutdown()
 
 
 def test_a_rank_without_memory_says_what_may_help_and_the_other_one_why_it_ends(tmp_path: Path) -> None:

@@ -41,21 +41,38 @@ class _Dtypes:
     gradients: torch.dtype
 
 
-class ParameterStore:
-    """Every stored tensor of one pipeline rank.
+@dataclass(frozen=True)
+class StoreOptions:
+    """How a rank keeps its parameters.
 
-    Args:
-        specs: its stored tensors, in the model's order.
+    Attributes:
         zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone, 2 its gradients alone too,
             3 its weights alone too, except those in use.
         dtype: compute precision.
         grad_dtype: what gradients accumulate in; by default at least fp32.
         reduce_dtype: what gradients are cast to before they are sent over data parallelism; by default they are sent as they accumulate.
-        powersgd: compresses those reductions, with zero 0 and 1.
-        state: where master weights and the optimizer's moments are stored; by default next to the weights.
         offload_parameters: with 3, shards of weights are stored in CPU memory; then they are freed after use on a single rank, too.
         separate_embedding_grad: see `Weight.separate_embedding_grad`.
         training: False holds weights alone, in `dtype`: no gradient buffers and no masters.
+    """
+
+    zero: int = 0
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    bucket_bytes: float = 25e6
+    separate_embedding_grad: bool = False
+    offload_parameters: bool = False
+    training: bool = True
+
+
+class ParameterStore:
+    """Every stored tensor of one pipeline rank.
+
+    Args:
+        specs: its stored tensors, in the model's order.
+        powersgd: compresses the reductions of gradients, with zero 0 and 1.
+        state: where master weights and the optimizer's moments are stored; by default next to the weights.
 
     Attributes:
         weights: every stored tensor by name, for the model.
@@ -68,33 +85,26 @@ class ParameterStore:
         self,
         specs: Sequence[ParamSpec],
         mesh: Mesh,
+        options: StoreOptions | None = None,
         *,
-        zero: int = 0,
-        dtype: torch.dtype = torch.float32,
-        grad_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
         powersgd: PowerSGD | None = None,
-        bucket_bytes: float = 25e6,
         device: torch.device | str = "cpu",
-        separate_embedding_grad: bool = False,
         state: StateMemory | None = None,
-        offload_parameters: bool = False,
-        training: bool = True,
     ):
-        if zero == 0 and mesh.shard.size > 1:
+        options = options or StoreOptions()
+        if options.zero == 0 and mesh.shard.size > 1:
             raise ValueError(f"zero = 0 shares nothing, but the mesh's shard axis has {mesh.shard.size} ranks: make it with dp_shard=1")
-        self.mesh, self.at = mesh, mesh.coordinates
-        self.zero = zero if mesh.shard.size > 1 or offload_parameters else 0
+        self.mesh, self.at, self.options = mesh, mesh.coordinates, options
+        self.zero = options.zero if mesh.shard.size > 1 or options.offload_parameters else 0
         self.device = torch.device(device)
-        self.state, self._offload_parameters, self._training = state or StateMemory(self.device), offload_parameters, training
-        self._separate_embedding_grad = separate_embedding_grad
+        self.state = state or StateMemory(self.device)
         self.weight_grads, self.log = WeightGradQueue(), TransferLog()
-        self.reducer = GradientReducer(mesh, self.log, reduce_dtype, powersgd)
+        self.reducer = GradientReducer(mesh, self.log, options.reduce_dtype, powersgd)
         self.weights: dict[str, Weight] = {}
         owners = {name: mesh.domain(name).owners for name in dict.fromkeys(spec.domain for spec in specs)}
-        layouts = bucket_layout(specs, self.at, owners, bucket_bytes)
-        master_dtype = torch.promote_types(dtype, torch.float32)
-        dtypes = _Dtypes(dtype, master_dtype, grad_dtype or master_dtype)
+        layouts = bucket_layout(specs, self.at, owners, options.bucket_bytes)
+        master_dtype = torch.promote_types(options.dtype, torch.float32)
+        dtypes = _Dtypes(options.dtype, master_dtype, options.grad_dtype or master_dtype)
         self.buckets = [self._allocate(layout, dtypes) for layout in layouts]
         for bucket in self.buckets:
             if bucket.gradients is not None:
@@ -104,7 +114,7 @@ class ParameterStore:
     def _make_gatherer(self, layouts: Sequence[Bucket]) -> WeightGatherer:
         by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
         if self.zero == 3:
-            collective = Uploads(self.device) if self._offload_parameters else all_gather
+            collective = Uploads(self.device) if self.options.offload_parameters else all_gather
             return ShardGatherer(self.buckets, by_unit, self.log, collective)
         return WeightGatherer(self.buckets, by_unit, self.zero > 0, self.log)
 
@@ -114,14 +124,14 @@ class ParameterStore:
         start, stop = layout.part(domain.shard.rank, domain.shard.size) if divided else (0, layout.size)
         shard = self._allocate_shard(stop - start, dtypes.weights) if self.zero == 3 else None
         own = weights[start:stop] if shard is None else shard
-        trains = layout.trainable and self._training
+        trains = layout.trainable and self.options.training
         in_place = not trains or (dtypes.master == dtypes.weights and own.device.type == self.state.device.type)
         master = own if in_place else self.state.zeros(stop - start, dtypes.master)
         gradients = self._allocate_gradients(layout, dtypes.gradients) if trains else None
         bucket = BucketBuffers(layout, domain, weights, gradients, start, stop, master, shard)
         for slot in layout.slots:
             # Frozen weights are part of the graph, too: it must reach the adapters behind them.
-            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(self._training)
+            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(self.options.training)
             weight = Weight(slot.spec, tensor, dtypes.gradients if trains else None, self.weight_grads)
             self.weights[slot.spec.name] = weight
             if gradients is not None:
@@ -133,7 +143,7 @@ class ParameterStore:
         return bucket
 
     def _allocate_shard(self, count: int, dtype: torch.dtype) -> Tensor:
-        if self._offload_parameters:
+        if self.options.offload_parameters:
             return pinned_zeros(count, dtype, self.device)
         return torch.zeros(count, dtype=dtype, device=self.device)
 
@@ -142,7 +152,7 @@ class ParameterStore:
         return GradientBucket.allocate(layout, self.mesh.domain(layout.domain), zero, dtype, self.device, self.reducer)
 
     def _separates(self, layout: Bucket) -> bool:
-        return self._separate_embedding_grad and any(slot.spec.contributions > 1 for slot in layout.slots)
+        return self.options.separate_embedding_grad and any(slot.spec.contributions > 1 for slot in layout.slots)
 
     # ---- the values of weights
 
