@@ -27,9 +27,9 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.distributed import layouts
-from tests.distributed.layouts import Case
-from tests.distributed.pool import RankPool, start_fork_server
+from tests.distributed.support import layouts
+from tests.distributed.support.layouts import Case
+from tests.distributed.support.pool import RankPool, start_fork_server
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / "runs" / "matrix"
@@ -64,7 +64,7 @@ class Layouts:
     longest_s = 20.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.configs import write_tokens
+        from tests.distributed.support.configs import write_tokens
 
         self._ranks = ranks
         self._prefixes = {size: write_tokens(directory, size) for size in layouts.OPTIONS["vocab_size"]}
@@ -83,8 +83,8 @@ class Layouts:
         return _world(case), case["tp"], case["pp"], case["dp"]
 
     def prove(self, case: str) -> None:
-        from tests.distributed import jobs
-        from tests.distributed.configs import config_of
+        from tests.distributed.support import jobs
+        from tests.distributed.support.configs import config_of
         from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
 
         options = self._cases[case]
@@ -95,8 +95,8 @@ class Layouts:
 
     def _single(self, case: Case) -> dict[str, Any]:
         """The run of one process on the same model, data and global batch."""
-        from tests.distributed import jobs
-        from tests.distributed.configs import SINGLE, config_of
+        from tests.distributed.support import jobs
+        from tests.distributed.support.configs import SINGLE, config_of
 
         alone, batch = {**case, **SINGLE}, layouts.global_batch(case)
         key = f"{layouts.name(alone)}-{batch}"
@@ -113,7 +113,7 @@ class Random:
     longest_s = 20.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.random_configurations import Files
+        from tests.distributed.support.random_configurations import Files
 
         self._ranks = ranks
         self._files = Files.write(directory)
@@ -122,7 +122,7 @@ class Random:
         return [str(seed) for seed in range(RANDOM_CASES)]
 
     def prove(self, case: str) -> None:
-        from tests.distributed.random_configurations import draw, prove
+        from tests.distributed.support.random_configurations import draw, prove
 
         prove(draw(int(case), self._files), self._files, self._ranks)
 
@@ -133,18 +133,18 @@ class Stress:
     longest_s = 60.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed import delays
-        from tests.distributed.configs import write_tokens
+        from tests.distributed.support import delays
+        from tests.distributed.support.configs import write_tokens
 
         self._ranks, self._prefix = ranks, write_tokens(directory, delays.MODEL["vocab_size"])
 
     def cases(self) -> list[str]:
-        from tests.distributed.delays import LAYOUTS
+        from tests.distributed.support.delays import LAYOUTS
 
         return [f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), STRESS_ROUNDS), start=1)]
 
     def prove(self, case: str) -> None:
-        from tests.distributed.delays import prove_undisturbed
+        from tests.distributed.support.delays import prove_undisturbed
 
         seed, _, layout = case.partition("-")
         prove_undisturbed(layout, STRESS_STEPS, range(int(seed), int(seed) + 1), LONGEST_DELAY_S, self._prefix, self._ranks)
@@ -156,8 +156,8 @@ class Resharding:
     longest_s = 60.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed import resharding
-        from tests.distributed.configs import write_tokens
+        from tests.distributed.support import resharding
+        from tests.distributed.support.configs import write_tokens
 
         prefix = write_tokens(directory, resharding.MODEL["vocab_size"])
         self._pairs = {f"{saved}/{loaded}": (saved, loaded) for saved, loaded in resharding.PAIRS}
@@ -176,8 +176,8 @@ class Kills:
     longest_s = 120.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.configs import write_tokens
-        from tests.distributed.killing import LAYOUTS, MODEL
+        from tests.distributed.support.configs import write_tokens
+        from tests.distributed.support.killing import LAYOUTS, MODEL
 
         self._directory, self._ranks = directory, ranks
         self._prefix = write_tokens(directory, MODEL["vocab_size"])
@@ -188,7 +188,7 @@ class Kills:
         return list(self._cases)
 
     def prove(self, case: str) -> None:
-        from tests.distributed.killing import Kills as Proof
+        from tests.distributed.support.killing import Kills as Proof
 
         seed, layout, how = self._cases[case]
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import jobs, layouts
-from tests.distributed.configs import SINGLE, STEPS, config_of, write_tokens
-from tests.distributed.layouts import Case
+from tests.distributed.support import jobs, layouts
+from tests.distributed.support.configs import SINGLE, STEPS, config_of, write_tokens
+from tests.distributed.support.layouts import Case
 
 TOLERANCE = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 2e-5)}  # relative (loss, norm), absolute (weights)
 TABLE = layouts.pairwise()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed import jobs
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs_reduction import SPECS, random_gradients, reduced, segments, whole
-from tests.distributed.layouts import Case
+from tests.distributed.support import jobs
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs_reduction import SPECS, random_gradients, reduced, segments, whole
+from tests.distributed.support.layouts import Case
 
 NARROW = torch.bfloat16
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megalite.data.preparation.writer import IndexedWriter
-from tests.distributed.layouts import Case, global_batch, micro_batch, schedule_options
+from tests.distributed.support.layouts import Case, global_batch, micro_batch, schedule_options
 
 SEQUENCE = 16
 STEPS = 20

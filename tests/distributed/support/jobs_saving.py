@@ -18,8 +18,8 @@ from unittest.mock import patch
 from megalite.config.load import from_dict
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-from tests.distributed.jobs import mesh_of
-from tests.distributed.jobs_training import make_trainer
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.jobs_training import make_trainer
 
 SLOW_S = 0.08
 
