@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from tests.distributed.support import layouts
 from tests.distributed.support.layouts import Case
 from tests.distributed.support.pool import RankPool, start_fork_server
+from tests.distributed.support.references import References
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / "runs" / "matrix"
@@ -68,7 +69,7 @@ class Layouts:
 
         self._ranks = ranks
         self._prefixes = {size: write_tokens(directory, size) for size in layouts.OPTIONS["vocab_size"]}
-        self._known: dict[str, dict[str, Any]] = {}
+        self._references = References(ranks)
         self._cases: dict[str, Case] = {}
 
     def cases(self) -> list[str]:
@@ -80,31 +81,20 @@ class Layouts:
 
     def _layout(self, name: str) -> tuple[int, ...]:
         case = self._cases[name]
-        return _world(case), case["tp"], case["pp"], case["dp"]
+        return layouts.world(case), case["tp"], case["pp"], case["dp"]
 
     def prove(self, case: str) -> None:
         from tests.distributed.support import jobs
-        from tests.distributed.support.configs import config_of
+        from tests.distributed.support.configs import config_of, config_of_one_process
         from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
 
         options = self._cases[case]
-        config = config_of(options, self._prefixes[options["vocab_size"]], options["precision"])
-        config["train"]["steps"] = LAYOUT_STEPS
-        got = self._ranks.run(_world(options), jobs.train, config, LAYOUT_STEPS)
-        assert_same_run(got, self._single(options), *TOLERANCE[options["precision"]])
-
-    def _single(self, case: Case) -> dict[str, Any]:
-        """The run of one process on the same model, data and global batch."""
-        from tests.distributed.support import jobs
-        from tests.distributed.support.configs import SINGLE, config_of
-
-        alone, batch = {**case, **SINGLE}, layouts.global_batch(case)
-        key = f"{layouts.name(alone)}-{batch}"
-        if key not in self._known:
-            config = config_of(alone, self._prefixes[case["vocab_size"]], case["precision"])
-            config["train"] |= {"steps": LAYOUT_STEPS, "global_batch_size": batch, "micro_batch_size": batch}
-            self._known[key] = self._ranks.run(1, jobs.train, config, LAYOUT_STEPS)[0]
-        return self._known[key]
+        prefix = self._prefixes[options["vocab_size"]]
+        config, alone = config_of(options, prefix, options["precision"]), config_of_one_process(options, prefix)
+        for each in (config, alone):
+            each["train"]["steps"] = LAYOUT_STEPS
+        got = self._ranks.run(layouts.world(options), jobs.train, config, LAYOUT_STEPS)
+        assert_same_run(got, self._references.run(jobs.train, alone, LAYOUT_STEPS), *TOLERANCE[options["precision"]])
 
 
 class Random:
@@ -226,10 +216,6 @@ PARTS: dict[str, Callable[[Path, RankPool], Part]] = {
     "kills": Kills,
     "layouts": Layouts,
 }
-
-
-def _world(case: Case) -> int:
-    return int(case["tp"] * case["pp"] * case["dp"])
 
 
 # ---- what has run

@@ -38,17 +38,9 @@ def configuration(case: Case, prefix: str, precision: str = "fp64", **lora: Any)
 
 
 @pytest.fixture(scope="module")
-def single(ranks, prefix):
+def single(references, prefix):
     """The run of one process in each precision."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def run(precision: str) -> dict[str, Any]:
-        if precision not in known:
-            config = configuration({}, prefix, precision)
-            known[precision] = ranks.run(1, jobs_lora.train, config, STEPS)[0]
-        return known[precision]
-
-    return run
+    return lambda precision: references.run(jobs_lora.train, configuration({}, prefix, precision), STEPS)
 
 
 @pytest.mark.parametrize(("layout", "precision"), [*((layout, "fp64") for layout in LAYOUTS), ("tp 2, sequence parallel, zb-h1", "fp32")])

@@ -99,11 +99,11 @@ def test_evaluation_is_the_mean_over_every_validation_token(ranks, validation_co
 
 
 @pytest.mark.parametrize("name", EVALUATED)
-def test_evaluation_is_the_same_on_every_layout_and_leaves_training_alone(name, ranks, validation_config):
+def test_evaluation_is_the_same_on_every_layout_and_leaves_training_alone(name, ranks, references, validation_config):
     from tests.distributed.support import jobs_training
 
     layout, batch = EVALUATED[name]
-    expected = ranks.run(1, jobs_training.evaluate, validation_config({}, batch, "one"), 2)[0]
+    expected = references.run(jobs_training.evaluate, validation_config({}, batch, "one"), 2)
     assert expected[0] != expected[1]
     for got in ranks.run(world(layout), jobs_training.evaluate, validation_config(layout, batch, name), 2):
         assert got == pytest.approx(expected, rel=1e-10)
