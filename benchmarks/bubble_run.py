@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.measure import finish, read_spec
 from megalite.batch import Microbatch, StageOutput
-from megalite.clock import Ran
+from megalite.clock import ActionTiming
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.pipeline.communication import CHANNELS, with_communication
 from megalite.parallel.pipeline.generator import build
@@ -73,7 +73,7 @@ class PacedStage:
         self.spend(self.passes.weight_backward)
 
 
-def run_window(mesh: Mesh, schedule: str, microbatches: int, steps: int, pass_s: float) -> list[Ran]:
+def run_window(mesh: Mesh, schedule: str, microbatches: int, steps: int, pass_s: float) -> list[ActionTiming]:
     """This rank's actions in a few steps on sleeping stages, which start at the same time on all ranks."""
     plan = with_communication(build(schedule, mesh.pp.size, microbatches))
     passes = Passes(pass_s, pass_s, pass_s)

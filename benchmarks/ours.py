@@ -89,7 +89,7 @@ def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
     units = stage_units(build.partition(config), mesh.pp.rank)
     specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=units)
     multiplied = [spec for spec in specs if spec.unit > 0 or spec.contributions == 2]  # an embedding that is the head too counts
-    shapes = [spec.local_shape(mesh.tp.rank, mesh.tp.size) for spec in multiplied]
+    shapes = [spec.local_shape(mesh.coordinates) for spec in multiplied]
     return [shape for shape in shapes if len(shape) == 2]
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megalite.parallel.pipeline.schedule import Action
 
 
-class Mark(NamedTuple):
+class ActionMarks(NamedTuple):
     """One compute action, as a clock has marked it."""
 
     action: Action
@@ -25,7 +25,7 @@ class Mark(NamedTuple):
     end: Any
 
 
-class Ran(NamedTuple):
+class ActionTiming(NamedTuple):
     """One compute action in time: seconds on this host's monotonic clock, which all processes of a host share."""
 
     action: Action
@@ -34,14 +34,14 @@ class Ran(NamedTuple):
     end: float
 
 
-class Pace(NamedTuple):
+class StepTiming(NamedTuple):
     """How a rank spent a step, in seconds. Summed over all ranks, 1 - busy / (pp · wall) is the step's bubble."""
 
     busy: float = 0.0  # inside compute actions
     wall: float = 0.0  # from the start of the first to the end of the last; 0 on ranks without the first stage, which frames the step
 
     @classmethod
-    def of(cls, ran: Sequence[Ran], first_stage: bool, thrown_away: Sequence[Ran] = ()) -> Pace:
+    def of(cls, ran: Sequence[ActionTiming], first_stage: bool, thrown_away: Sequence[ActionTiming] = ()) -> StepTiming:
         """Of the actions of a step; those that were done first and thrown away count as waiting."""
         wall = ran[-1].end - (*thrown_away, *ran)[0].start if ran and first_stage else 0.0
         return cls(sum(end - start for _, _, start, end in ran), wall)

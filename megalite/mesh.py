@@ -16,40 +16,16 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from megalite.activity import Activity
-from megalite.config.dims import ParallelDims
+from megalite.layout import AXES, AxisPlace, Coordinates
+from megalite.layout import Layout as Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from megalite.shared_memory import SharedMemory
 
-AXES = ("pp", "dp", "cp", "tp")
 PRODUCTS = {"data": ("dp", "cp"), "model": ("pp", "tp"), "stage": ("dp", "cp", "tp"), "world": AXES}
 TOTALS = ("totals_up", "totals_down")  # channels of sums that travel along the pipeline, and back
-
-
-@dataclass(frozen=True)
-class Layout(ParallelDims):
-    """The sizes of the mesh, and which rank sits where."""
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's position on each axis."""
-        position = {}
-        for axis in reversed(AXES):
-            rank, position[axis] = divmod(rank, getattr(self, axis))
-        return position
-
-    def rank(self, position: dict[str, int]) -> int:
-        rank = 0
-        for axis in AXES:
-            rank = rank * getattr(self, axis) + position[axis]
-        return rank
-
-    def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes`, in ascending order."""
-        position = self.coordinates(rank)
-        ranges = [range(getattr(self, axis)) if axis in axes else (position[axis],) for axis in AXES]
-        return tuple(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*ranges))
 
 
 @dataclass(frozen=True)
@@ -68,6 +44,30 @@ class MeshAxis:
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
     shared: SharedMemory | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A kind of parameters by who holds them: dense ones are on all data ranks of a stage, an expert's on those that hold this expert.
+
+    Attributes:
+        shard: ranks that share weights, gradients and optimizer state of a bucket between them.
+        replicate: ranks that hold the same shards.
+        share: which of `owners` equal parts of a bucket this rank alone counts in norms and stores in checkpoints.
+    """
+
+    name: str
+    shard: MeshAxis
+    replicate: MeshAxis
+
+    @property
+    def owners(self) -> int:
+        """Ranks among which each element of a bucket has one owner."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def share(self) -> int:
+        return self.shard.rank * self.replicate.size + self.replicate.rank  # replicas divide their shard among themselves
 
 
 class Mesh:
@@ -122,6 +122,19 @@ class Mesh:
         self.saving = replace(self.world, name="saving", group=self._new_group(self.world.ranks, "gloo")) if own else self.world
         self._warm_up()
         self.tp = self._with_shared_memory(self.tp)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place on every axis, derived ones included."""
+        axes = (self.pp, self.dp, self.cp, self.tp, self.data, self.expert, self.expert_data)
+        return Coordinates({axis.name: AxisPlace(axis.rank, axis.size) for axis in axes})
+
+    def domain(self, name: str) -> Domain:
+        """Who shares and reduces the parameters of a domain: `dense`, or `expert`."""
+        if name == "dense":
+            return Domain(name, self.shard, self.replicate)
+        assert name == "expert", name
+        return Domain(name, self.expert_data, self.expert)  # one expert group: the same ranks, each sharing all
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
         group = self._group(ranks) if len(ranks) > 1 else None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from megalite.layout import Coordinates
     from megalite.parallel.spec import Segment
 
 BLOCK_ROWS = 128  # fixed for ever: another value would draw other weights
@@ -30,12 +31,12 @@ def normal(shape: tuple[int, ...], *parts: int | str) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(key(*parts)))
 
 
-def initial_values(segment: Segment, tp_rank: int, tp_size: int, seed: int) -> Iterator[Tensor]:
-    """This rank's part of a segment's initial values, fp32: blocks of rows of its local shape, in order (padding is zero).
+def initial_values(segment: Segment, at: Coordinates, seed: int) -> Iterator[Tensor]:
+    """A segment's initial values on the rank at these coordinates, fp32: blocks of rows of its local shape, in order (padding is zero).
 
     By blocks, because a large table would need its memory twice for a moment.
     """
-    part = segment.local(tp_rank, tp_size)
+    part = segment.local(at)
     if segment.init_std == 0.0:
         yield torch.full(part.shape, segment.init_value)
         return

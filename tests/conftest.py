@@ -26,6 +26,10 @@ start_fork_server()  # imports torch while pytest does
 from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("any machine", deadline=None)  # an example's time says how busy the machine is
+settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

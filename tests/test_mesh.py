@@ -12,7 +12,7 @@ layouts = st.builds(Layout, **{axis: st.integers(1, 3) for axis in AXES})
 
 @given(layouts)
 def test_rank_and_coordinates_are_inverse(layout):
-    assert [layout.rank(layout.coordinates(rank)) for rank in range(layout.world)] == list(range(layout.world))
+    assert [layout.rank(layout.position(rank)) for rank in range(layout.world)] == list(range(layout.world))
 
 
 @given(layouts, st.sets(st.sampled_from(AXES)))

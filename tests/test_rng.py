@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megalite import rng
+from megalite.layout import Coordinates
 from megalite.parallel.spec import Segment
 
 SEGMENTS = [
@@ -17,7 +18,7 @@ SEGMENTS = [
 
 
 def drawn(segment, rank=0, tp=1, seed=7):
-    return torch.cat(list(rng.initial_values(segment, rank, tp, seed)))
+    return torch.cat(list(rng.initial_values(segment, Coordinates.on("tp", rank, tp), seed)))
 
 
 @pytest.mark.parametrize("segment", SEGMENTS, ids=lambda segment: segment.name)
@@ -25,7 +26,7 @@ def drawn(segment, rank=0, tp=1, seed=7):
 def test_every_rank_holds_its_slice_of_the_whole(segment, tp):
     whole = drawn(Segment(segment.name, segment.shape, init_std=segment.init_std, init_value=segment.init_value))
     for rank in range(tp):
-        part = segment.local(rank, tp)
+        part = segment.local(Coordinates.on("tp", rank, tp))
         values = drawn(segment, rank, tp)
         real = values[tuple(slice(0, size) for size in part.sizes)]
         assert torch.equal(real, whole[tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))])

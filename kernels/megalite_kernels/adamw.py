@@ -45,9 +45,9 @@ def adamw_(
     count = torch.full((), float(step), device=params[0].device)  # unlike a copy from the host, this waits for nothing
     alike = grads[0].dtype == params[0].dtype
     for part in [slice(None)] if alike else [slice(index, index + 1) for index in range(len(params))]:  # widening takes memory
-        wide = [grad.to(params[0].dtype) for grad in grads[part]]
+        cast = [grad.to(params[0].dtype) for grad in grads[part]]
         torch._fused_adamw_(
-            params[part], wide, exp_avgs[part], exp_avg_sqs[part], [], [count] * len(wide), lr=lr, beta1=beta1, beta2=beta2,
+            params[part], cast, exp_avgs[part], exp_avg_sqs[part], [], [count] * len(cast), lr=lr, beta1=beta1, beta2=beta2,
             weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=None,
         )  # fmt: skip
     if weights:

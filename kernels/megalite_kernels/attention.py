@@ -65,8 +65,8 @@ def _rows(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
     """[S, B, heads, D] -> [B·kv_heads, S·g, D] in at least fp32, contiguous, times scale; row s·g + i is head i of the group at s."""
     sequence, batch, heads, dim = x.shape
     group = heads // kv_heads
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rows = torch.empty(batch, kv_heads, sequence, group, dim, dtype=wide, device=x.device)
+    accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
+    rows = torch.empty(batch, kv_heads, sequence, group, dim, dtype=accumulate_dtype, device=x.device)
     torch.mul(x.unflatten(2, (kv_heads, group)).permute(1, 2, 0, 3, 4), scale, out=rows)
     return rows.view(batch * kv_heads, sequence * group, dim)
 

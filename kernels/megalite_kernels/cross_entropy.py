@@ -41,8 +41,8 @@ def statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ig
         from megalite_kernels import cross_entropy_triton
 
         return cross_entropy_triton.cross_entropy_statistics(logits, targets, vocab_start, valid, ignore_index, with_sum)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    stats = torch.zeros(4 if with_sum else 3, logits.shape[0], dtype=wide, device=logits.device)
+    accumulate_dtype = torch.promote_types(logits.dtype, torch.float32)
+    stats = torch.zeros(4 if with_sum else 3, logits.shape[0], dtype=accumulate_dtype, device=logits.device)
     if not valid:
         stats[0] = -torch.inf
         return stats
@@ -52,10 +52,10 @@ def statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ig
         chunk = logits[first : first + rows, :valid]
         # The largest probability is 1 / Σ exp(x − max): torch's fused softmax and two maxima beat a separate exp and sum.
         stats[0, first : first + rows] = chunk.amax(1)
-        stats[1, first : first + rows] = torch.softmax(chunk, 1, dtype=wide).amax(1).reciprocal_()
+        stats[1, first : first + rows] = torch.softmax(chunk, 1, dtype=accumulate_dtype).amax(1).reciprocal_()
         if with_sum:
-            stats[3, first : first + rows] = chunk.sum(1, dtype=wide)
-    stats[2] = logits.gather(1, columns).to(wide).masked_fill_(~inside, 0).squeeze(1)
+            stats[3, first : first + rows] = chunk.sum(1, dtype=accumulate_dtype)
+    stats[2] = logits.gather(1, columns).to(accumulate_dtype).masked_fill_(~inside, 0).squeeze(1)
     return stats
 
 
@@ -104,23 +104,23 @@ def gradient_(
     if not valid or not logits.shape[0]:
         return logits.zero_()
     lse, rest = lse
-    wide = lse.dtype
-    counted = ((targets != ignore_index).to(wide) * grad_scale).unsqueeze(1)  # [T, 1]
+    accumulate_dtype = lse.dtype
+    counted = ((targets != ignore_index).to(accumulate_dtype) * grad_scale).unsqueeze(1)  # [T, 1]
     factor = counted * (1 + 2 * z_loss * lse.unsqueeze(1)) if z_loss else counted
     columns, inside = _local_targets(targets, vocab_start, valid, ignore_index)
-    at_target = (logits.gather(1, columns).to(wide) - lse.unsqueeze(1)).sub_(rest.unsqueeze(1)).exp_().mul_(factor) - (
+    at_target = (logits.gather(1, columns).to(accumulate_dtype) - lse.unsqueeze(1)).sub_(rest.unsqueeze(1)).exp_().mul_(factor) - (
         1 - label_smoothing
     ) * counted * inside
     rows = _chunk_rows(logits)
-    seed = torch.zeros(min(rows, logits.shape[0]), logits.shape[1], dtype=wide, device=logits.device)
+    seed = torch.zeros(min(rows, logits.shape[0]), logits.shape[1], dtype=accumulate_dtype, device=logits.device)
     for first in range(0, logits.shape[0], rows):
         part = slice(first, first + rows)
         chunk = logits[part]  # padding included: the fused pass needs dense rows, and fails silently on others
-        gradient = chunk.to(wide).contiguous().sub_(lse[part].unsqueeze(1))
+        gradient = chunk.to(accumulate_dtype).contiguous().sub_(lse[part].unsqueeze(1))
         # log-softmax's backward is seed − exp(output)·Σ seed: a seed of −factor in one column makes factor · exp in one fused pass,
         # right in every other column, and that one is written afterwards.
         grad = seed[: chunk.shape[0]].scatter_(1, columns[part], -factor[part])
-        torch.ops.aten._log_softmax_backward_data.out(grad, gradient, 1, wide, out=gradient)
+        torch.ops.aten._log_softmax_backward_data.out(grad, gradient, 1, accumulate_dtype, out=gradient)
         gradient.scatter_(1, columns[part], at_target[part])
         grad.scatter_(1, columns[part], 0)
         if label_smoothing:

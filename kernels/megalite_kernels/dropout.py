@@ -39,8 +39,8 @@ def _mix_(h: Tensor) -> Tensor:
 
 def row_hash(key: int, samples: Tensor, positions: Tensor) -> Tensor:
     """int32 [S, B] from the global sample indices [B] and the positions in the sequence, [S] or [S, 1] or [S, B]."""
-    wide = samples.to(torch.int64)
-    sample = _mix_((wide + (wide >> 32) * _B).to(torch.int32) ^ key)  # both halves of indices beyond 2^32 count
+    indices = samples.to(torch.int64)
+    sample = _mix_((indices + (indices >> 32) * _B).to(torch.int32) ^ key)  # both halves of indices beyond 2^32 count
     return _mix_((positions.to(torch.int32) * _C).reshape(len(positions), -1) + sample)
 
 

@@ -24,6 +24,6 @@ def squared_sum(chunks: list[Tensor]) -> Tensor:
         whole = chunk.numel() // ROW * ROW
         for rows in (chunk[:whole].view(-1, ROW), chunk[whole:].view(1, -1)):
             if rows.numel():
-                wide = torch.promote_types(chunk.dtype, torch.float32)
-                total += torch.linalg.vector_norm(rows, dim=-1, dtype=wide).double().square_().sum()
+                accumulate_dtype = torch.promote_types(chunk.dtype, torch.float32)
+                total += torch.linalg.vector_norm(rows, dim=-1, dtype=accumulate_dtype).double().square_().sum()
     return total

@@ -39,14 +39,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
 
         _, y, _, rstd = norm_triton.norm_forward(x, None, weight, None, eps, offset)
         return y, rstd
-    wide = _at_least_fp32(x)
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass without a temporary, unlike mean(x * x)
+    upcast = _at_least_fp32(x)
+    norm = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True)  # one pass without a temporary, unlike mean(x * x)
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    if x.dtype == wide.dtype:
+    if x.dtype == upcast.dtype:
         return (x * rstd).mul_(_gain(weight, offset)), rstd
     if offset:  # 1 + w must not be rounded to bf16 before the product
-        return (wide * rstd).mul_(_at_least_fp32(weight) + offset).to(x.dtype), rstd
-    return (wide * rstd).to(x.dtype).mul_(weight), rstd
+        return (upcast * rstd).mul_(_at_least_fp32(weight) + offset).to(x.dtype), rstd
+    return (upcast * rstd).to(x.dtype).mul_(weight), rstd
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:

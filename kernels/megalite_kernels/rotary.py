@@ -63,9 +63,9 @@ def rotary_tables(
 
     Under YaRN both are multiplied by its attention_factor, and scores thereby by its square.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    frequency = _frequencies(head_dim, theta, scaling, wide, device)
-    angle = positions.to(device=device, dtype=wide).unsqueeze(-1) * torch.cat((frequency, frequency))
+    accumulate_dtype = torch.promote_types(dtype, torch.float32)
+    frequency = _frequencies(head_dim, theta, scaling, accumulate_dtype, device)
+    angle = positions.to(device=device, dtype=accumulate_dtype).unsqueeze(-1) * torch.cat((frequency, frequency))
     factor = (scaling or {}).get("attention_factor", 1.0)
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 

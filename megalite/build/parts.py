@@ -48,10 +48,10 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
     parallel, dtype = config.parallel, DTYPES[config.train.precision]
     if parallel.offload != "disk":
         return
-    wide = torch.promote_types(dtype, torch.float32)
-    own_master = dtype != wide or (device.type != "cpu" and not parallel.offload_parameters)
+    accumulate_dtype = torch.promote_types(dtype, torch.float32)
+    own_master = dtype != accumulate_dtype or (device.type != "cpu" and not parallel.offload_parameters)
     trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
-    wanted = parameter_count(trained) * wide.itemsize * (3 if own_master else 2) * layout(config).replicate * share
+    wanted = parameter_count(trained) * accumulate_dtype.itemsize * (3 if own_master else 2) * layout(config).replicate * share
     check_directory(offload_directory(config), int(wanted))
 
 

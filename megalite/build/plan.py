@@ -9,6 +9,7 @@ from itertools import chain
 
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.layout import Coordinates
 from megalite.model.cost import layer_costs
 from megalite.model.parameters import model_specs, stage_units, with_adapters
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
@@ -57,8 +58,8 @@ def activation_shape(config: Config) -> tuple[int, int, int]:
 
 def buckets_of(config: Config, rank: int) -> list[Bucket]:
     """The buckets of a pipeline rank, alike on all of its tp and dp ranks."""
-    parallel = config.parallel
-    return bucket_layout(specs_of(config, rank), 0, parallel.tp, ParallelDims.of(config).data, parallel.bucket_mb * 1e6)
+    parallel, owners = config.parallel, ParallelDims.of(config).owners
+    return bucket_layout(specs_of(config, rank), Coordinates.on("tp", 0, parallel.tp), owners, parallel.bucket_mb * 1e6)
 
 
 def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:

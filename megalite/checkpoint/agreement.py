@@ -56,7 +56,7 @@ def named(what: str, mesh: Mesh) -> Iterator[None]:
 
 
 @contextmanager
-def all_or_none(mesh: Mesh, kind: type[Exception] = ConfigError) -> Iterator[None]:
+def raise_on_all_ranks(mesh: Mesh, kind: type[Exception] = ConfigError) -> Iterator[None]:
     """Every rank runs the block, which must not communicate. Collective.
 
     Raises:

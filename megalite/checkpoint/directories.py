@@ -112,7 +112,7 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
 
     Steps after it belong to a future that was abandoned by resuming earlier: they are left to be overwritten.
     """
-    file, strange = checkpoints / LATEST, None
+    file, warning = checkpoints / LATEST, None
     steps = {number: path for path in checkpoints.glob("step_*") if (number := step_number(path.name)) is not None}
     if not steps and not file.exists():
         return [], None
@@ -122,10 +122,10 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
         name = error.strerror or str(error)
     newest = step_number(name)
     if newest not in steps:
-        strange, newest = f"{file} is damaged: expected the name of a checkpoint that is there, found {name!r}", None
+        warning, newest = f"{file} is damaged: expected the name of a checkpoint that is there, found {name!r}", None
     elif newest < max(steps):
-        strange = f"{file} names {name}: what is newer, up to {step_name(max(steps))}, is left aside"
-    return [steps[number] for number in sorted(steps, reverse=True) if newest is None or number <= newest], strange
+        warning = f"{file} names {name}: what is newer, up to {step_name(max(steps))}, is left aside"
+    return [steps[number] for number in sorted(steps, reverse=True) if newest is None or number <= newest], warning
 
 
 def prune(checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None) -> None:

@@ -34,7 +34,7 @@ class Save:
     held: float = 0.0  # how long training stood still
     durable: float = 0.0  # until it was published
     error: Exception | None = None  # why it was not
-    sound: bool = True  # whether a run may return to it
+    rollback_safe: bool = True  # whether a run may return to it
 
 
 class Saver:
@@ -56,9 +56,9 @@ class Saver:
         if self.options.async_save:
             self._staged(rectangles)
 
-    def begin(self, directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], sound: bool = True) -> Save:
+    def begin(self, directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], rollback_safe: bool = True) -> Save:
         """Save what is in the rectangles now, which may change once this returns. Collective. Errors are those of `take_ended`."""
-        save = Save(directory, perf_counter(), sound=sound)
+        save = Save(directory, perf_counter(), rollback_safe=rollback_safe)
         if self.options.async_save:
             self.wait()
             self._thread = Thread(target=self._write, args=(save, self._staged(rectangles), state), daemon=True, name="save")
@@ -85,7 +85,7 @@ class Saver:
         try:
             checkpoint.save(save.directory, rectangles, state, self.mesh)
             save.durable = perf_counter() - save.started
-            if save.sound:
+            if save.rollback_safe:
                 self.newest = save.directory
             if options.keep is not None:
                 checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every, spare=self.newest)

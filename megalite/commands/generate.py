@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
     """What one rank does; the first one prints."""
     from megalite.generation.language_model import LanguageModel, Sampling
     from megalite.generation.sources import TIMEOUT, tokenizer_of
-    from megalite.launch.process import abandon, choose_device, configure_process, start_process_group
+    from megalite.launch.process import choose_device, configure_process, exit_after_failure, start_process_group
     from megalite.parallel.collectives import CommunicationError
 
     prompts = prompts_of(options)
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> None:
         else:
             write(options, model, tokenizer, sampling, prompts)
     except CommunicationError as error:
-        abandon(error)
+        exit_after_failure(error)
 
 
 def prompts_of(options: argparse.Namespace) -> list[str]:

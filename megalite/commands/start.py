@@ -45,6 +45,6 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(status)
     if status:
         os._exit(status)  # tearing communication down would wait for the other ranks
-    from megalite.launch.process import leave
+    from megalite.launch.process import shutdown
 
-    leave()
+    shutdown()

@@ -10,7 +10,7 @@ import sys
 
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import ConfigError
-from megalite.launch.process import abandon, choose_device, configure_process, local_world_size, start_process_group, world_size
+from megalite.launch.process import choose_device, configure_process, exit_after_failure, local_world_size, start_process_group, world_size
 
 
 def main() -> None:
@@ -64,9 +64,9 @@ def main() -> None:
     except (ConfigError, CheckpointError) as error:  # a checkpoint that this run must not continue: every rank finds the same
         exit_with(str(error))
     except torch.OutOfMemoryError as error:
-        abandon(out_of_memory(error, config, device, mesh), "it ran out of memory")
+        exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory")
     except (CommunicationError, OffloadError) as error:
-        abandon(error)
+        exit_after_failure(error)
     notes += report(trainer)
     if mesh.rank == 0:
         write_config(config, trainer.run_dir)
@@ -79,6 +79,6 @@ def main() -> None:
     except (CheckpointError, FaultLimit) as error:  # one that could not be written, or steps that stay bad: every rank hears of it
         exit_with(str(error), status=1)
     except torch.OutOfMemoryError as error:
-        abandon(out_of_memory(error, config, device, mesh), "it ran out of memory")
+        exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory")
     except (CommunicationError, OffloadError, ConfigError) as error:
-        abandon(error)
+        exit_after_failure(error)

@@ -78,6 +78,11 @@ class ParallelDims:
         return self.data // self.ep
 
     @property
+    def owners(self) -> dict[str, int]:
+        """For each domain of parameters, the ranks among which each element has one owner: in norms, checkpoints and bucket sizes."""
+        return {"dense": self.data, "expert": self.expert_data}
+
+    @property
     def stage_ranks(self) -> int:
         """Ranks of one pipeline rank."""
         return self.data * self.tp

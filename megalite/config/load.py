@@ -50,7 +50,7 @@ def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
         if arguments.list_configs:
             exit_with("\n".join(f"{name:18} {what}" for name, what in shipped_configs().items()), status=0)
         config = resolve(arguments, world_size)
-        if arguments.print_config and _speaks():
+        if arguments.print_config and _is_local_rank_0():
             print(to_yaml(config), end="", flush=True)
         check(config, world_size)
     except ConfigError as error:
@@ -62,14 +62,14 @@ def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
 
 def exit_with(message: str, status: int = 2) -> NoReturn:
     """End a run that is configured wrongly: the message, printed by local rank 0 alone, and the exit status."""
-    if _speaks():
+    if _is_local_rank_0():
         print(message.rstrip("\n"), file=sys.stderr if status else sys.stdout, flush=True)
     elif status:
         time.sleep(WAIT_FOR_LOCAL_RANK_0)
     raise SystemExit(status)
 
 
-def _speaks() -> bool:
+def _is_local_rank_0() -> bool:
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 

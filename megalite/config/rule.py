@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from operator import attrgetter
 from pathlib import Path
@@ -15,7 +15,7 @@ from megalite.config.schema import Config
 
 
 @dataclass
-class Facts(Config):
+class RuleContext(Config):
     """A configuration and where it is to run: what a rule looks at."""
 
     world_size: int = 1
@@ -26,37 +26,34 @@ class Facts(Config):
         return ParallelDims.of(self, self.world_size)
 
 
-Text = str | Callable[[Facts], str]
+Text = str | Callable[[RuleContext], str]
 Legal = Sequence[Any] | str
 """The legal values or, where they can not be listed, a sentence that says what to do."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One check: `broken` is true where it is violated, and then it says "option = value why. way out".
+    """One check: `broken` is true where it is violated; the error is "option = value message. legal values or way out".
 
     value: what to show, where it is not simply the option's.
+    message: what is wrong; {section.key} becomes "section.key = value".
     """
 
     name: str
     option: str
-    broken: Callable[[Facts], Any]
-    value: Callable[[Facts], Any] | None = None
-    why: Text = ""
-    legal: Legal | Callable[[Facts], Legal] = ""
+    broken: Callable[[RuleContext], Any]
+    value: Callable[[RuleContext], Any] | None = None
+    message: Text = ""
+    legal: Legal | Callable[[RuleContext], Legal] = ""
 
-    def says(self, why: Text, legal: Legal | Callable[[Facts], Legal]) -> "Rule":
-        """The rule with its message. In why, {section.key} becomes "section.key = value"."""
-        return replace(self, why=why, legal=legal)
-
-    def message(self, facts: Facts) -> str:
+    def describe(self, context: RuleContext) -> str:
         def named(found: re.Match[str]) -> str:
-            return f"{found[1]} = {show(attrgetter(found[1])(facts))}"
+            return f"{found[1]} = {show(attrgetter(found[1])(context))}"
 
-        value = (self.value or attrgetter(self.option))(facts)
-        why = self.why(facts) if callable(self.why) else re.sub(r"{(\w+\.\w+)}", named, self.why)
-        legal = self.legal(facts) if callable(self.legal) else self.legal
-        return f"{self.option} = {show(value)} {why}. {legal if isinstance(legal, str) else describe_legal(value, legal)}"
+        value = (self.value or attrgetter(self.option))(context)
+        message = self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)
+        legal = self.legal(context) if callable(self.legal) else self.legal
+        return f"{self.option} = {show(value)} {message}. {legal if isinstance(legal, str) else describe_legal(value, legal)}"
 
 
 CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100."

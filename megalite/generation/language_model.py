@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite.batch import Microbatch
 from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError
-from megalite.checkpoint.agreement import all_or_none
+from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.generation.cache import CachedAttention, CachedState, KeyValueCache, padded
 from megalite.generation.sampling import Sampling, draw, uniform
 from megalite.generation.sources import check_layout, for_inference, open_source
@@ -66,7 +66,7 @@ class LanguageModel:
         check_layout(self.config)
         self.mesh, self.device = mesh or build.make_mesh(self.config), torch.device(device)
         parts = build.build_parts(self.config, self.mesh, self.device, training=False)
-        with all_or_none(self.mesh, CheckpointError):
+        with raise_on_all_ranks(self.mesh, CheckpointError):
             self.source.read(parts.store.to_load())
         parts.store.publish()
         self._stage: Stage = parts.stages[self.mesh.pp.rank]

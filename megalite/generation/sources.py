@@ -14,7 +14,7 @@ from megalite.checkpoint.inspect import find
 from megalite.config.dims import ParallelDims
 from megalite.config.families import hf_config
 from megalite.config.load import from_dict
-from megalite.config.rule import Facts
+from megalite.config.rule import RuleContext
 from megalite.config.rules import model as model_rules
 from megalite.config.rules import numbers
 from megalite.config.rules import parallel as parallel_rules
@@ -98,10 +98,10 @@ def for_inference(config: Config, *, tp: int = 1, pp: int = 1, precision: str = 
 
 def check_layout(config: Config) -> None:
     """Raise ConfigError where a model does not fit on its layout."""
-    facts = Facts(model=config.model, parallel=config.parallel, world_size=ParallelDims.of(config).world)
+    facts = RuleContext(model=config.model, parallel=config.parallel, world_size=ParallelDims.of(config).world)
     for rule in (*numbers.RULES, *model_rules.RULES, *parallel_rules.RULES):
         if rule.broken(facts):
-            raise ConfigError(rule.message(facts))
+            raise ConfigError(rule.describe(facts))
 
 
 def tokenizer_of(source: ModelSource, name: str | None) -> Tokenizer:

@@ -30,7 +30,7 @@ from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
 from megalite.config.families import families, from_hf_config, hf_config
 from megalite.config.load import from_dict, to_dict
-from megalite.config.rule import Facts, show
+from megalite.config.rule import RuleContext, show
 from megalite.config.rules import model as model_rules
 from megalite.config.rules import numbers
 from megalite.config.schema import Config, ConfigError, ModelConfig
@@ -87,10 +87,10 @@ class Source:
 
 def _check(model: ModelConfig) -> None:
     """Raise ConfigError where the model's fields do not fit each other."""
-    facts = Facts(model=model)
+    facts = RuleContext(model=model)
     for rule in (*numbers.RULES, *model_rules.RULES):
         if rule.broken(facts):
-            raise ConfigError(rule.message(facts))
+            raise ConfigError(rule.describe(facts))
 
 
 def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -> dict[str, Place]:

@@ -42,5 +42,5 @@ class Adapters:
             return values
         a, b = self.pairs[name]
         rows, columns = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        wide = torch.promote_types(torch.promote_types(values.dtype, a.dtype), torch.float32)
-        return torch.addmm(values.to(wide), b[rows].to(wide), a[:, columns].to(wide), alpha=self.scale)
+        accumulate_dtype = torch.promote_types(torch.promote_types(values.dtype, a.dtype), torch.float32)
+        return torch.addmm(values.to(accumulate_dtype), b[rows].to(accumulate_dtype), a[:, columns].to(accumulate_dtype), alpha=self.scale)

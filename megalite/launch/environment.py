@@ -21,7 +21,7 @@ from megalite.config.schema import ConfigError, NetworkConfig
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-Facts = dict[str, Any]
+RankEnvironment = dict[str, Any]
 """What a rank says of itself: name → value."""
 EQUAL = ("kind", "megalite", "torch", "NCCL")
 """What must be the same everywhere: other versions compute other numbers, and a GPU can not talk to a CPU."""
@@ -55,7 +55,7 @@ def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] 
     ]
 
 
-def facts(device: torch.device, local_world_size: int) -> Facts:
+def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
     """What this rank has."""
     gpu = device.type == "cuda"
     return {
@@ -92,7 +92,7 @@ def _free_shared_memory() -> int | None:
     return None
 
 
-def odd_ranks(found: Sequence[Facts], names: Sequence[str]) -> list[str]:
+def odd_ranks(found: Sequence[RankEnvironment], names: Sequence[str]) -> list[str]:
     """A line for each of the names in which ranks differ: what most have, and who has what else."""
     lines = []
     for name in names:
@@ -109,7 +109,7 @@ def _listed(ranks: Sequence[int], most: int = 8) -> str:
     return f" {named}" if len(ranks) == 1 else f"s {named}"
 
 
-def short_of_memory(found: Sequence[Facts]) -> list[str]:
+def short_of_memory(found: Sequence[RankEnvironment]) -> list[str]:
     """A line for each host whose /dev/shm may be too small for its ranks."""
     hosts = {each["host"]: each for each in found}
     return [
@@ -120,7 +120,7 @@ def short_of_memory(found: Sequence[Facts]) -> list[str]:
     ]
 
 
-def across_hosts(found: Sequence[Facts], tp: int) -> list[str]:
+def across_hosts(found: Sequence[RankEnvironment], tp: int) -> list[str]:
     """A line where tensor-parallel ranks, which are neighbours (`megalite.mesh`), do not lie on one host."""
     groups = [found[first : first + tp] for first in range(0, len(found), tp)]
     apart = [number for number, group in enumerate(groups) if len({each["host"] for each in group}) > 1]
@@ -132,7 +132,7 @@ def across_hosts(found: Sequence[Facts], tp: int) -> list[str]:
     ]
 
 
-def compare_ranks(own: Facts, store: Store, rank: int, size: int, *, tp: int = 1) -> list[str]:
+def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, tp: int = 1) -> list[str]:
     """Tell rank 0 what this rank runs on, through the store with which ranks find each other; returns what is worth knowing.
 
     Nothing else joins the ranks yet: where they differ, the communication itself might be what does not work.

@@ -96,7 +96,7 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[[Any,
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size, **options)
 
 
-def abandon(error: Exception | str, reason: str = "") -> NoReturn:
+def exit_after_failure(error: Exception | str, reason: str = "") -> NoReturn:
     """End the process after a failure of communication, of offloaded state, of memory or of data, status 1: nothing that needs other
     ranks can still be done.
 
@@ -131,7 +131,7 @@ def _origin(error: object, reason: str) -> str:
     return f" (rank {rank} was lost first)" if seen and rank not in seen else ""
 
 
-def leave() -> NoReturn:
+def shutdown() -> NoReturn:
     """End the process at once, together with the other ranks.
 
     Tearing torch down takes seconds a rank and changes nothing any more; a rank that tears gloo down while another still talks may abort.

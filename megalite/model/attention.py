@@ -32,13 +32,13 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, packed: Tensor, layer: Attention, rotary: tuple[Tensor, Tensor] | None) -> Any:
         cos, sin = rotary if rotary is not None else (None, None)
         ctx.save_for_backward(cos, sin)
-        ctx.regions = layer.options.regions
-        return ctx.regions.split_rotary(packed, layer.heads, layer.kv_heads, layer.model_config.head_size, cos, sin)
+        ctx.ops = layer.options.ops
+        return ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, layer.model_config.head_size, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return ctx.regions.split_rotary_backward(*grads, cos, sin), None, None
+        return ctx.ops.split_rotary_backward(*grads, cos, sin), None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         if model.qk_norm == "none":
             return None
         if model.qk_norm == "head":
-            return RMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, self.options.regions)
+            return RMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, self.options.ops)
         return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:

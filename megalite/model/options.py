@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.schema import Config
-from megalite.parallel.compiled_ops import Regions
+from megalite.parallel.compiled_ops import CompiledOps
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,9 @@ class LayerOptions:
 
     sequence_parallel: bool
     recompute: str
-    regions: Regions
+    ops: CompiledOps
 
     @staticmethod
-    def of(config: Config, layer: int, regions: Regions) -> LayerOptions:
+    def of(config: Config, layer: int, ops: CompiledOps) -> LayerOptions:
         parallel = config.parallel
-        return LayerOptions(parallel.sequence_parallel and parallel.tp > 1, config.train.recompute_of(layer), regions)
+        return LayerOptions(parallel.sequence_parallel and parallel.tp > 1, config.train.recompute_of(layer), ops)

@@ -48,16 +48,19 @@ class _Specs:
     """Builds the specs of one model for a tp size; `sequence_parallel` decides whose gradients are partial."""
 
     def __init__(self, model: ModelConfig, tp: int, sequence_parallel: bool):
-        self.model, self.tp, self.sequence_parallel = model, tp, sequence_parallel and tp > 1
+        self.model, self.tp = model, tp
+        self.partial_axis = "tp" if sequence_parallel and tp > 1 else None  # of weights that see a part of the sequence
         self.std = model.initializer_range
         self.out_std = self.std / sqrt(2 * model.num_hidden_layers)
 
-    def norm(self, name: str, unit: int, width: int | None = None, partial: bool | None = None, rms: bool | None = None) -> list[ParamSpec]:
-        partial = self.sequence_parallel if partial is None else partial
+    def norm(self, name: str, unit: int, width: int | None = None, *, axis: str | None = None, rms: bool | None = None) -> list[ParamSpec]:
+        """`axis`: over which the gradient is partial, besides that of the sequence."""
+        axis = axis or self.partial_axis
         rms = self.model.norm == "rms" if rms is None else rms
-        shape = (width or self.model.hidden_size,)
-        weight = Segment(f"{name}.weight", shape, partial=partial, decay=False, init_value=1.0 - (self.model.norm_offset if rms else 0.0))
-        return _each_alone(unit, weight) if rms else _each_alone(unit, weight, Segment(f"{name}.bias", shape, partial=partial, decay=False))
+        shape, one = (width or self.model.hidden_size,), 1.0 - (self.model.norm_offset if rms else 0.0)
+        weight = Segment(f"{name}.weight", shape, grad_partial_axis=axis, decay=False, init_value=one)
+        bias = Segment(f"{name}.bias", shape, grad_partial_axis=axis, decay=False)
+        return _each_alone(unit, weight) if rms else _each_alone(unit, weight, bias)
 
     def column(self, name: str, unit: int, parts: Sequence[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
         """A column-parallel linear of (part name, output width, replicas) segments."""
@@ -72,8 +75,8 @@ class _Specs:
     def qk_norm(self, name: str, unit: int, q: int, kv: int) -> list[ParamSpec]:
         """Per head: one weight for all heads, each tp rank seeing its own heads. Full width: split like the heads themselves."""
         if self.model.qk_norm == "head":
-            parts = ("q_norm", "k_norm")
-            return [spec for part in parts for spec in self.norm(f"{name}.{part}", unit, self.model.head_size, self.tp > 1, rms=True)]
+            axis, parts = "tp" if self.tp > 1 else None, ("q_norm", "k_norm")  # each rank sees its own heads alone
+            return [spec for part in parts for spec in self.norm(f"{name}.{part}", unit, self.model.head_size, axis=axis, rms=True)]
         if self.model.qk_norm == "none":
             return []
         one, copies = 1.0 - self.model.norm_offset, kv_replicas(self.model, self.tp)
@@ -86,7 +89,7 @@ class _Specs:
     def row(self, name: str, role: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
         hidden = self.model.hidden_size
         weight = Segment(f"{name}.weight", (hidden, width), 1, init_std=self.out_std, role=role)
-        addend = Segment(f"{name}.bias", (hidden,), partial=self.sequence_parallel, decay=False)
+        addend = Segment(f"{name}.bias", (hidden,), grad_partial_axis=self.partial_axis, decay=False)
         return _each_alone(unit, weight, addend) if bias else _each_alone(unit, weight)
 
     def embedding(self, both_ends: bool) -> list[ParamSpec]:
@@ -96,7 +99,7 @@ class _Specs:
         specs = [ParamSpec(table.name, 0, (table,), tied=tied, contributions=2 if tied and both_ends else 1)]
         if model.position == "learned":
             shape = (model.max_position_embeddings, model.hidden_size)
-            positions = Segment("positions.weight", shape, partial=self.sequence_parallel, init_std=self.std)
+            positions = Segment("positions.weight", shape, grad_partial_axis=self.partial_axis, init_std=self.std)
             specs += _each_alone(0, positions)
         return specs
 
@@ -158,20 +161,22 @@ def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> 
     if not lora.rank:
         return list(specs)
     frozen = [replace(spec, segments=tuple(replace(segment, trainable=False) for segment in spec.segments)) for spec in specs]
-    return frozen + [adapter for spec in specs for adapter in _adapters(spec, lora, tp > 1)]
+    return frozen + [adapter for spec in specs for adapter in _adapters(spec, lora, "tp" if tp > 1 else None)]
 
 
-def _adapters(spec: ParamSpec, lora: LoraConfig, split: bool) -> list[ParamSpec]:
+def _adapters(spec: ParamSpec, lora: LoraConfig, partial_axis: str | None) -> list[ParamSpec]:
     """The A's of a stored tensor's segments, stored together since they read the same input, and their B's, one by one.
 
-    A is drawn with the variance of PEFT's uniform distribution, and B starts at zero. `split`: whether tp ranks share the tensor; which
-    gradients are partial then is said in `parallel.tensor.lora`.
+    A is drawn with the variance of PEFT's uniform distribution, and B starts at zero. `partial_axis`: the axis whose
+    ranks share the tensor; `parallel.tensor.lora` says which gradients are partial then.
     """
     first, second = [], []
     for base in (segment for segment in spec.segments if lora.adapts(segment.role)):
         name, (outputs, inputs), by_rows = base.name.removesuffix("weight"), base.shape, base.split == 0
-        a = Segment(f"{name}lora_a", (lora.rank, inputs), None if by_rows else 1, partial=split and by_rows, init_std=(3 * inputs) ** -0.5)
-        b = Segment(f"{name}lora_b", (outputs, lora.rank), 0 if by_rows else None, base.replicas, partial=split and not by_rows)
+        a_partial, b_partial = (partial_axis, None) if by_rows else (None, partial_axis)
+        a_shape, b_shape, std = (lora.rank, inputs), (outputs, lora.rank), (3 * inputs) ** -0.5
+        a = Segment(f"{name}lora_a", a_shape, None if by_rows else 1, grad_partial_axis=a_partial, init_std=std)
+        b = Segment(f"{name}lora_b", b_shape, 0 if by_rows else None, base.replicas, grad_partial_axis=b_partial)
         first.append(a)
         second += _each_alone(spec.unit, b)
     return [ParamSpec(spec.name.removesuffix("weight") + "lora_a", spec.unit, tuple(first)), *second] if first else []

@@ -15,7 +15,7 @@ from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import head_unit
 from megalite.model.transformer import Layer, make_norm
-from megalite.parallel.compiled_ops import Regions
+from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
@@ -32,7 +32,7 @@ class Head(nn.Module):
         self, model: ModelConfig, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions, loss: CrossEntropy, chunk: int | None
     ):
         super().__init__()
-        self.norm = make_norm(model, weights, "norm", options.regions)
+        self.norm = make_norm(model, weights, "norm", options.ops)
         name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
         self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss
@@ -72,8 +72,8 @@ class Stage(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
-        model, train, regions = config.model, config.train, Regions(config.train.compile)
-        options = LayerOptions.of(config, 0, regions)
+        model, train, ops = config.model, config.train, CompiledOps(config.train.compile)
+        options = LayerOptions.of(config, 0, ops)
         sequence_parallel = options.sequence_parallel
         self.units, self.gatherer, self.dtype, self.seed = units, gatherer, dtype, config.run.seed
         self.model_config, self.lora_dropout = model, config.lora.dropout
@@ -84,11 +84,7 @@ class Stage(nn.Module):
             self.embedding = ParallelEmbedding(weights["embedding.weight"], positions, mesh.tp, sequence_parallel, model.embedding_scale)
         self.embedding_dropout = Dropout(model.embedding_dropout, Site.EMBEDDING, 0, mesh.tp, sequence_parallel)
         self.layers = nn.ModuleDict(
-            {
-                str(unit): Layer(model, unit - 1, weights, mesh, LayerOptions.of(config, unit - 1, regions))
-                for unit in units
-                if 0 < unit < last
-            }
+            {str(unit): Layer(model, unit - 1, weights, mesh, LayerOptions.of(config, unit - 1, ops)) for unit in units if 0 < unit < last}
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None

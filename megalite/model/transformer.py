@@ -17,16 +17,16 @@ from megalite.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.options import LayerOptions
-from megalite.parallel.compiled_ops import Regions
+from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
 from megalite.parallel.weight import Weight
 
 
-def make_norm(model: ModelConfig, weights: Mapping[str, Weight], name: str, regions: Regions) -> nn.Module:
+def make_norm(model: ModelConfig, weights: Mapping[str, Weight], name: str, ops: CompiledOps) -> nn.Module:
     if model.norm == "rms":
-        return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset, regions)
-    return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], model.rms_norm_eps, regions)
+        return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset, ops)
+    return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], model.rms_norm_eps, ops)
 
 
 class FeedForward(nn.Module):
@@ -36,7 +36,7 @@ class FeedForward(nn.Module):
         super().__init__()
         name = f"layers.{layer}.mlp"
         self.layer, optional, sequence_parallel = layer, weights.get, options.sequence_parallel
-        activation = Activation(model.hidden_act, model.gated_mlp, options.regions)
+        activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
         self.up = ColumnParallelLinear(weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel)
         self.down = RowParallelLinear(weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation)
 
@@ -54,7 +54,7 @@ class Layer(nn.Module):
         before, after = model.norm_placement != "post", model.norm_placement != "pre"
 
         def norm(part: str, present: bool) -> nn.Module:
-            return make_norm(model, weights, f"{name}.{part}", options.regions) if present else nn.Identity()
+            return make_norm(model, weights, f"{name}.{part}", options.ops) if present else nn.Identity()
 
         self.attention = Attention(model, layer, weights, mesh, options)
         self.mlp = FeedForward(model, layer, weights, mesh, options)

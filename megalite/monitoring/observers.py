@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megalite.launch.environment import Facts
+from megalite.launch.environment import RankEnvironment
 from megalite.monitoring.gpu import Gpu
 from megalite.monitoring.observer import Observer
 from megalite.monitoring.phases import PhaseTimes
@@ -33,7 +33,7 @@ class ComparedTimeline(TimelineRecorder):
         return [*lines, *(compare(self.trainer.run_dir) if self.summary else ())]
 
 
-def observers(trainer: Trainer, own: Facts, device: Device | None = None) -> Sequence[Observer]:
+def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = None) -> Sequence[Observer]:
     """All instruments of a run, on every rank alike. own: what this rank says of itself; device: what the planner knows of its device."""
     phases = PhaseTimes(trainer)
     ranks = RankTimes(trainer, phases)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.build import parts as build
 from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
-from megalite.launch.environment import ALIKE, EQUAL, Facts
+from megalite.launch.environment import ALIKE, EQUAL, RankEnvironment
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
 from megalite.parallel.pipeline.simulator import simulate
@@ -58,7 +58,7 @@ class Outcome(Observer):
     planner knows of its device; None is unknown.
     """
 
-    def __init__(self, trainer: Trainer, own: Facts, device: Device | None = None):
+    def __init__(self, trainer: Trainer, own: RankEnvironment, device: Device | None = None):
         self.trainer, self.device = trainer, device
         self.times: list[float] = []
         self.bubbles: list[float] = []

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from megalite.build import parts as build
-from megalite.clock import Ran
+from megalite.clock import ActionTiming
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.mesh import Layout
@@ -54,7 +54,7 @@ def compare(run_dir: Path) -> list[str]:
 def read_record(found: Mapping[str, Any]) -> Record:
     """One rank's record from its JSON form."""
     steps = {
-        int(step): [Ran(Action(Kind(kind), *place), *times) for (kind, *place), *times in actions]
+        int(step): [ActionTiming(Action(Kind(kind), *place), *times) for (kind, *place), *times in actions]
         for step, actions in found["steps"].items()
     }
     transfers = {int(step): [Transfer(*each) for each in arrived] for step, arrived in found["transfers"].items()}
@@ -77,7 +77,7 @@ class PipelineStep:
     name: str
     step: int
     ranks: tuple[int, ...]
-    ran: tuple[tuple[Ran, ...], ...]
+    ran: tuple[tuple[ActionTiming, ...], ...]
     transfers: tuple[tuple[Transfer, ...], ...]
 
     @property
@@ -97,12 +97,10 @@ def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
     ahead, made = offsets(records), []
     for lead in range(layout.world // layout.pp):  # pp is the outermost axis: these are the ranks with pp = 0
         ranks = layout.peers(lead, ("pp",))
-        place = ", ".join(
-            f"{axis} {index}" for axis, index in layout.coordinates(lead).items() if axis != "pp" and getattr(layout, axis) > 1
-        )
+        place = ", ".join(f"{axis} {index}" for axis, index in layout.position(lead).items() if axis != "pp" and getattr(layout, axis) > 1)
         for step in records[lead].steps:
             ran = tuple(
-                tuple(Ran(action, *(time - ahead[rank] for time in times)) for action, *times in records[rank].steps[step])
+                tuple(ActionTiming(action, *(time - ahead[rank] for time in times)) for action, *times in records[rank].steps[step])
                 for rank in ranks
             )
             transfers = tuple(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megalite.clock import DeviceClock, HostClock, Ran
+from megalite.clock import ActionTiming, DeviceClock, HostClock
 from megalite.monitoring.observer import Observer
 from megalite.parallel.sharding.transfers import Transfer
 
@@ -41,7 +41,7 @@ class Record:
 
     host: str
     clock: list[float] = field(default_factory=list)
-    steps: dict[int, list[Ran]] = field(default_factory=dict)
+    steps: dict[int, list[ActionTiming]] = field(default_factory=dict)
     transfers: dict[int, list[Transfer]] = field(default_factory=dict)
 
 

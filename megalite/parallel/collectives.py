@@ -90,22 +90,22 @@ def _is_gloo(axis: MeshAxis) -> bool:
     return dist.get_backend(axis.group) == "gloo"
 
 
-def _through_memory(x: Tensor, axis: MeshAxis, what: str, use: Callable[[list[Tensor]], Tensor]) -> Pending | None:
+def _shared_memory_collective(x: Tensor, axis: MeshAxis, what: str, use: Callable[[list[Tensor]], Tensor]) -> Pending | None:
     """Let the other ranks read x; the result is what `use` makes of every rank's tensor. None where sockets are to be used."""
     shared = axis.shared
     if shared is None or x.nbytes > SLOT_BYTES:
         return None
-    number = _survive(lambda: shared.publish(x), axis, what)
+    number = _raise_on_peer_loss(lambda: shared.publish(x), axis, what)
 
     def result() -> Tensor:
-        found = use(_survive(lambda: shared.peers(number, x), axis, what))
+        found = use(_raise_on_peer_loss(lambda: shared.peers(number, x), axis, what))
         shared.release(number)
         return found
 
     return Pending([], result)
 
 
-def _survive(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
+def _raise_on_peer_loss(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
     """What `act` gives. Raises CommunicationError where a rank is lost."""
     axis.activity.wait_for(f"{what} over {axis.name}", None)
     try:
@@ -142,11 +142,11 @@ def _received(axis: MeshAxis) -> int:
 
 def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype, reuse: int | None = None) -> Tensor:
     """Sum in list order, floating-point numbers in at least fp32; the result is of `dtype`. Part `reuse`, 0 or 1, may be overwritten."""
-    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    first, second = parts[0].to(wide), parts[1].to(wide)
+    accumulate_dtype = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    first, second = parts[0].to(accumulate_dtype), parts[1].to(accumulate_dtype)
     total = first + second if reuse is None else torch.add(first, second, out=(first, second)[reuse])
     for part in parts[2:]:
-        total += part.to(wide)
+        total += part.to(accumulate_dtype)
     return total.to(dtype)
 
 
@@ -170,7 +170,7 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
         out = x if disposable or into is x else x.clone() if into is None else into.copy_(x)
         return Pending([_group_work(lambda: dist.all_reduce(out, group=axis.group, async_op=True), "all_reduce", axis)], lambda: out)
     if axis.size == 2 or x.nbytes <= WHOLE_EXCHANGE_BYTES or x.numel() % axis.size:
-        if pending := _through_memory(x, axis, "all_reduce", lambda parts: _deliver(_ordered_sum(parts, x.dtype), into)):
+        if pending := _shared_memory_collective(x, axis, "all_reduce", lambda parts: _deliver(_ordered_sum(parts, x.dtype), into)):
             return pending
         parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
         works = _exchange([x] * axis.size, parts, axis, "all_reduce")
@@ -202,7 +202,7 @@ def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
     def added(whole: list[Tensor]) -> Tensor:
         return _ordered_sum([each.chunk(axis.size)[axis.rank] for each in whole], dtype)
 
-    if pending := _through_memory(x, axis, "reduce_scatter", added):
+    if pending := _shared_memory_collective(x, axis, "reduce_scatter", added):
         return pending
     if _is_gloo(axis):
         parts = [outgoing[rank] if rank == axis.rank else torch.empty_like(outgoing[0]) for rank in range(axis.size)]
@@ -218,7 +218,7 @@ def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
     """gloo: the ranks' tensors, concatenated along dim 0."""
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
     parts = list(out.chunk(axis.size))
-    if into is None and (pending := _through_memory(x, axis, "all_gather", lambda found: torch.cat(found, out=out))):
+    if into is None and (pending := _shared_memory_collective(x, axis, "all_gather", lambda found: torch.cat(found, out=out))):
         return pending
     works = _exchange([x] * axis.size, parts, axis, "all_gather")
     if parts[axis.rank].data_ptr() != x.data_ptr():
@@ -226,7 +226,7 @@ def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
     return Pending(works, lambda: out, x)
 
 
-def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None, travel: torch.dtype | None = None) -> Pending:
+def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None, comm_dtype: torch.dtype | None = None) -> Pending:
     """This rank's part (along dim 0, which the axis divides) of the sum over the axis.
 
     `travel` is what values are rounded to on their way, this rank's own too: a sum does not depend on who makes it. They are added in rank
@@ -236,8 +236,8 @@ def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None, travel
         return Pending([], lambda: x)
     axis.traffic["reduce_scatter", axis.name] += 1
     x = x.contiguous()
-    if travel is not None or _is_gloo(axis):
-        pending = _scatter_sum(x if travel is None else x.to(travel), axis, x.dtype)
+    if comm_dtype is not None or _is_gloo(axis):
+        pending = _scatter_sum(x if comm_dtype is None else x.to(comm_dtype), axis, x.dtype)
         return Pending([], lambda: _deliver(pending.wait(), into))
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
     work = _group_work(lambda: reduce_scatter_into(out, x, group=axis.group, async_op=True), "reduce_scatter", axis)

@@ -37,7 +37,7 @@ class _Compiled:
         return result
 
 
-class Regions:
+class CompiledOps:
     """The regions of a model by name, as the layers call them."""
 
     def __init__(self, compiled: bool = False):

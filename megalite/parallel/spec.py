@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from megalite.layout import Coordinates, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +39,11 @@ class Segment:
     Attributes:
         name: global name, with the global layer index.
         shape: global shape, without padding.
-        split: the dimension that tp splits, or None where every tp rank holds all of it.
-        replicas: how many neighbouring tp ranks hold the same part (key-value heads where tp exceeds their number).
+        split: the dimension that `axis` splits, or None where every rank of the axis holds all of it.
+        axis: the mesh axis that splits it, or over whose ranks it is replicated.
+        replicas: how many neighbouring ranks of the axis hold the same part (key-value heads where tp exceeds their number).
         padded: length of the split dimension in memory over all ranks, where it is padded (vocabulary), else 0.
-        partial: whether each tp rank computes only a part of the gradient, which must then be summed over tp.
+        grad_partial_axis: the mesh axis of whose ranks each computes only a part of the gradient, which must then be summed over it.
         decay: whether weight decay applies.
         trainable: whether it has a gradient and optimizer state.
         copy: whether this is the second copy of a tied tensor: neither counted nor stored.
@@ -53,29 +56,31 @@ class Segment:
     split: int | None = None
     replicas: int = 1
     padded: int = 0
-    partial: bool = False
+    grad_partial_axis: str | None = None
     decay: bool = True
     trainable: bool = True
     copy: bool = False
     init_std: float = 0.0
     init_value: float = 0.0
     role: str = ""
+    axis: str = "tp"
 
     @property
     def numel(self) -> int:
         """Number of elements of the whole tensor, padding not counted."""
         return prod(self.shape)
 
-    def local(self, tp_rank: int, tp_size: int) -> LocalPart:
-        """What tp rank `tp_rank` of `tp_size` holds."""
-        if self.split is None or tp_size == 1 and not self.padded:
+    def local(self, at: Coordinates) -> LocalPart:
+        """What the rank at these coordinates holds."""
+        rank, size = at[self.axis]
+        if self.split is None or size == 1 and not self.padded:
             return LocalPart((0,) * len(self.shape), self.shape, self.shape)
         length = self.padded or self.shape[self.split]
-        parts = tp_size // self.replicas
+        parts = size // self.replicas
         if length % parts:
             raise ValueError(f"{self.name}: dimension {self.split} of {length} does not split into {parts} equal parts")
         per_rank = length // parts
-        start = min(tp_rank // self.replicas * per_rank, self.shape[self.split])
+        start = min(rank // self.replicas * per_rank, self.shape[self.split])
         count = min(per_rank, self.shape[self.split] - start)
 
         def replaced(values: Sequence[int], value: int) -> tuple[int, ...]:
@@ -84,11 +89,12 @@ class Segment:
         zeros = (0,) * len(self.shape)
         return LocalPart(replaced(zeros, start), replaced(self.shape, count), replaced(self.shape, per_rank))
 
-    def is_owner(self, tp_rank: int) -> bool:
-        """Whether this tp rank's part counts in norms and is stored in checkpoints: each global element exactly once."""
+    def is_owner(self, at: Coordinates) -> bool:
+        """Whether the part of the rank at these coordinates counts in norms and is stored in checkpoints: each element exactly once."""
         if self.copy:
             return False
-        return tp_rank == 0 if self.split is None else tp_rank % self.replicas == 0
+        rank = at[self.axis].rank
+        return rank == 0 if self.split is None else rank % self.replicas == 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class ParamSpec:
     """One stored tensor: its segments along dim 0, and the unit of the model (0 embedding, 1 … L layers, L+1 head) it belongs to.
 
     `contributions` is how many gradient contributions one microbatch makes: 2 where embedding and head share the tensor on one rank.
+    `domain` names the ranks that share and reduce it (`Mesh.domain`).
     """
 
     name: str
@@ -103,9 +110,11 @@ class ParamSpec:
     segments: tuple[Segment, ...]
     tied: bool = False
     contributions: int = 1
+    domain: str = "dense"
 
-    def local_shape(self, tp_rank: int, tp_size: int) -> tuple[int, ...]:
-        shapes = [segment.local(tp_rank, tp_size).shape for segment in self.segments]
+    def local_shape(self, at: Coordinates) -> tuple[int, ...]:
+        """The shape in memory on the rank at these coordinates."""
+        shapes = [segment.local(at).shape for segment in self.segments]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @property
@@ -143,14 +152,14 @@ class Rectangle:
     tensor: Tensor  # contiguous, its shape is the rectangle's size
 
 
-def rectangles(spec: ParamSpec, tp_rank: int, tp_size: int, start: int, stop: int) -> Iterator[FlatRectangle]:
+def rectangles(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> Iterator[FlatRectangle]:
     """The rectangles of the global tensors that cover elements [start, stop) of the flattened stored tensor, padding left out.
 
     A range of a row-major matrix is at most three rectangles of each segment: the end of a row, whole rows, the start of a row.
     """
     base = 0
     for segment in spec.segments:
-        part = segment.local(tp_rank, tp_size)
+        part = segment.local(at)
         width = prod(part.shape[1:])
         low, high = max(start - base, 0), min(stop - base, part.sizes[0] * width)
         while low < high:
@@ -166,3 +175,21 @@ def rectangles(spec: ParamSpec, tp_rank: int, tp_size: int, start: int, stop: in
             yield FlatRectangle(segment, base + low, base + end, offsets, sizes[: len(part.shape)])
             low = end
         base += prod(part.shape)
+
+
+class Held(NamedTuple):
+    """A part of a segment, and the ranks that hold it."""
+
+    segment: Segment
+    part: LocalPart
+    ranks: tuple[int, ...]
+
+
+def holders(spec: ParamSpec, layout: Layout, pp_rank: int) -> list[Held]:
+    """Who holds which part of a stored tensor that belongs to a pipeline rank, whole buckets being counted (ZeRO divides them further)."""
+    found: dict[tuple[Segment, LocalPart], list[int]] = {}
+    for rank in range(layout.world):
+        if layout.position(rank)["pp"] == pp_rank:
+            for segment in spec.segments:
+                found.setdefault((segment, segment.local(layout.coordinates(rank))), []).append(rank)
+    return [Held(segment, part, tuple(ranks)) for (segment, part), ranks in found.items()]

@@ -56,8 +56,8 @@ class Activations:
     def __init__(self, config: Config, device: Device = "cuda", splits: bool = False, lora: LoraConfig | None = None):
         model, parallel, train, widths = config.model, config.parallel, config.train, Widths.of(config)
         self.config, self.model, self.device, self.splits = config, model, device, splits
-        self.width, self.wide = widths.compute, widths.wide
-        self.widths: dict[Dtype, int] = {"compute": widths.compute, "accumulate": widths.wide, "index": INDEX, "mask": 1}
+        self.width, self.accumulate = widths.compute, widths.accumulate
+        self.widths: dict[Dtype, int] = {"compute": widths.compute, "accumulate": widths.accumulate, "index": INDEX, "mask": 1}
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions follow them
         self.share = Share(config.data.sequence_length, train.micro_batch_size, parallel.tp, parallel.sequence_parallel)
         self.units = Units(model, self.share, lora, self.flash)
@@ -126,7 +126,7 @@ class Activations:
             return Held(kept + gradient, logits_chunk=chunk * one, workspace=self.own)
         stash = self.splits and product.keeps_input
         return Held(
-            saved=kept + product.rows * (2 * self.wide + INDEX),
+            saved=kept + product.rows * (2 * self.accumulate + INDEX),
             stash=self.whole if stash else 0,
             logits=product.rows * one,
             logits_stash=product.rows * product.outputs * self.width if stash else 0,

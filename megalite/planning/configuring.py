@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from megalite.config.rule import Facts
+from megalite.config.rule import RuleContext
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.planning.step import Choice
@@ -34,10 +34,10 @@ def configured(base: Config, choice: Choice) -> Config:
 
 def broken_rule(config: Config, world_size: int) -> str | None:
     """The message of the first rule that a run would end with, of those that a plan decides; None where it would start."""
-    facts = Facts(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world_size)
+    facts = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world_size)
     for rule in RULES:
         if not rule.option.startswith(ELSEWHERE) and rule.broken(facts):
-            return rule.message(facts)
+            return rule.describe(facts)
     return None
 
 

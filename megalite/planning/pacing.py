@@ -21,7 +21,7 @@ SETTLED = 1e-9  # relative difference of two increments that count as equal: sum
 
 
 @dataclass(frozen=True)
-class Pace:
+class ScheduleTime:
     """A step of a pipeline in time.
 
     Attributes:
@@ -58,15 +58,15 @@ def pace(
     backward: Sequence[float],
     weight: Sequence[float],
     message: float,
-) -> Pace:
+) -> ScheduleTime:
     """Time a step. Durations are those of one microbatch on each stage; message: the latency of one between two ranks."""
     if ranks == 1 and len(forward) == 1:
         busy = microbatches * (forward[0] + backward[0] + weight[0])
-        return Pace(busy, busy, (0.0,), (0.0,), (busy,))
+        return ScheduleTime(busy, busy, (0.0,), (0.0,), (busy,))
     cycle, rest = ranks, microbatches % ranks  # messages make waves as long as the pipeline, and interleaved takes groups of so many
     few = rest + cycle * max(3, rest + 1 if RECIPES[name].chunks is None else 0)
 
-    def simulated(count: int) -> Pace:
+    def simulated(count: int) -> ScheduleTime:
         return _simulated(name, ranks, count, virtual_stages, forward, backward, weight, message)
 
     while few + 2 * cycle < microbatches:
@@ -77,13 +77,13 @@ def pace(
     return simulated(microbatches)
 
 
-def _simulated(name: str, ranks: int, microbatches: int, virtual_stages: int | None, *durations: Sequence[float] | float) -> Pace:
+def _simulated(name: str, ranks: int, microbatches: int, virtual_stages: int | None, *durations: Sequence[float] | float) -> ScheduleTime:
     found = simulate(schedule_of(name, ranks, microbatches, virtual_stages), *durations)  # type: ignore[arg-type]
     starts, ends = (tuple(spans[0].start for spans in found.spans), tuple(found.makespan - spans[-1].end for spans in found.spans))
-    return Pace(found.makespan, found.longest_span, starts, ends, found.busy)
+    return ScheduleTime(found.makespan, found.longest_span, starts, ends, found.busy)
 
 
-def _settled(one: Pace, two: Pace, three: Pace) -> bool:
+def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:
     """Whether both steps add the same to the makespan and to the longest span, all that the busiest rank has to do at least, and leave the
     ends as they are."""
 
@@ -96,13 +96,13 @@ def _settled(one: Pace, two: Pace, three: Pace) -> bool:
     return min(first[:2]) >= work - SETTLED * three.makespan and all(equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _continued(one: Pace, two: Pace, cycles: int) -> Pace:
+def _continued(one: ScheduleTime, two: ScheduleTime, cycles: int) -> ScheduleTime:
     """What follows from the first two of equal increments."""
 
     def line(a: float, b: float) -> float:
         return a + cycles * (b - a)
 
-    return Pace(
+    return ScheduleTime(
         line(one.makespan, two.makespan),
         line(one.longest_span, two.longest_span),
         two.starts,

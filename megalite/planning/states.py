@@ -13,6 +13,7 @@ from typing import Literal
 from megalite.build.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.layout import Coordinates
 from megalite.parallel.sharding.buckets import Bucket
 
 Device = Literal["cuda", "cpu"]
@@ -26,14 +27,14 @@ class Widths:
     """Bytes of an element: of what is computed with, of what accumulates (at least fp32), of an accumulated gradient."""
 
     compute: int
-    wide: int
+    accumulate: int
     gradient: int
 
     @staticmethod
     def of(config: Config) -> Widths:
         compute = WIDTH[config.train.precision]
-        wide = max(compute, WIDTH["fp32"])
-        return Widths(compute, wide, wide if config.train.grad_dtype == "wide" else WIDTH[config.train.grad_dtype])
+        accumulate = max(compute, WIDTH["fp32"])
+        return Widths(compute, accumulate, accumulate if config.train.grad_dtype == "wide" else WIDTH[config.train.grad_dtype])
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def model_states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device
     ahead = optimistic_step(config) and config.train.precision != "fp16"
     if ahead and pp_rank < config.parallel.pp - 1:
         kept = sum(Sharing.of(config).kept(bucket) for bucket in buckets if bucket.trainable)
-        total += States(copies=3 * kept * Widths.of(config).wide)
+        total += States(copies=3 * kept * Widths.of(config).accumulate)
     return total
 
 
@@ -126,9 +127,9 @@ def _bucket(config: Config, bucket: Bucket, device: Device) -> States:
     weights = (kept if sharded else bucket.size) * widths.compute
     weights_at = "cpu" if sharded and parallel.offload_parameters else device
     state_at = device if parallel.offload == "none" else "cpu"
-    is_own_master = not bucket.trainable or (widths.wide == widths.compute and weights_at == state_at)
-    master = 0 if is_own_master else kept * widths.wide
-    moments = 2 * kept * widths.wide if bucket.trainable else 0
+    is_own_master = not bucket.trainable or (widths.accumulate == widths.compute and weights_at == state_at)
+    master = 0 if is_own_master else kept * widths.accumulate
+    moments = 2 * kept * widths.accumulate if bucket.trainable else 0
     away = master + moments if parallel.offload == "disk" or state_at != device else 0
     compressed = _compressed(config, bucket) * widths.gradient
     return States(
@@ -158,8 +159,9 @@ def matrices(config: Config, bucket: Bucket) -> list[tuple[int, int]]:
     rank, tp = config.parallel.powersgd_rank, config.parallel.tp
     if not rank or Sharing.of(config).data == 1 or not bucket.trainable:
         return []
-    segments = [segment for slot in bucket.slots for segment in slot.spec.segments if not segment.partial and segment.replicas == 1]
-    shapes = [shape for segment in segments if len(shape := segment.local(0, tp).shape) == 2]
+    segments = (segment for slot in bucket.slots for segment in slot.spec.segments)
+    compressed = [segment for segment in segments if segment.grad_partial_axis is None and segment.replicas == 1]
+    shapes = [shape for segment in compressed if len(shape := segment.local(Coordinates.on("tp", 0, tp)).shape) == 2]
     return [(n, m) for n, m in shapes if (n + m) * rank < n * m]
 
 

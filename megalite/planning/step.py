@@ -18,7 +18,7 @@ from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group
 from megalite.planning.operations import OURS, Operations, Passes, Software
-from megalite.planning.pacing import Pace, pace
+from megalite.planning.pacing import ScheduleTime, pace
 
 COMMUNICATION_UNITS = 16
 """Multiprocessors that NCCL's kernels take from computation while communication runs beside it."""
@@ -297,7 +297,7 @@ class Stepper:
         apart = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // apart, apart))
 
-    def _behind(self, choice: Choice, timed: Pace, passes: list[Passes], held: list[float]) -> tuple[float, float]:
+    def _behind(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[float]) -> tuple[float, float]:
         """What follows the pipeline: gradients not yet reduced when the last rank ends, and weights not yet there when they are needed.
 
         Reductions run beside the last microbatch's backward, gathering beside the next step's first forward, and the last bucket, about a
@@ -316,7 +316,7 @@ class Stepper:
             weights = max(weights, gather - ahead)
         return gradients + self._tied(choice), weights
 
-    def _closed(self, choice: Choice, timed: Pace, passes: list[Passes], waits: list[float]) -> StepTime:
+    def _closed(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]) -> StepTime:
         """The step from the pipeline's pace, taken apart on its busiest rank."""
         _, sizes, again = self.stages(self.without_data(choice))
         held = self._by_rank(choice, sizes)

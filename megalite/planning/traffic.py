@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from megalite.build import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.layout import Coordinates
 from megalite.model.parameters import head_unit, kv_replicas
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.sharding.buckets import Bucket
@@ -71,10 +72,10 @@ class _Tensor:
         again, more = 0, 0.0
         if number == head_unit(self.config.model):  # the loss: maxima, sums and targets' logits
             statistics = 4 if train.label_smoothing else 3
-            more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.wide, self.ranks)
+            more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
         elif number > 0:
             again = train.recompute_of(number - 1) == "full"
-        passes, summed = unit.collectives(self.shared), unit.summed * self.sizes.wide
+        passes, summed = unit.collectives(self.shared), unit.summed * self.sizes.accumulate
         rings = passes.forward * (1 + again) + passes.backward
         return rings * ring(self.sizes.whole, self.ranks) + 2 * (2 + again) * ring(summed, self.ranks) + more
 
@@ -84,8 +85,8 @@ class _Tensor:
         replicas = kv_replicas(self.config.model, self.ranks)
 
         def sent(segment: Segment) -> float:
-            size = segment.local(0, self.ranks).numel * width / (sharing.shard if sharing.zero else 1)
-            return 2 * ring(size, self.ranks if segment.partial else replicas if segment.replicas > 1 else 1)
+            size = segment.local(Coordinates.on("tp", 0, self.ranks)).numel * width / (sharing.shard if sharing.zero else 1)
+            return 2 * ring(size, self.ranks if segment.grad_partial_axis else replicas if segment.replicas > 1 else 1)
 
         trained = (bucket for bucket in buckets if bucket.trainable)
         return sum(sent(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
@@ -94,7 +95,7 @@ class _Tensor:
 def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bucket]) -> float:
     """Gradients, once or for each microbatch, and weights, once or for each use."""
     sharing, widths = Sharing.of(config), Widths.of(config)
-    travel = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
+    comm_bytes = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
     total = 0.0
     for bucket in buckets:
         if not bucket.trainable:
@@ -103,7 +104,7 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
             total += 2 * ring((bucket.size - spared) * widths.gradient, sharing.data)
         else:
             rounds = schedule.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
-            total += rounds * ring(bucket.size * travel, sharing.shard) + 2 * ring(sharing.kept(bucket) * travel, sharing.replicate)
+            total += rounds * ring(bucket.size * comm_bytes, sharing.shard) + 2 * ring(sharing.kept(bucket) * comm_bytes, sharing.replicate)
         if sharing.zero and not sharing.weights_sharded:
             total += ring(bucket.size * widths.compute, sharing.shard)
     gathers = (action.bucket for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER)

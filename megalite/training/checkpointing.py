@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError
-from megalite.checkpoint.agreement import all_or_none, on_rank_0
+from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.saver import Save
 from megalite.config.load import to_dict
 from megalite.parallel.sharding.offload import OffloadError
@@ -36,7 +36,7 @@ def start_weights(trainer: Trainer) -> None:
     elif trainer.config.model.init_from is not None:
         load_weights(trainer, Path(trainer.config.model.init_from))
     else:
-        trainer.store.initialise(trainer.config.run.seed)
+        trainer.store.initialize(trainer.config.run.seed)
 
 
 def _has_saved(trainer: Trainer) -> bool:
@@ -56,8 +56,8 @@ def _has_saved(trainer: Trainer) -> bool:
 def _resume_newest(trainer: Trainer) -> bool:
     """Continue from the newest checkpoint of the run that is whole; False where it has none at all. Damaged ones go to the notes."""
     checkpoints = trainer.run_dir / "checkpoints"
-    found, strange = checkpoint.history(checkpoints, trainer.mesh)
-    problems = [strange] if strange else []
+    found, warning = checkpoint.history(checkpoints, trainer.mesh)
+    problems = [warning] if warning else []
     for directory in found:
         try:
             resume(trainer, directory)
@@ -75,7 +75,7 @@ def _resume_newest(trainer: Trainer) -> bool:
 
 def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
     """What a checkpoint holds, after checking every byte of it where that is asked for. Collective."""
-    with all_or_none(trainer.mesh, CheckpointError):
+    with raise_on_all_ranks(trainer.mesh, CheckpointError):
         manifest = checkpoint.manifest_of(directory)
         if trainer.config.checkpoint.verify == "full":
             manifest.verify(trainer.mesh.world.rank, trainer.mesh.world.size)
@@ -91,8 +91,8 @@ def load_weights(trainer: Trainer, directory: Path) -> None:
     else:
         read = partial(checkpoint.load, without_adapters(_checked(trainer, directory)), convert=True)
     if drawn := trainer.config.lora.rank > 0 and trainer.config.lora.init_from is None:
-        trainer.store.initialise(trainer.config.run.seed, frozen=False)
-    with all_or_none(trainer.mesh, CheckpointError):
+        trainer.store.initialize(trainer.config.run.seed, frozen=False)
+    with raise_on_all_ranks(trainer.mesh, CheckpointError):
         read(trainer.store.to_load(trained=not drawn))
     trainer.store.publish()
 
@@ -102,7 +102,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
     manifest = _checked(trainer, directory)
     state = manifest.state
     check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
-    with all_or_none(trainer.mesh, CheckpointError):
+    with raise_on_all_ranks(trainer.mesh, CheckpointError):
         checkpoint.load(manifest, trainer.optimizer.to_load())
         if trainer.store.reducer.powersgd is not None:
             shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
@@ -129,9 +129,9 @@ def begin_save(trainer: Trainer) -> Save:
         "config": to_dict(trainer.config),
     }
     trainer.store.gatherer.finish()
-    with all_or_none(trainer.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
+    with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
         trainer.store.state.sync()
-    save = trainer.saver.begin(directory, to_save(trainer), state, sound=trainer.guard.streak == 0)
+    save = trainer.saver.begin(directory, to_save(trainer), state, rollback_safe=trainer.guard.streak == 0)
     trainer.store.state.release()
     return save
 

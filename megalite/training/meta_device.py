@@ -71,7 +71,7 @@ def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
     """Build these ranks, and compare each part's bytes with the planner's. Raises Disagreement naming the first part that differs."""
     layout = build.layout(config)
     for rank, found in zip(ranks, build_on_meta(config, ranks, device), strict=True):
-        expected = planned(config, layout.coordinates(rank)["pp"], device)
+        expected = planned(config, layout.position(rank)["pp"], device)
         for part, own, theirs in zip(ModelStates._fields, found, expected, strict=True):
             if own != theirs:
                 raise Disagreement(f"rank {rank}: {part} take {own:,} bytes as they are built, but {theirs:,} are planned.")

@@ -15,7 +15,7 @@ import torch
 from megalite.activity import READING, REDUCING, UPDATING
 from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.build import parts as build
-from megalite.checkpoint.agreement import all_or_none
+from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.checkpoint.saver import Save, Saver
 from megalite.config.schema import Config
 from megalite.data import dataset as datasets
@@ -72,7 +72,7 @@ class Trainer:
         self.microbatches = build.layout(config).microbatches
         self.schedule = build.schedule(config, self.microbatches)
         self.forward_schedule = build.schedule(config, self.microbatches, forward_only=True)
-        with all_or_none(mesh):
+        with raise_on_all_ranks(mesh):
             self.parts = build.build_parts(config, mesh, self.device)
             self.store = self.parts.store
             self.optimizer = AdamW(self.store, config.optimizer)

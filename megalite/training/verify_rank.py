@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 from megalite.config.load import from_dict
-from megalite.launch.process import leave
+from megalite.launch.process import shutdown
 from megalite.training.verify import record
 
 
 def main() -> None:
     directory = Path(sys.argv[1])
     record(from_dict(json.loads((directory / "config.json").read_text())), int(sys.argv[2]), directory)
-    leave()
+    shutdown()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.config.load import from_dict
+from megalite.layout import Coordinates
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Rectangle, Segment, rectangles
 from megalite.training.trainer import Trainer
@@ -81,7 +82,7 @@ def flat_rectangles(tensors: dict[str, Tensor], rank: int, world: int) -> Iterat
         if whole.dim() in (1, 2):
             spec = ParamSpec(name, 0, (Segment(name, tuple(whole.shape)),))
             share = -(-whole.numel() // world)
-            for flat in rectangles(spec, 0, 1, min(rank * share, whole.numel()), min((rank + 1) * share, whole.numel())):
+            for flat in rectangles(spec, Coordinates(), min(rank * share, whole.numel()), min((rank + 1) * share, whole.numel())):
                 yield Rectangle(name, tuple(whole.shape), flat.offsets, whole.reshape(-1)[flat.start : flat.stop].view(flat.sizes).clone())
 
 

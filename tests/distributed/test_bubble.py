@@ -18,7 +18,7 @@ import torch
 from benchmarks.bubble import repeated
 from benchmarks.bubble_run import PacedStage, Passes
 from megalite.batch import Microbatch
-from megalite.clock import Pace, Ran
+from megalite.clock import ActionTiming, StepTiming
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.pipeline.communication import CHANNELS, with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
@@ -67,8 +67,8 @@ def simulated(schedule: Schedule, durations: Durations) -> Timeline:
 class Recorded(NamedTuple):
     """What one rank has done in a window."""
 
-    steps: list[list[Ran]]
-    paces: list[Pace]
+    steps: list[list[ActionTiming]]
+    paces: list[StepTiming]
 
 
 def run_window(context: RankContext, plan: Schedule, durations: Durations) -> Recorded:

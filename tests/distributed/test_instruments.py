@@ -175,7 +175,7 @@ def run_rank(rank: int, port: int, arguments: list[str], output: str) -> None:
     from megalite.commands import train
 
     train.main()
-    train.leave()
+    train.shutdown()
 
 
 def test_a_rank_without_memory_says_what_may_help_and_the_other_one_why_it_ends(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def padding(context: Any, config: dict[str, Any]) -> float:
     assert len(tensors) == 2, "embedding and head"
     found = 0.0
     for weight in tensors:
-        rows = weight.spec.segments[0].local(trainer.mesh.tp.rank, trainer.mesh.tp.size).sizes[0]
+        rows = weight.spec.segments[0].local(trainer.mesh.coordinates).sizes[0]
         assert (weight.tensor.shape[0] > rows) == (trainer.mesh.tp.rank == 1)
         found = max(found, weight.tensor[rows:].abs().sum().item())
     return found

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.layout import Coordinates
 from tests.distributed.support import jobs
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.jobs_reduction import SPECS, random_gradients, reduced, segments, whole
@@ -70,7 +71,7 @@ def test_is_the_sum_of_the_rounded(case, ranks):
 @pytest.mark.parametrize("zero, value", [(0, 1 + 2**-7), (1, 1 + 3 * 2**-9), (2, 1 + 3 * 2**-9), (3, 1 + 3 * 2**-9)])
 def test_small_addends_are_not_lost(zero, value, ranks):
     """Next to 1, bf16 has steps of 1/128: a sum kept in bf16 would stay 1 however many ranks add 1/512."""
-    gradients = {spec.name: torch.full((4, 1, *spec.local_shape(0, 1)), 2.0**-9) for spec in SPECS}
+    gradients = {spec.name: torch.full((4, 1, *spec.local_shape(Coordinates())), 2.0**-9) for spec in SPECS}
     for each in gradients.values():
         each[0] = 1.0
     found = whole(ranks.run(4, reduced, [gradients], {"zero": zero, "reduce_dtype": NARROW}), 0)

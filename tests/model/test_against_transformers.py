@@ -15,6 +15,7 @@ from megalite.build.parts import make_mesh
 from megalite.config.families import from_hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
+from megalite.layout import Coordinates
 from megalite.parallel.spec import Segment
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
@@ -100,7 +101,7 @@ def make_trainer(model: Any, prefix: str, directory: str, tensors: dict[str, Ten
     trainer = Trainer(config, make_mesh(config))
 
     def values(segment: Segment) -> list[Tensor]:
-        padded = torch.zeros(segment.local(0, 1).shape, dtype=tensors[segment.name].dtype)
+        padded = torch.zeros(segment.local(Coordinates()).shape, dtype=tensors[segment.name].dtype)
         padded[: segment.shape[0]] = tensors[segment.name]
         return [padded]
 

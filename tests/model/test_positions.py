@@ -31,7 +31,7 @@ def stage_of(**model: Any) -> Stage:
         }
     )
     parts = build_parts(config, make_mesh(config), "cpu")
-    parts.store.initialise(3)
+    parts.store.initialize(3)
     parts.store.publish()
     return parts.stages[0]
 

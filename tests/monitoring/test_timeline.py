@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.clock import DeviceClock, Mark, Ran
+from megalite.clock import ActionMarks, ActionTiming, DeviceClock
 from megalite.config.load import from_dict, write_config
 from megalite.mesh import Layout
 from megalite.monitoring.timeline import compare, describe, read_record, timeline
@@ -35,10 +35,11 @@ MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layer
 
 def by_hand(start: float, hosts: tuple[str, str] = ("a", "a"), shift: float = 0.0, step: int = 3) -> list[Record]:
     """One microbatch of 1f1b on two ranks: forward takes 2 and 1, backward 3 and 4, a message 1; the second rank's clock is ahead."""
-    first = [Ran(Action(F, 0, 0), 0, 0, 2), Ran(Action(B, 0, 0), 2, 9, 12)]
-    second = [Ran(Action(F, 1, 0), -1, 3, 4), Ran(Action(B, 1, 0), 4, 4, 8)]
+    first = [ActionTiming(Action(F, 0, 0), 0, 0, 2), ActionTiming(Action(B, 0, 0), 2, 9, 12)]
+    second = [ActionTiming(Action(F, 1, 0), -1, 3, 4), ActionTiming(Action(B, 1, 0), 4, 4, 8)]
     at = [
-        [Ran(action, *(start + ahead + time for time in times)) for action, *times in ran] for ran, ahead in ((first, 0), (second, shift))
+        [ActionTiming(action, *(start + ahead + time for time in times)) for action, *times in ran]
+        for ran, ahead in ((first, 0), (second, shift))
     ]
     clocks = [[90.0, 91.0, 95.0], [90.0 + shift, 91.0 + shift + 0.5, 95.0 + shift]]  # once a rank left the barrier late
     return [Record(host, clock, {step: ran}) for host, clock, ran in zip(hosts, clocks, at, strict=True)]
@@ -101,7 +102,7 @@ def test_medians_and_means_are_over_steps_and_pipelines() -> None:
     records = []
     for rank in range(4):  # pp is the outermost axis: the pipelines are ranks 0 and 2, 1 and 3
         mine = by_hand(0.0)[rank // 2]
-        slow = [Ran(action, *(100 + (10 if rank % 2 else 1) * time for time in times)) for action, *times in mine.steps[3]]
+        slow = [ActionTiming(action, *(100 + (10 if rank % 2 else 1) * time for time in times)) for action, *times in mine.steps[3]]
         records.append(Record("a", [], {3: mine.steps[3], 4: slow}))
     found = timeline(build("1f1b", 2, 1), Layout(pp=2, dp=2), records)
     assert found["steps"] == [3, 4]
@@ -133,8 +134,8 @@ def test_events_of_a_device_become_host_seconds(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     clock, action = DeviceClock(), Action(F, 0, 0)
     before = perf_counter()
-    (times,) = clock.read([Mark(action, clock.mark(), clock.mark(), clock.mark())])
-    ran = Ran(*times)
+    (times,) = clock.read([ActionMarks(action, clock.mark(), clock.mark(), clock.mark())])
+    ran = ActionTiming(*times)
     assert (ran.start - ran.free, ran.end - ran.start) == pytest.approx((0.002, 0.003))
     assert before <= ran.end + 0.030 <= perf_counter()
 

@@ -18,7 +18,7 @@ MODEL = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hid
 
 def make_store(specs, dtype=torch.float64, seed=1):
     store = ParameterStore(specs, Mesh(Layout()), dtype=dtype, bucket_bytes=3e3)
-    store.initialise(seed)
+    store.initialize(seed)
     return store
 
 

@@ -36,7 +36,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
 
     mesh = context.cached(("kernels", context.world, zero), lambda: Mesh(Layout(dp=context.world, dp_shard=None if zero else 1)))
     store = ParameterStore(model_specs(MODEL), mesh, zero=zero, dtype=torch.bfloat16, grad_dtype=grad_dtype, bucket_bytes=3e3)
-    store.initialise(1)
+    store.initialize(1)
     optimizer, norms = AdamW(store, OPTIONS), []
     generator = torch.Generator().manual_seed(5)
     context.cached("interpreter", repair)

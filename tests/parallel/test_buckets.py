@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
+from megalite.layout import Coordinates
 from megalite.model.parameters import model_specs
 from megalite.parallel.sharding.buckets import bucket_layout
 
@@ -20,7 +21,7 @@ def tiny(**changes):
 @settings(max_examples=60, deadline=None)
 def test_layout_invariants(shards, tp, size, tied):
     specs = model_specs(tiny(tie_word_embeddings=tied), tp=tp)
-    buckets = bucket_layout(specs, tp - 1, tp, shards, size)
+    buckets = bucket_layout(specs, Coordinates.on("tp", tp - 1, tp), {"dense": shards}, size)
     placed = [slot for bucket in buckets for slot in bucket.slots]
     assert sorted(slot.spec.name for slot in placed) == sorted(spec.name for spec in specs)
     for bucket in buckets:
@@ -29,7 +30,7 @@ def test_layout_invariants(shards, tp, size, tied):
         assert all(slot.start % 32 == 0 for slot in bucket.slots)
         assert all(before.stop <= after.start for before, after in zip(bucket.slots, bucket.slots[1:], strict=False))
         assert bucket.slots[-1].stop <= bucket.size
-        shard_ranges = [bucket.shard(index) for index in range(shards)]
+        shard_ranges = [bucket.owned(index) for index in range(shards)]
         assert [low for low, _ in shard_ranges] == [0, *(high for _, high in shard_ranges[:-1])] and shard_ranges[-1][1] == bucket.size
         decays = {place: decay for low, high, decay in bucket.decay_ranges(0, bucket.size) for place in range(low, high)}
         for slot in bucket.slots:
@@ -37,7 +38,7 @@ def test_layout_invariants(shards, tp, size, tied):
 
 
 def test_units_stay_whole_and_tied_tensors_alone():
-    buckets = bucket_layout(model_specs(tiny(tie_word_embeddings=True)), 0, 1, 2, 1.0)
+    buckets = bucket_layout(model_specs(tiny(tie_word_embeddings=True)), Coordinates(), {"dense": 2}, 1.0)
     tied = [bucket for bucket in buckets if any(slot.spec.tied for slot in bucket.slots)]
     assert len(tied) == 1 and len(tied[0].slots) == 1
     units = [bucket.units for bucket in buckets if bucket is not tied[0]]
@@ -47,6 +48,6 @@ def test_units_stay_whole_and_tied_tensors_alone():
 @pytest.mark.parametrize("shards", [1, 3])
 def test_both_copies_of_a_tied_tensor_are_sharded_alike(shards):
     model = tiny(tie_word_embeddings=True)
-    ends = [bucket_layout(model_specs(model, units=units), 0, 1, shards, 25e6) for units in ([0, 1, 2], [3, 4, 5])]
+    ends = [bucket_layout(model_specs(model, units=units), Coordinates(), {"dense": shards}, 25e6) for units in ([0, 1, 2], [3, 4, 5])]
     first, last = (next(bucket for bucket in buckets if bucket.slots[0].spec.tied) for buckets in ends)
     assert (first.size, first.slots[0].start, first.slots[0].shape) == (last.size, last.slots[0].start, last.slots[0].shape)

@@ -10,7 +10,7 @@ from megalite_kernels.dropout import dropout
 from torch import Tensor
 
 from megalite.mesh import Layout, Mesh
-from megalite.parallel.compiled_ops import Regions
+from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.lora import attach_adapters
@@ -48,7 +48,7 @@ def test_outputs_and_gradients(kind, masked, deferred):
     if kind == "column":
         layer = ColumnParallelLinear(stored["x.weight"], None, tp, False)
     else:
-        layer = RowParallelLinear(stored["x.weight"], None, tp, False, Activation("silu", False, Regions()))
+        layer = RowParallelLinear(stored["x.weight"], None, tp, False, Activation("silu", False, CompiledOps()))
     x = torch.randn(5, 2, WIDTH, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(5, 2, sum(parts.values()), dtype=torch.float64)
 

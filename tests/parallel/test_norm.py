@@ -13,7 +13,7 @@ from megalite.build.parts import make_mesh
 from megalite.config.load import from_dict
 from megalite.mesh import MeshAxis
 from megalite.model import transformer
-from megalite.parallel.compiled_ops import Regions
+from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.norm import FullWidthRMSNorm, LayerNorm, RMSNorm, add_and_norm
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
@@ -74,11 +74,11 @@ def weight() -> Weight:
 @pytest.mark.parametrize("kind", ["rms", "add and rms", "layer", "full width"])
 def test_a_gradient_of_a_gradient_raises(kind):
     x = torch.randn(3, 8, requires_grad=True)
-    rms = RMSNorm(weight(), 1e-5, 0.0, Regions())
+    rms = RMSNorm(weight(), 1e-5, 0.0, CompiledOps())
     functions = {
         "rms": rms,
         "add and rms": lambda x: add_and_norm(x, 2 * x, rms)[1],
-        "layer": LayerNorm(weight(), weight(), 1e-5, Regions()),
+        "layer": LayerNorm(weight(), weight(), 1e-5, CompiledOps()),
         "full width": FullWidthRMSNorm(weight(), 1e-5, 0.0, MeshAxis("tp", 0, 1, (0,))),
     }
     (dx,) = torch.autograd.grad(functions[kind](x).square().sum(), x, create_graph=True)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
+from megalite.layout import Coordinates, Layout
 from megalite.model.parameters import model_specs, padded_vocabulary, stage_units
-from megalite.parallel.spec import ParamSpec, Segment, parameter_count, rectangles
+from megalite.parallel.spec import ParamSpec, Segment, holders, parameter_count, rectangles
 
 PUBLISHED = {  # from the models' cards and Hugging Face's num_parameters()
     "gpt2-124m": 124_439_808,
@@ -55,23 +56,24 @@ def test_ranges_of_all_ranks_tile_the_global_tensor(made, data):
     seen = torch.zeros(segment.shape, dtype=torch.int64)
     spec = ParamSpec("w", 0, (segment,))
     for rank in range(tp):
-        part = segment.local(rank, tp)
+        part = segment.local(Coordinates.on("tp", rank, tp))
         own = whole[tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))].reshape(-1)
         cut = data.draw(st.integers(0, own.numel()))
         for start, stop in ((0, cut), (cut, own.numel())):
-            found = list(rectangles(spec, rank, tp, start, stop))
+            found = list(rectangles(spec, Coordinates.on("tp", rank, tp), start, stop))
             assert len(found) <= 3
             for flat in found:
                 place = tuple(slice(low, low + size) for low, size in zip(flat.offsets, flat.sizes, strict=True))
                 assert torch.equal(whole[place].reshape(-1), own[flat.start : flat.stop])
-                if segment.is_owner(rank):
+                if segment.is_owner(Coordinates.on("tp", rank, 4)):
                     seen[place] += 1
     assert (seen == 1).all()
 
 
 def test_fused_tensor_is_cut_at_its_segments():
+    second = Coordinates.on("tp", 1, 2)
     spec = ParamSpec("qkv", 0, (Segment("q", (4, 3), 0), Segment("k", (2, 3), 0), Segment("v", (2, 3), 0)))
-    found = list(rectangles(spec, 1, 2, 0, prod(spec.local_shape(1, 2))))
+    found = list(rectangles(spec, second, 0, prod(spec.local_shape(second))))
     assert [(flat.segment.name, flat.offsets, flat.sizes) for flat in found] == [
         ("q", (2, 0), (2, 3)),
         ("k", (1, 0), (1, 3)),
@@ -82,7 +84,7 @@ def test_fused_tensor_is_cut_at_its_segments():
 @pytest.mark.parametrize(("vocab", "tp"), [(101, 1), (101, 2), (101, 4), (50257, 8), (3, 4), (128256, 3)])
 def test_vocabulary_padding_leaves_every_real_row_exactly_once(vocab, tp):
     segment = Segment("embedding.weight", (vocab, 2), 0, padded=padded_vocabulary(vocab, tp))
-    parts = [segment.local(rank, tp) for rank in range(tp)]
+    parts = [segment.local(Coordinates.on("tp", rank, tp)) for rank in range(tp)]
     assert sum(part.sizes[0] for part in parts) == vocab
     assert len({part.shape for part in parts}) == 1 and parts[0].shape[0] % 8 == 0
     assert [part.offsets[0] for part in parts] == [min(rank * parts[0].shape[0], vocab) for rank in range(tp)]
@@ -91,5 +93,15 @@ def test_vocabulary_padding_leaves_every_real_row_exactly_once(vocab, tp):
 @pytest.mark.parametrize("rank", range(4))
 def test_key_value_heads_are_shared_by_neighbouring_ranks(rank):
     segment = Segment("k", (2 * 8, 5), 0, replicas=2)
-    assert segment.local(rank, 4).offsets == (8 * (rank // 2), 0)
-    assert segment.is_owner(rank) == (rank % 2 == 0)
+    assert segment.local(Coordinates.on("tp", rank, 4)).offsets == (8 * (rank // 2), 0)
+    assert segment.is_owner(Coordinates.on("tp", rank, 4)) == (rank % 2 == 0)
+
+
+def test_holders_are_the_ranks_of_a_stage_by_their_coordinates():
+    """By hand: ranks 4 to 7 are the second stage of tp 2 × dp 2; a replicated norm is on all four, a split matrix has two halves."""
+    layout = Layout(pp=2, dp=2, tp=2)
+    matrix, norm = Segment("matrix", (6, 4), 0), Segment("norm", (4,))
+    found = [(held.segment.name, held.part.offsets, held.ranks) for held in holders(ParamSpec("both", 1, (matrix, norm)), layout, 1)]
+    assert sorted(found) == [("matrix", (0, 0), (4, 6)), ("matrix", (3, 0), (5, 7)), ("norm", (0,), (4, 5, 6, 7))]
+    shared = holders(ParamSpec("kv", 1, (Segment("kv", (2, 4), 0, replicas=2),)), Layout(tp=4), 0)
+    assert [(held.part.offsets[0], held.ranks) for held in shared] == [(0, (0, 1)), (1, (2, 3))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.clock import Ran
+from megalite.clock import ActionTiming
 from megalite.mesh import Layout
 from megalite.monitoring.timeline import timeline
 from megalite.monitoring.timeline_recorder import Record
@@ -41,7 +41,11 @@ def test_a_recorded_timeline_predicts_what_it_was_made_from(name, ranks, tmp_pat
     for spans in found.spans:
         free = [0.0, *(span.end for span in spans)]
         records.append(
-            Record("host", [0.0], {3: [Ran(span.action, before, span.start, span.end) for before, span in zip(free, spans, strict=False)]})
+            Record(
+                "host",
+                [0.0],
+                {3: [ActionTiming(span.action, before, span.start, span.end) for before, span in zip(free, spans, strict=False)]},
+            )
         )
     (tmp_path / "traces").mkdir()
     found_by_the_run = timeline(with_communication(schedule), Layout(pp=ranks, dp=1, cp=1, tp=1), records)

@@ -8,28 +8,27 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from megalite.commands.start import COMMANDS as NAMES
 from tests.data.chats import CHATML, write_lines, write_tokenizer
 from tests.huggingface.hf_models import SIZES, Case
 from tests.huggingface.hf_models import write as write_model
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) for line in block.splitlines()]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+INSTALL = ["python3 -m venv .venv", ". .venv/bin/activate", "pip install -c constraints.txt -e '.[data]'"]  # test_packaging.py installs
+MAKE = ["make demo", "make test"]
 SMALL_BATCH = "--train.micro_batch_size 2 --data.sequence_length 32"
 SHORT = {  # appended: later options win
-    "tools/prepare_data.py": "--workers 1",
-    "pretrain.py": f"--train.steps 2 --optimizer.warmup_steps 1 --train.global_batch_size 4 {SMALL_BATCH}",
-    "tools/generate.py": "--tokens 3",
-    "tools/checkpoint.py": "",
-    "tools/convert_hf.py": "",
-    "tools/bubble_calc.py": "",
-    "tools/plan.py": "",
-    "tools/report.py": "",
-    "tools/import_config.py": "",
-    "tools/verify.py": f"--data.train data/corpus --train.global_batch_size 8 {SMALL_BATCH}",
+    "prepare": "--workers 1",
+    "train": f"--train.steps 2 --optimizer.warmup_steps 1 --train.global_batch_size 4 {SMALL_BATCH}",
+    "generate": "--tokens 3",
+    "verify": f"--data.train data/corpus --train.global_batch_size 8 {SMALL_BATCH}",
 }
 
 
@@ -56,32 +55,55 @@ def run(command: list[str], place: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def script(words: list[str]) -> str:
-    return next((word for word in words if word.endswith(".py")), "")
+def runnable(words: list[str]) -> list[str]:
+    """A command of the README with the programs of this environment, as an activated one would find them."""
+    programs = {
+        "megalite": [sys.executable, "-m", "megalite"],
+        "python": [sys.executable],
+        "torchrun": [str(Path(sys.executable).parent / "torchrun")],
+    }
+    return [*programs[words[0]], *words[1:]]
 
 
-def test_the_commands_are_those_known_here():
-    scripts = {script(shlex.split(command)) for command in COMMANDS}
-    assert scripts == {"", *SHORT}
-    assert {command for command in COMMANDS if not script(shlex.split(command))} == {"make demo", "make test"}
+def shortened(words: list[str]) -> list[str]:
+    if "--dry_run" in words or "megalite" not in words:
+        return words
+    return [*words, *shlex.split(SHORT.get(words[words.index("megalite") + 1], ""))]
+
+
+def test_every_other_command_than_these_is_run():
+    programs = {shlex.split(command)[0] for command in COMMANDS if command not in (*INSTALL, *MAKE)}
+    assert programs == {"megalite", "python", "torchrun"}
+
+
+def test_the_table_has_every_command():
+    table = README[README.index("## Commands") :].split("\n\n")[1]
+    assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(NAMES)
+
+
+def test_the_extras_are_those_of_the_project():
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    said = README[README.index("Extras:") :].split("\n\n")[0]
+    assert set(re.findall(r"`(\w+)` \(", said)) <= extras and all("[data]" in line for line in INSTALL if "pip" in line)
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 130
 
 
 def test_commands_run_in_order(place):
     for command in COMMANDS:
-        command, _, output = command.partition(" > ")
-        words = shlex.split(command)
-        if not script(words):
+        if command in (*INSTALL, *MAKE):
             continue
-        binaries = Path(sys.executable).parent
-        words = [str(binaries / word.removeprefix(".venv/bin/")) if word.startswith(".venv/bin/") else word for word in words]
-        shortened = [] if "--dry_run" in words else shlex.split(SHORT[script(words)])
-        done = run([*words, *shortened], place)
+        command, _, output = command.partition(" > ")
+        done = run(runnable(shortened(shlex.split(command))), place)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         if output:
             (place / output).write_text(done.stdout)
     made = place / "models" / "llama-chat"
     assert (made / "model.safetensors").read_bytes() != (place / "models" / "llama" / "model.safetensors").read_bytes()
     assert (made / "chat_template.jinja").read_text() == CHATML
+    assert (place / "zb-v.svg").read_bytes() == (ROOT / "docs" / "pictures" / "zb-v.svg").read_bytes()  # what the page shows
 
 
 @pytest.mark.parametrize("target", ["demo", "test"])

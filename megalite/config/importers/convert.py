@@ -15,7 +15,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.importers import accelerate, deepspeed
 from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost
 from megalite.config.load import OPTIONS, build_parser, from_dict, nest, parse_values
-from megalite.config.rule import Facts, show
+from megalite.config.rule import RuleContext, show
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ConfigError
 
@@ -165,8 +165,8 @@ def _check(found: Imported) -> None:
         if rule.option in found.options:
             config = from_dict(nest(found.options))
             values = {section.name: getattr(config, section.name) for section in fields(Config)}
-            facts = Facts(**values, world_size=ParallelDims.of(config).world)
-            if rule.broken(facts) and all(other in found.options for other in NEEDS.get(rule.option, ())):
-                found.drop(rule.option, rule.message(facts))
-            elif rule.broken(facts):
-                found.remark(found.setter(rule.option), "open", rule.message(facts))
+            context = RuleContext(**values, world_size=ParallelDims.of(config).world)
+            if rule.broken(context) and all(other in found.options for other in NEEDS.get(rule.option, ())):
+                found.drop(rule.option, rule.describe(context))
+            elif rule.broken(context):
+                found.remark(found.setter(rule.option), "open", rule.describe(context))

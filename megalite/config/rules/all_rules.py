@@ -9,7 +9,7 @@ The first rows make sizes positive, so that later rows may divide by them. A mes
 from collections.abc import Container
 from dataclasses import fields
 
-from megalite.config.rule import Facts, Rule
+from megalite.config.rule import Rule, RuleContext
 from megalite.config.rules import data, faults, model, numbers, parallel, training
 from megalite.config.schema import Config, ConfigError
 
@@ -24,7 +24,7 @@ def check(config: Config, world_size: int, local_devices: int | None = None, lea
     leave_out: names of rules that are not asked.
     """
     values = {section.name: getattr(config, section.name) for section in fields(Config)}
-    facts = Facts(**values, world_size=world_size, local_devices=local_devices)
+    context = RuleContext(**values, world_size=world_size, local_devices=local_devices)
     for rule in RULES:
-        if rule.name not in leave_out and rule.broken(facts):
-            raise ConfigError(rule.message(facts))
+        if rule.name not in leave_out and rule.broken(context):
+            raise ConfigError(rule.describe(context))

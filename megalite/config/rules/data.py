@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkout import command
-from megalite.config.rule import Facts, Rule, nearest_name
+from megalite.config.rule import Rule, RuleContext, nearest_name
 from megalite.config.schema import Config
 from megalite.config.token_files import data_vocab_size, is_chat, metadata, prefixes
 
@@ -34,64 +34,99 @@ def _vocabularies(c: Config) -> str:
 def _token_file_rules(option: str) -> tuple[Rule, Rule]:
     get = attrgetter(option)
 
-    def bad_weight(c: Facts) -> bool:
+    def bad_weight(c: RuleContext) -> bool:
         return isinstance(get(c), dict) and not all(math.isfinite(weight) and weight > 0 for weight in get(c).values())
 
     return (
-        Rule(f"{option} weights are positive", option, bad_weight).says(
-            "has a weight that is not a positive number", "Give every prefix a weight above 0, or remove it."
+        Rule(
+            f"{option} weights are positive",
+            option,
+            bad_weight,
+            message="has a weight that is not a positive number",
+            legal="Give every prefix a weight above 0, or remove it.",
         ),
-        Rule(f"{option} exists", option, lambda c: _missing(get(c))).says(
-            lambda c: f"is not there: no {' and no '.join(_missing(get(c)))}", lambda c: _nearest_prefix(get(c))
+        Rule(
+            f"{option} exists",
+            option,
+            lambda c: _missing(get(c)),
+            message=lambda c: f"is not there: no {' and no '.join(_missing(get(c)))}",
+            legal=lambda c: _nearest_prefix(get(c)),
         ),
     )
 
 
 def _end_of_document_rule(option: str) -> Rule:
-    def without(c: Facts) -> list[str]:
+    def without(c: RuleContext) -> list[str]:
         return [prefix for prefix in _all_prefixes(c) if metadata(prefix).get("eos") is None or is_chat(prefix)]
 
-    return Rule(f"{option} needs an end-of-document token", option, lambda c: attrgetter(option)(c) and without(c)).says(
-        lambda c: f"needs text whose documents end in an EOS token, and {without(c)[0]}.json names none, or says chat",
-        'Set it to false, which is right for chat data, or write {"vocab_size": V, "eos": ID} into that file.',
+    return Rule(
+        f"{option} needs an end-of-document token",
+        option,
+        lambda c: attrgetter(option)(c) and without(c),
+        message=lambda c: f"needs text whose documents end in an EOS token, and {without(c)[0]}.json names none, or says chat",
+        legal='Set it to false, which is right for chat data, or write {"vocab_size": V, "eos": ID} into that file.',
     )
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("training data is given", "data.train", lambda c: not prefixes(c.data.train)).says(
-        "names no token file", f"Give the PREFIX of PREFIX.bin and PREFIX.idx; {command('prepare')} --output PREFIX makes them."
+    Rule(
+        "training data is given",
+        "data.train",
+        lambda c: not prefixes(c.data.train),
+        message="names no token file",
+        legal=f"Give the PREFIX of PREFIX.bin and PREFIX.idx; {command('prepare')} --output PREFIX makes them.",
     ),
     *_token_file_rules("data.train"),
     *_token_file_rules("data.validation"),
-    Rule("held-out share", "data.validation", lambda c: isinstance(c.data.validation, float) and not 0 < c.data.validation < 1).says(
-        "is not a fraction of the training data",
-        "Legal values: above 0 and below 1, for example 0.05; or the PREFIX of another token file.",
+    Rule(
+        "held-out share",
+        "data.validation",
+        lambda c: isinstance(c.data.validation, float) and not 0 < c.data.validation < 1,
+        message="is not a fraction of the training data",
+        legal="Legal values: above 0 and below 1, for example 0.05; or the PREFIX of another token file.",
     ),
-    Rule("one vocabulary", "data.train", lambda c: len({metadata(p).get("vocab_size") for p in _all_prefixes(c)} - {None}) > 1).says(
-        lambda c: f"and data.validation mix vocabularies: {_vocabularies(c)}", "Prepare all of them with one tokenizer."
+    Rule(
+        "one vocabulary",
+        "data.train",
+        lambda c: len({metadata(p).get("vocab_size") for p in _all_prefixes(c)} - {None}) > 1,
+        message=lambda c: f"and data.validation mix vocabularies: {_vocabularies(c)}",
+        legal="Prepare all of them with one tokenizer.",
     ),
-    Rule("vocabulary is known", "model.vocab_size", lambda c: c.model.vocab_size is None).says(
-        lambda c: f"can not be taken from the data: {prefixes(c.data.train)[0]}.json does not say it",
-        "Give model.vocab_size, the number of tokens of the tokenizer that made the data.",
+    Rule(
+        "vocabulary is known",
+        "model.vocab_size",
+        lambda c: c.model.vocab_size is None,
+        message=lambda c: f"can not be taken from the data: {prefixes(c.data.train)[0]}.json does not say it",
+        legal="Give model.vocab_size, the number of tokens of the tokenizer that made the data.",
     ),
-    Rule("vocabulary holds the data", "model.vocab_size", lambda c: (c.model.vocab_size or 0) < (data_vocab_size(c) or 0)).says(
-        lambda c: f"is less than the {data_vocab_size(c)} tokens of data.train",
-        lambda c: f"Legal values: {data_vocab_size(c)} and above. Nearest: {data_vocab_size(c)}.",
+    Rule(
+        "vocabulary holds the data",
+        "model.vocab_size",
+        lambda c: (c.model.vocab_size or 0) < (data_vocab_size(c) or 0),
+        message=lambda c: f"is less than the {data_vocab_size(c)} tokens of data.train",
+        legal=lambda c: f"Legal values: {data_vocab_size(c)} and above. Nearest: {data_vocab_size(c)}.",
     ),
-    Rule("chat or text", "data.train", lambda c: len({is_chat(p) for p in _all_prefixes(c)}) > 1).says(
-        lambda c: f"and data.validation mix conversations ({', '.join(filter(is_chat, _all_prefixes(c)))}) with text",
-        f"Give token files of one kind; {command('prepare')} --chat makes those of conversations.",
+    Rule(
+        "chat or text",
+        "data.train",
+        lambda c: len({is_chat(p) for p in _all_prefixes(c)}) > 1,
+        message=lambda c: f"and data.validation mix conversations ({', '.join(filter(is_chat, _all_prefixes(c)))}) with text",
+        legal=f"Give token files of one kind; {command('prepare')} --chat makes those of conversations.",
     ),
-    Rule("packing of conversations", "data.packing", lambda c: c.data.packing and not any(map(is_chat, _all_prefixes(c)))).says(
-        "has no effect: data.train is text, which fills every row",
-        f"Set it to false, or prepare conversations with {command('prepare')} --chat.",
+    Rule(
+        "packing of conversations",
+        "data.packing",
+        lambda c: c.data.packing and not any(map(is_chat, _all_prefixes(c))),
+        message="has no effect: data.train is text, which fills every row",
+        legal=f"Set it to false, or prepare conversations with {command('prepare')} --chat.",
     ),
     _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),
     Rule(
-        "sequence within the model's positions", "data.sequence_length", lambda c: c.data.sequence_length > c.model.max_position_embeddings
-    ).says(
-        "exceeds {model.max_position_embeddings}",
-        lambda c: f"Legal values: up to {c.model.max_position_embeddings}; or raise model.max_position_embeddings.",
+        "sequence within the model's positions",
+        "data.sequence_length",
+        lambda c: c.data.sequence_length > c.model.max_position_embeddings,
+        message="exceeds {model.max_position_embeddings}",
+        legal=lambda c: f"Legal values: up to {c.model.max_position_embeddings}; or raise model.max_position_embeddings.",
     ),
 )

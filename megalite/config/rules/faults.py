@@ -6,7 +6,7 @@ nan:step=7-9,restart=1          on every rank in three steps, and only after the
 
 from dataclasses import dataclass
 
-from megalite.config.rule import Facts, Rule, nearest_name
+from megalite.config.rule import Rule, RuleContext, nearest_name
 
 KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("kill", "exit", "hang", "nan", "oom", "sigterm", "sigusr1"), ()),
@@ -52,7 +52,7 @@ def _parse(text: str) -> Fault:
     return fault
 
 
-def _wrong(c: Facts) -> tuple[str, str] | None:
+def _wrong(c: RuleContext) -> tuple[str, str] | None:
     """The first fault that can not happen, and why."""
     try:
         faults = parse_faults(c.faults.inject)
@@ -64,9 +64,15 @@ def _wrong(c: Facts) -> tuple[str, str] | None:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("faults can happen", "faults.inject", _wrong, value=lambda c: (_wrong(c) or ("",))[0]).says(
-        lambda c: (_wrong(c) or ("", ""))[1],
-        "Write KIND:rank=R,step=S, for example kill:rank=0,step=7, nan:step=7-9, slow:rank=0,step=7,seconds=60, "
-        f"spike:step=7,factor=100, kill:rank=0,step=9,restart=1; kinds: {', '.join(KINDS)}.",
+    Rule(
+        "faults can happen",
+        "faults.inject",
+        _wrong,
+        value=lambda c: (_wrong(c) or ("",))[0],
+        message=lambda c: (_wrong(c) or ("", ""))[1],
+        legal=(
+            "Write KIND:rank=R,step=S, for example kill:rank=0,step=7, nan:step=7-9, slow:rank=0,step=7,seconds=60, "
+            f"spike:step=7,factor=100, kill:rank=0,step=9,restart=1; kinds: {', '.join(KINDS)}."
+        ),
     ),
 )

@@ -4,33 +4,37 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megalite.config.rule import CHECKPOINT_EXAMPLE, Facts, Rule, around, divisors, is_checkpoint
+from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, divisors, is_checkpoint
 from megalite.config.schema import ROPE_SCALING_KEYS
 
 
-def _is_adapter(c: Facts) -> bool:
+def _is_adapter(c: RuleContext) -> bool:
     return Path(c.lora.init_from or "", "adapter_config.json").is_file()
 
 
 def _layers_exist(name: str) -> Rule:
-    def broken(c: Facts) -> bool:
+    def broken(c: RuleContext) -> bool:
         layers = getattr(c.model, name) or []
         return len(set(layers)) < len(layers) or not set(layers) <= set(range(c.model.num_hidden_layers))
 
-    return Rule(f"{name} exist", f"model.{name}", broken).says(
-        "does not name different layers of this model", lambda c: f"Legal entries: 0 to {c.model.num_hidden_layers - 1}, each once."
+    return Rule(
+        f"{name} exist",
+        f"model.{name}",
+        broken,
+        message="does not name different layers of this model",
+        legal=lambda c: f"Legal entries: 0 to {c.model.num_hidden_layers - 1}, each once.",
     )
 
 
-def _init_from(c: Facts) -> str:
+def _init_from(c: RuleContext) -> str:
     return c.model.init_from or ""
 
 
-def _rope_type(c: Facts) -> Any:
+def _rope_type(c: RuleContext) -> Any:
     return (c.model.rope_scaling or {}).get("rope_type")
 
 
-def _scaling_problem(c: Facts) -> str | None:
+def _scaling_problem(c: RuleContext) -> str | None:
     """Why the values of rope_scaling can not be used; its type is known."""
     scaling = dict(c.model.rope_scaling or {})
     kind = scaling.pop("rope_type", "default")
@@ -44,65 +48,108 @@ def _scaling_problem(c: Facts) -> str | None:
     return None
 
 
-def _scaling_example(c: Facts) -> str:
+def _scaling_example(c: RuleContext) -> str:
     keys = [f"rope_type: {_rope_type(c)}", *(f"{key}: N" for key in ROPE_SCALING_KEYS[_rope_type(c)])]
     return f"Write {{{', '.join(keys)}}}, every N a positive number."
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("preset or from_hf", "model.from_hf", lambda c: c.model.from_hf and c.model.preset).says(
-        "and {model.preset} both give the shape", "Remove one of the two."
+    Rule(
+        "preset or from_hf",
+        "model.from_hf",
+        lambda c: c.model.from_hf and c.model.preset,
+        message="and {model.preset} both give the shape",
+        legal="Remove one of the two.",
     ),
-    Rule("init_from exists", "model.init_from", lambda c: (path := _init_from(c)) and path[:3] != "hf:" and not is_checkpoint(path)).says(
-        "is not a checkpoint: it has no manifest.json", CHECKPOINT_EXAMPLE
+    Rule(
+        "init_from exists",
+        "model.init_from",
+        lambda c: (path := _init_from(c)) and path[:3] != "hf:" and not is_checkpoint(path),
+        message="is not a checkpoint: it has no manifest.json",
+        legal=CHECKPOINT_EXAMPLE,
     ),
     Rule(
         "init_from hf exists",
         "model.init_from",
         lambda c: (path := _init_from(c)).startswith("hf:") and not (Path(path[3:]) / "config.json").is_file(),
-    ).says("names no Hugging Face model: there is no config.json", "Give the directory of one after hf:."),
+        message="names no Hugging Face model: there is no config.json",
+        legal="Give the directory of one after hf:.",
+    ),
     Rule(
         "hidden size over heads",
         "model.num_attention_heads",
         lambda c: c.model.head_dim is None and c.model.hidden_size % c.model.num_attention_heads,
-    ).says("does not divide {model.hidden_size}, and model.head_dim is not given", lambda c: divisors(c.model.hidden_size)),
-    Rule("heads over key-value heads", "model.num_key_value_heads", lambda c: c.model.num_attention_heads % c.model.kv_heads).says(
-        "does not divide {model.num_attention_heads}: each is shared by equally many query heads",
-        lambda c: divisors(c.model.num_attention_heads),
+        message="does not divide {model.hidden_size}, and model.head_dim is not given",
+        legal=lambda c: divisors(c.model.hidden_size),
+    ),
+    Rule(
+        "heads over key-value heads",
+        "model.num_key_value_heads",
+        lambda c: c.model.num_attention_heads % c.model.kv_heads,
+        message="does not divide {model.num_attention_heads}: each is shared by equally many query heads",
+        legal=lambda c: divisors(c.model.num_attention_heads),
     ),
     Rule(
         "even head width for rope",
         "model.head_dim",
         lambda c: c.model.position == "rope" and c.model.head_size % 2,
         value=lambda c: c.model.head_size,
-    ).says("is odd: rotary embeddings (model.position = rope) turn pairs of channels", lambda c: around(c.model.head_size, 2)),
-    Rule("rope_scaling needs rope", "model.rope_scaling", lambda c: c.model.rope_scaling and c.model.position != "rope").says(
-        "has nothing to scale: {model.position}", "Remove it, or set model.position to rope."
+        message="is odd: rotary embeddings (model.position = rope) turn pairs of channels",
+        legal=lambda c: around(c.model.head_size, 2),
+    ),
+    Rule(
+        "rope_scaling needs rope",
+        "model.rope_scaling",
+        lambda c: c.model.rope_scaling and c.model.position != "rope",
+        message="has nothing to scale: {model.position}",
+        legal="Remove it, or set model.position to rope.",
     ),
     Rule(
         "rope_scaling type",
         "model.rope_scaling.rope_type",
         lambda c: c.model.rope_scaling is not None and _rope_type(c) not in ROPE_SCALING_KEYS,
         value=_rope_type,
-    ).says("is not a known kind of rotary scaling", list(ROPE_SCALING_KEYS)),
-    Rule("rope_scaling values", "model.rope_scaling", _scaling_problem).says(lambda c: _scaling_problem(c) or "", _scaling_example),
+        message="is not a known kind of rotary scaling",
+        legal=list(ROPE_SCALING_KEYS),
+    ),
+    Rule(
+        "rope_scaling values", "model.rope_scaling", _scaling_problem, message=lambda c: _scaling_problem(c) or "", legal=_scaling_example
+    ),
     _layers_exist("no_rope_layers"),
-    Rule("no_rope_layers needs rope", "model.no_rope_layers", lambda c: c.model.no_rope_layers and c.model.position != "rope").says(
-        "has no effect: {model.position}", "Remove it, or set model.position to rope."
+    Rule(
+        "no_rope_layers needs rope",
+        "model.no_rope_layers",
+        lambda c: c.model.no_rope_layers and c.model.position != "rope",
+        message="has no effect: {model.position}",
+        legal="Remove it, or set model.position to rope.",
     ),
     _layers_exist("sliding_window_layers"),
     Rule(
         "sliding_window_layers needs a window",
         "model.sliding_window_layers",
         lambda c: c.model.sliding_window_layers is not None and c.model.sliding_window is None,
-    ).says("has no effect: model.sliding_window is not given", "Remove it, or give model.sliding_window."),
-    Rule("lora has a rank", "lora.rank", lambda c: not c.lora.rank and (c.lora.dropout or c.lora.targets or c.lora.init_from)).says(
-        "trains the model itself, and other options of lora are given", "Set it, for example to 16, or remove those."
+        message="has no effect: model.sliding_window is not given",
+        legal="Remove it, or give model.sliding_window.",
     ),
-    Rule("lora.targets are there", "lora.targets", lambda c: "gate" in (c.lora.targets or ()) and not c.model.gated_mlp).says(
-        "names gate, but {model.gated_mlp}", "Remove it, or leave lora.targets out: then all projections that there are have adapters."
+    Rule(
+        "lora has a rank",
+        "lora.rank",
+        lambda c: not c.lora.rank and (c.lora.dropout or c.lora.targets or c.lora.init_from),
+        message="trains the model itself, and other options of lora are given",
+        legal="Set it, for example to 16, or remove those.",
     ),
-    Rule("lora.init_from is an adapter", "lora.init_from", lambda c: c.lora.init_from and not (c.model.init_from and _is_adapter(c))).says(
-        "is not an adapter of PEFT's, a directory with adapter_config.json, for {model.init_from}", "Give both."
+    Rule(
+        "lora.targets are there",
+        "lora.targets",
+        lambda c: "gate" in (c.lora.targets or ()) and not c.model.gated_mlp,
+        message="names gate, but {model.gated_mlp}",
+        legal="Remove it, or leave lora.targets out: then all projections that there are have adapters.",
+    ),
+    Rule(
+        "lora.init_from is an adapter",
+        "lora.init_from",
+        lambda c: c.lora.init_from and not (c.model.init_from and _is_adapter(c)),
+        message="is not an adapter of PEFT's, a directory with adapter_config.json, for {model.init_from}",
+        legal="Give both.",
     ),
 )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 
-from megalite.config.rule import Facts, Rule
+from megalite.config.rule import Rule, RuleContext
 
 _SIZES = """parallel.tp parallel.pp parallel.dp parallel.cp parallel.dp_shard parallel.virtual_stages parallel.powersgd_rank
     model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads
@@ -24,12 +24,12 @@ _FRACTIONS = "model.embedding_dropout model.attention_dropout model.residual_dro
 def _bounded(options: str, test: Callable[[float], bool], why: str, legal: str) -> list[Rule]:
     """Rules for numbers (null and lists of numbers too) that must pass the test; infinities and NaN never do."""
 
-    def out_of_range(option: str, facts: Facts) -> bool:
-        value = attrgetter(option)(facts)
+    def out_of_range(option: str, context: RuleContext) -> bool:
+        value = attrgetter(option)(context)
         numbers = value if isinstance(value, list) else [value]
         return value is not None and not all(math.isfinite(number) and test(number) for number in numbers)
 
-    return [Rule(f"{option} in range", option, partial(out_of_range, option)).says(why, legal) for option in options.split()]
+    return [Rule(f"{option} in range", option, partial(out_of_range, option), message=why, legal=legal) for option in options.split()]
 
 
 RULES: tuple[Rule, ...] = (
@@ -38,7 +38,11 @@ RULES: tuple[Rule, ...] = (
     *_bounded(_NOT_NEGATIVE, lambda n: n >= 0, "is negative or not finite", "Legal values: 0 and above. Nearest: 0."),
     *_bounded(_FRACTIONS, lambda n: 0 <= n < 1, "is not at least 0 and below 1", "Legal values: from 0 up to, but without, 1."),
     *_bounded("optimizer.wsd_decay_fraction", lambda n: 0 < n <= 1, "is not a share of the steps", "Legal values: above 0, up to 1."),
-    Rule("run.name is a directory name", "run.name", lambda c: c.run.name in ("", ".", "..") or "/" in c.run.name).says(
-        "is not the name of one directory", "Choose a name without /, and put the path into run.dir."
+    Rule(
+        "run.name is a directory name",
+        "run.name",
+        lambda c: c.run.name in ("", ".", "..") or "/" in c.run.name,
+        message="is not the name of one directory",
+        legal="Choose a name without /, and put the path into run.dir.",
     ),
 )

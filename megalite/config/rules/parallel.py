@@ -2,36 +2,36 @@
 
 from collections.abc import Sequence
 
-from megalite.config.rule import Facts, Rule, around, divisors
+from megalite.config.rule import Rule, RuleContext, around, divisors
 
 
-def legal_tp(c: Facts) -> list[int]:
+def legal_tp(c: RuleContext) -> list[int]:
     """Tensor-parallel sizes that the model allows: whole heads, key-value heads divided or replicated evenly, even feed-forward."""
     kv = c.model.kv_heads
     return [tp for tp in divisors(c.model.num_attention_heads) if c.model.intermediate_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
 
 
-def _example_partition(c: Facts) -> str:
+def _example_partition(c: RuleContext) -> str:
     layers, stages = c.model.num_hidden_layers, c.dims.stages
     each, rest = divmod(layers, stages)
     return f"For {layers} layers on {stages} stages, for example: {[each + (stage < rest) for stage in range(stages)]}."
 
 
-def _too_many_stages(c: Facts) -> str:
+def _too_many_stages(c: RuleContext) -> str:
     layers = f"model.num_hidden_layers = {c.model.num_hidden_layers}: each stage holds at least one layer"
     return f"makes {c.dims.stages} stages under parallel.schedule = {c.parallel.schedule}, but {layers}"
 
 
-def _legal_pp(c: Facts) -> Sequence[int] | str:
+def _legal_pp(c: RuleContext) -> Sequence[int] | str:
     return range(1, c.model.num_hidden_layers // c.dims.virtual_stages + 1) or "Choose parallel.schedule 1f1b."
 
 
-def _mesh(c: Facts) -> str:
+def _mesh(c: RuleContext) -> str:
     mesh = f"tp * pp * cp = {c.parallel.tp} * {c.parallel.pp} * {c.parallel.cp} = {c.dims.replica}"
     return f"does not fill the run's {c.world_size} process{'es' if c.world_size > 1 else ''} with {mesh}"
 
 
-def _legal_dp(c: Facts) -> Sequence[int] | str:
+def _legal_dp(c: RuleContext) -> Sequence[int] | str:
     ranks, world = c.dims.replica, c.world_size
     if world % ranks == 0:
         return [world // ranks]
@@ -40,105 +40,173 @@ def _legal_dp(c: Facts) -> Sequence[int] | str:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("tp divides heads", "parallel.tp", lambda c: c.model.num_attention_heads % c.parallel.tp).says(
-        "does not divide {model.num_attention_heads}: each rank must hold whole heads", legal_tp
+    Rule(
+        "tp divides heads",
+        "parallel.tp",
+        lambda c: c.model.num_attention_heads % c.parallel.tp,
+        message="does not divide {model.num_attention_heads}: each rank must hold whole heads",
+        legal=legal_tp,
     ),
-    Rule("tp fits key-value heads", "parallel.tp", lambda c: c.model.kv_heads % c.parallel.tp and c.parallel.tp % c.model.kv_heads).says(
-        "neither divides {model.num_key_value_heads} nor is a multiple of it: key-value heads are divided, or replicated evenly", legal_tp
+    Rule(
+        "tp fits key-value heads",
+        "parallel.tp",
+        lambda c: c.model.kv_heads % c.parallel.tp and c.parallel.tp % c.model.kv_heads,
+        message="neither divides {model.num_key_value_heads} nor is a multiple of it: key-value heads are divided, or replicated evenly",
+        legal=legal_tp,
     ),
-    Rule("tp divides the feed-forward", "parallel.tp", lambda c: c.model.intermediate_size % c.parallel.tp).says(
-        "does not divide {model.intermediate_size}: each rank holds an equal part", legal_tp
+    Rule(
+        "tp divides the feed-forward",
+        "parallel.tp",
+        lambda c: c.model.intermediate_size % c.parallel.tp,
+        message="does not divide {model.intermediate_size}: each rank holds an equal part",
+        legal=legal_tp,
     ),
     Rule(
         "sequence_parallel divides the sequence",
         "data.sequence_length",
         lambda c: c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp,
-    ).says(
-        "is not a multiple of {parallel.tp}, as parallel.sequence_parallel needs", lambda c: around(c.data.sequence_length, c.parallel.tp)
+        message="is not a multiple of {parallel.tp}, as parallel.sequence_parallel needs",
+        legal=lambda c: around(c.data.sequence_length, c.parallel.tp),
     ),
-    Rule("cp is one", "parallel.cp", lambda c: c.parallel.cp != 1).says(
-        "is not supported yet: ring attention is planned",
-        "Legal value: 1. To spread a long sequence, use parallel.tp with parallel.sequence_parallel.",
+    Rule(
+        "cp is one",
+        "parallel.cp",
+        lambda c: c.parallel.cp != 1,
+        message="is not supported yet: ring attention is planned",
+        legal="Legal value: 1. To spread a long sequence, use parallel.tp with parallel.sequence_parallel.",
     ),
     Rule(
         "virtual stages belong to the schedule",
         "parallel.virtual_stages",
         lambda c: c.parallel.virtual_stages not in (None, c.dims.virtual_stages),
-    ).says(
-        lambda c: f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.dims.virtual_stages}",
-        "Leave it out, or set parallel.schedule to interleaved.",
+        message=lambda c: f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.dims.virtual_stages}",
+        legal="Leave it out, or set parallel.schedule to interleaved.",
     ),
-    Rule("a layer for each stage", "parallel.pp", lambda c: c.dims.stages > c.model.num_hidden_layers).says(_too_many_stages, _legal_pp),
+    Rule(
+        "a layer for each stage",
+        "parallel.pp",
+        lambda c: c.dims.stages > c.model.num_hidden_layers,
+        message=_too_many_stages,
+        legal=_legal_pp,
+    ),
     Rule(
         "four schedule costs",
         "parallel.schedule_costs",
         lambda c: len(c.parallel.schedule_costs) != 4 or not sum(c.parallel.schedule_costs[:3]),
-    ).says(
-        "is not forward, input gradient, weight gradient and message, of which one that computes takes time",
-        "Give four numbers, for example [1, 1, 1, 0].",
+        message="is not forward, input gradient, weight gradient and message, of which one that computes takes time",
+        legal="Give four numbers, for example [1, 1, 1, 0].",
     ),
     Rule(
         "partition has a number for each stage",
         "parallel.partition",
         lambda c: c.parallel.partition is not None and len(c.parallel.partition) != c.dims.stages,
-    ).says(lambda c: f"has {len(c.parallel.partition or [])} entries for {c.dims.stages} stages", _example_partition),
-    Rule("partition leaves no stage empty", "parallel.partition", lambda c: c.parallel.partition and min(c.parallel.partition) < 1).says(
-        "leaves a stage without a layer", _example_partition
+        message=lambda c: f"has {len(c.parallel.partition or [])} entries for {c.dims.stages} stages",
+        legal=_example_partition,
+    ),
+    Rule(
+        "partition leaves no stage empty",
+        "parallel.partition",
+        lambda c: c.parallel.partition and min(c.parallel.partition) < 1,
+        message="leaves a stage without a layer",
+        legal=_example_partition,
     ),
     Rule(
         "partition holds every layer",
         "parallel.partition",
         lambda c: c.parallel.partition and sum(c.parallel.partition) != c.model.num_hidden_layers,
-    ).says(
-        lambda c: f"holds {sum(c.parallel.partition or [])} layers, but model.num_hidden_layers = {c.model.num_hidden_layers}",
-        _example_partition,
+        message=lambda c: f"holds {sum(c.parallel.partition or [])} layers, but model.num_hidden_layers = {c.model.num_hidden_layers}",
+        legal=_example_partition,
     ),
     Rule(
         "a cost for each part",
         "parallel.layer_costs",
         lambda c: c.parallel.layer_costs is not None and len(c.parallel.layer_costs) != c.model.num_hidden_layers + 2,
-    ).says(
-        lambda c: f"has {len(c.parallel.layer_costs or [])} entries, but model.num_hidden_layers = {c.model.num_hidden_layers}",
-        lambda c: f"Give {c.model.num_hidden_layers + 2} numbers: the embedding's, each layer's, the head's.",
+        message=lambda c: f"has {len(c.parallel.layer_costs or [])} entries, but model.num_hidden_layers = {c.model.num_hidden_layers}",
+        legal=lambda c: f"Give {c.model.num_hidden_layers + 2} numbers: the embedding's, each layer's, the head's.",
     ),
-    Rule("partition or layer costs", "parallel.layer_costs", lambda c: c.parallel.layer_costs and c.parallel.partition).says(
-        "has no effect: {parallel.partition} is given", "Remove one of the two."
-    ),
-    Rule("the mesh fills the world", "parallel.dp", lambda c: c.parallel.dp is None or c.dims.world != c.world_size).says(_mesh, _legal_dp),
-    Rule("dp_shard divides dp", "parallel.dp_shard", lambda c: c.parallel.dp_shard and c.dims.dp % c.parallel.dp_shard).says(
-        "does not divide {parallel.dp}: each group holds whole shards", lambda c: divisors(c.dims.dp)
-    ),
-    Rule("dp_shard shares something", "parallel.dp_shard", lambda c: c.parallel.zero == 0 and c.parallel.dp_shard not in (None, 1)).says(
-        "has nothing to share: {parallel.zero}", "Leave it out, or set parallel.zero to 1, 2 or 3."
-    ),
-    Rule("zero stage", "parallel.zero", lambda c: c.parallel.zero not in (0, 1, 2, 3)).says("is not a ZeRO stage", [0, 1, 2, 3]),
     Rule(
-        "offloaded parameters are sharded", "parallel.offload_parameters", lambda c: c.parallel.offload_parameters and c.parallel.zero != 3
-    ).says("needs weights that are whole only while in use, but {parallel.zero}", "Leave it out, or set parallel.zero to 3."),
-    Rule(
-        "offload_dir is for disk", "parallel.offload_dir", lambda c: c.parallel.offload_dir is not None and c.parallel.offload != "disk"
-    ).says("has no effect: {parallel.offload}", "Leave it out, or set parallel.offload to disk."),
-    Rule(
-        "bf16 reduction of wider gradients", "parallel.reduce_dtype", lambda c: c.parallel.reduce_dtype == c.train.grad_dtype == "bf16"
-    ).says(
-        "changes nothing: with {train.grad_dtype} gradients travel as bf16 anyway",
-        "Remove one of the two; train.grad_dtype = wide accumulates microbatches in fp32.",
+        "partition or layer costs",
+        "parallel.layer_costs",
+        lambda c: c.parallel.layer_costs and c.parallel.partition,
+        message="has no effect: {parallel.partition} is given",
+        legal="Remove one of the two.",
     ),
-    Rule("no proof in bf16", "parallel.reduce_dtype", lambda c: c.parallel.reduce_dtype == "bf16" and c.train.precision == "fp64").says(
-        "rounds away what {train.precision} is for", "Set it to wide, or train.precision to fp32, bf16 or fp16."
+    Rule(
+        "the mesh fills the world",
+        "parallel.dp",
+        lambda c: c.parallel.dp is None or c.dims.world != c.world_size,
+        message=_mesh,
+        legal=_legal_dp,
     ),
-    Rule("PowerSGD reduces whole gradients", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.parallel.zero > 1).says(
-        "needs gradients that stay whole: {parallel.zero} keeps a shard of them", "Set parallel.zero to 0 or 1, or leave powersgd_rank out."
+    Rule(
+        "dp_shard divides dp",
+        "parallel.dp_shard",
+        lambda c: c.parallel.dp_shard and c.dims.dp % c.parallel.dp_shard,
+        message="does not divide {parallel.dp}: each group holds whole shards",
+        legal=lambda c: divisors(c.dims.dp),
+    ),
+    Rule(
+        "dp_shard shares something",
+        "parallel.dp_shard",
+        lambda c: c.parallel.zero == 0 and c.parallel.dp_shard not in (None, 1),
+        message="has nothing to share: {parallel.zero}",
+        legal="Leave it out, or set parallel.zero to 1, 2 or 3.",
+    ),
+    Rule("zero stage", "parallel.zero", lambda c: c.parallel.zero not in (0, 1, 2, 3), message="is not a ZeRO stage", legal=[0, 1, 2, 3]),
+    Rule(
+        "offloaded parameters are sharded",
+        "parallel.offload_parameters",
+        lambda c: c.parallel.offload_parameters and c.parallel.zero != 3,
+        message="needs weights that are whole only while in use, but {parallel.zero}",
+        legal="Leave it out, or set parallel.zero to 3.",
+    ),
+    Rule(
+        "offload_dir is for disk",
+        "parallel.offload_dir",
+        lambda c: c.parallel.offload_dir is not None and c.parallel.offload != "disk",
+        message="has no effect: {parallel.offload}",
+        legal="Leave it out, or set parallel.offload to disk.",
+    ),
+    Rule(
+        "bf16 reduction of wider gradients",
+        "parallel.reduce_dtype",
+        lambda c: c.parallel.reduce_dtype == c.train.grad_dtype == "bf16",
+        message="changes nothing: with {train.grad_dtype} gradients travel as bf16 anyway",
+        legal="Remove one of the two; train.grad_dtype = wide accumulates microbatches in fp32.",
+    ),
+    Rule(
+        "no proof in bf16",
+        "parallel.reduce_dtype",
+        lambda c: c.parallel.reduce_dtype == "bf16" and c.train.precision == "fp64",
+        message="rounds away what {train.precision} is for",
+        legal="Set it to wide, or train.precision to fp32, bf16 or fp16.",
+    ),
+    Rule(
+        "PowerSGD reduces whole gradients",
+        "parallel.powersgd_rank",
+        lambda c: c.parallel.powersgd_rank and c.parallel.zero > 1,
+        message="needs gradients that stay whole: {parallel.zero} keeps a shard of them",
+        legal="Set parallel.zero to 0 or 1, or leave powersgd_rank out.",
     ),
     Rule(
         "PowerSGD reduces over all of dp",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.dims.shard not in (1, c.dims.data),
-    ).says("reduces over all of data parallelism at once, not in groups of {parallel.dp_shard}", "Remove one of the two."),
-    Rule("PowerSGD keeps fp32 errors", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.train.grad_dtype == "bf16").says(
-        "adds small errors to gradients, which {train.grad_dtype} would lose", "Set train.grad_dtype to wide, or leave powersgd_rank out."
+        message="reduces over all of data parallelism at once, not in groups of {parallel.dp_shard}",
+        legal="Remove one of the two.",
     ),
-    Rule("one compression", "parallel.powersgd_rank", lambda c: c.parallel.powersgd_rank and c.parallel.reduce_dtype == "bf16").says(
-        "sends factors in full precision, and {parallel.reduce_dtype} would round the little that is left", "Remove one of the two."
+    Rule(
+        "PowerSGD keeps fp32 errors",
+        "parallel.powersgd_rank",
+        lambda c: c.parallel.powersgd_rank and c.train.grad_dtype == "bf16",
+        message="adds small errors to gradients, which {train.grad_dtype} would lose",
+        legal="Set train.grad_dtype to wide, or leave powersgd_rank out.",
+    ),
+    Rule(
+        "one compression",
+        "parallel.powersgd_rank",
+        lambda c: c.parallel.powersgd_rank and c.parallel.reduce_dtype == "bf16",
+        message="sends factors in full precision, and {parallel.reduce_dtype} would round the little that is left",
+        legal="Remove one of the two.",
     ),
 )

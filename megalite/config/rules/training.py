@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from megalite.config.rule import CHECKPOINT_EXAMPLE, Facts, Rule, around, can_be_written, is_checkpoint
+from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, can_be_written, is_checkpoint
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
@@ -20,7 +20,7 @@ def duration_seconds(text: str) -> int | None:
     return 3600 * hours + 60 * minutes + seconds
 
 
-def _kernels_lack(c: Facts) -> str:
+def _kernels_lack(c: RuleContext) -> str:
     """What Triton kernels need and do not have here; empty where they can run. In its interpreter Triton needs no GPU."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which is not installed"
@@ -29,106 +29,189 @@ def _kernels_lack(c: Facts) -> str:
     return ""
 
 
-def _samples_at_once(c: Facts) -> int:
+def _samples_at_once(c: RuleContext) -> int:
     return c.train.micro_batch_size * c.dims.dp
 
 
-def _resumes(c: Facts) -> bool:
+def _resumes(c: RuleContext) -> bool:
     """From a checkpoint that is named, not one that is found."""
     return c.checkpoint.load not in ("auto", "none")
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("whole microbatches", "train.global_batch_size", lambda c: c.train.global_batch_size % _samples_at_once(c)).says(
-        lambda c: f"is not a multiple of train.micro_batch_size * parallel.dp = {c.train.micro_batch_size} * {c.parallel.dp}",
-        lambda c: around(c.train.global_batch_size, _samples_at_once(c)),
+    Rule(
+        "whole microbatches",
+        "train.global_batch_size",
+        lambda c: c.train.global_batch_size % _samples_at_once(c),
+        message=lambda c: f"is not a multiple of train.micro_batch_size * parallel.dp = {c.train.micro_batch_size} * {c.parallel.dp}",
+        legal=lambda c: around(c.train.global_batch_size, _samples_at_once(c)),
     ),
-    Rule("fp64 on CPU", "train.precision", lambda c: c.train.precision == "fp64" and c.local_devices).says(
-        lambda c: f"is for proof on CPU, and this run would use {c.local_devices} GPUs",
-        "Set it to fp32, bf16 or fp16, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty).",
+    Rule(
+        "fp64 on CPU",
+        "train.precision",
+        lambda c: c.train.precision == "fp64" and c.local_devices,
+        message=lambda c: f"is for proof on CPU, and this run would use {c.local_devices} GPUs",
+        legal="Set it to fp32, bf16 or fp16, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty).",
     ),
-    Rule("bf16 gradients of bf16", "train.grad_dtype", lambda c: c.train.grad_dtype == "bf16" and c.train.precision != "bf16").says(
-        lambda c: f"needs train.precision = bf16, not {c.train.precision}", "Leave it out, or set train.precision to bf16."
+    Rule(
+        "bf16 gradients of bf16",
+        "train.grad_dtype",
+        lambda c: c.train.grad_dtype == "bf16" and c.train.precision != "bf16",
+        message=lambda c: f"needs train.precision = bf16, not {c.train.precision}",
+        legal="Leave it out, or set train.precision to bf16.",
     ),
-    Rule("recompute mode", "train.recompute", lambda c: not re.fullmatch(r"none|selective|full|every-[1-9]\d*", c.train.recompute)).says(
-        "is not a recomputation mode", ["none", "selective", "full", "every-2"]
+    Rule(
+        "recompute mode",
+        "train.recompute",
+        lambda c: not re.fullmatch(r"none|selective|full|every-[1-9]\d*", c.train.recompute),
+        message="is not a recomputation mode",
+        legal=["none", "selective", "full", "every-2"],
     ),
-    Rule("kernels can run", "train.kernels", lambda c: c.train.kernels == "triton" and _kernels_lack(c)).says(
-        lambda c: f"needs {_kernels_lack(c)}", "Set it to auto or torch."
+    Rule(
+        "kernels can run",
+        "train.kernels",
+        lambda c: c.train.kernels == "triton" and _kernels_lack(c),
+        message=lambda c: f"needs {_kernels_lack(c)}",
+        legal="Set it to auto or torch.",
     ),
-    Rule("timeout is a duration", "run.timeout", lambda c: not duration_seconds(c.run.timeout)).says(
-        "is not a duration", "Write hours, minutes and seconds in this order: 1h, 10m or 30s."
+    Rule(
+        "timeout is a duration",
+        "run.timeout",
+        lambda c: not duration_seconds(c.run.timeout),
+        message="is not a duration",
+        legal="Write hours, minutes and seconds in this order: 1h, 10m or 30s.",
     ),
     Rule(
         "stop_after is a duration",
         "train.stop_after",
         lambda c: c.train.stop_after is not None and not duration_seconds(c.train.stop_after),
-    ).says("is not a duration", "Write hours, minutes and seconds in this order: 3h50m, 90m or 30s."),
-    Rule("watchdog is a duration", "train.watchdog", lambda c: not duration_seconds(c.train.watchdog or "5m")).says(
-        "is not a duration", "Write hours, minutes and seconds in this order: 5m, 90s or 1h; or null, which turns it off."
+        message="is not a duration",
+        legal="Write hours, minutes and seconds in this order: 3h50m, 90m or 30s.",
     ),
-    Rule("warm-up within the run", "optimizer.warmup_steps", lambda c: c.optimizer.warmup_steps > c.train.steps).says(
-        "exceeds {train.steps}", lambda c: f"Legal values: 0 to {c.train.steps}. Nearest: {c.train.steps}."
+    Rule(
+        "watchdog is a duration",
+        "train.watchdog",
+        lambda c: not duration_seconds(c.train.watchdog or "5m"),
+        message="is not a duration",
+        legal="Write hours, minutes and seconds in this order: 5m, 90s or 1h; or null, which turns it off.",
+    ),
+    Rule(
+        "warm-up within the run",
+        "optimizer.warmup_steps",
+        lambda c: c.optimizer.warmup_steps > c.train.steps,
+        message="exceeds {train.steps}",
+        legal=lambda c: f"Legal values: 0 to {c.train.steps}. Nearest: {c.train.steps}.",
     ),
     Rule(
         "warm-up before the decay",
         "optimizer.wsd_decay_fraction",
         lambda c: c.optimizer.decay == "wsd" and c.optimizer.warmup_steps + c.optimizer.wsd_decay_fraction * c.train.steps > c.train.steps,
-    ).says(
-        "of {train.steps} starts the decay before {optimizer.warmup_steps} are done",
-        lambda c: f"Legal values: up to {1 - c.optimizer.warmup_steps / c.train.steps:.4g}; or shorten the warm-up.",
+        message="of {train.steps} starts the decay before {optimizer.warmup_steps} are done",
+        legal=lambda c: f"Legal values: up to {1 - c.optimizer.warmup_steps / c.train.steps:.4g}; or shorten the warm-up.",
     ),
-    Rule("min_lr below lr", "optimizer.min_lr", lambda c: c.optimizer.min_lr > c.optimizer.lr).says(
-        "exceeds {optimizer.lr}", lambda c: f"Legal values: 0 to {c.optimizer.lr}. Nearest: {c.optimizer.lr}."
+    Rule(
+        "min_lr below lr",
+        "optimizer.min_lr",
+        lambda c: c.optimizer.min_lr > c.optimizer.lr,
+        message="exceeds {optimizer.lr}",
+        legal=lambda c: f"Legal values: 0 to {c.optimizer.lr}. Nearest: {c.optimizer.lr}.",
     ),
-    Rule("two betas", "optimizer.betas", lambda c: len(c.optimizer.betas) != 2).says(
-        "is not a pair", "Give two numbers, for example [0.9, 0.95]."
+    Rule(
+        "two betas",
+        "optimizer.betas",
+        lambda c: len(c.optimizer.betas) != 2,
+        message="is not a pair",
+        legal="Give two numbers, for example [0.9, 0.95].",
     ),
     Rule(
         "lr_scaling has its base",
         "optimizer.lr_scaling",
         lambda c: c.optimizer.lr_scaling != "none" and c.optimizer.base_batch_size is None,
-    ).says(
-        "needs optimizer.base_batch_size, the batch size at which optimizer.lr was chosen", "Give it, or set optimizer.lr_scaling to none."
+        message="needs optimizer.base_batch_size, the batch size at which optimizer.lr was chosen",
+        legal="Give it, or set optimizer.lr_scaling to none.",
     ),
-    Rule("the run can be written", "run.dir", lambda c: not can_be_written(Path(c.run.dir, c.run.name))).says(
-        "can not be written to, or {run.name} in it", "Give a directory that you may write to, or can make."
+    Rule(
+        "the run can be written",
+        "run.dir",
+        lambda c: not can_be_written(Path(c.run.dir, c.run.name)),
+        message="can not be written to, or {run.name} in it",
+        legal="Give a directory that you may write to, or can make.",
     ),
-    Rule("checkpoint exists", "checkpoint.load", lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load)).says(
-        "is neither auto nor none nor a checkpoint directory: it has no manifest.json", CHECKPOINT_EXAMPLE
+    Rule(
+        "checkpoint exists",
+        "checkpoint.load",
+        lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load),
+        message="is neither auto nor none nor a checkpoint directory: it has no manifest.json",
+        legal=CHECKPOINT_EXAMPLE,
     ),
-    Rule("keep_every beside keep", "checkpoint.keep_every", lambda c: c.checkpoint.keep_every and c.checkpoint.keep is None).says(
-        "has no effect: without checkpoint.keep every checkpoint stays", "Set checkpoint.keep too, or leave it out."
+    Rule(
+        "keep_every beside keep",
+        "checkpoint.keep_every",
+        lambda c: c.checkpoint.keep_every and c.checkpoint.keep is None,
+        message="has no effect: without checkpoint.keep every checkpoint stays",
+        legal="Set checkpoint.keep too, or leave it out.",
     ),
-    Rule("copies of state in memory", "checkpoint.async_save", lambda c: c.checkpoint.async_save and c.parallel.offload == "disk").says(
-        "would copy into memory what {parallel.offload} keeps out of it", "Set checkpoint.async_save to false, or parallel.offload to cpu."
+    Rule(
+        "copies of state in memory",
+        "checkpoint.async_save",
+        lambda c: c.checkpoint.async_save and c.parallel.offload == "disk",
+        message="would copy into memory what {parallel.offload} keeps out of it",
+        legal="Set checkpoint.async_save to false, or parallel.offload to cpu.",
     ),
-    Rule("resume or warm start", "model.init_from", lambda c: c.model.init_from and _resumes(c)).says(
-        "starts at step 0, but {checkpoint.load} resumes a run", "Remove one of the two."
+    Rule(
+        "resume or warm start",
+        "model.init_from",
+        lambda c: c.model.init_from and _resumes(c),
+        message="starts at step 0, but {checkpoint.load} resumes a run",
+        legal="Remove one of the two.",
     ),
-    Rule("validation has data", "validation.interval", lambda c: c.validation.interval and c.data.validation is None).says(
-        "needs data.validation", "Give a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval to null."
+    Rule(
+        "validation has data",
+        "validation.interval",
+        lambda c: c.validation.interval and c.data.validation is None,
+        message="needs data.validation",
+        legal="Give a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval to null.",
     ),
     Rule(
         "profiled steps are a range",
         "profiling.steps",
         lambda c: len(c.profiling.steps) != 2 or not 1 <= c.profiling.steps[0] <= c.profiling.steps[1],
-    ).says("is not a first and a last step", "Give two numbers, counted from 1, for example [3, 5]."),
+        message="is not a first and a last step",
+        legal="Give two numbers, counted from 1, for example [3, 5].",
+    ),
     Rule(
         "profiled steps within the run",
         "profiling.steps",
         lambda c: (c.profiling.timeline or c.profiling.ranks) and c.profiling.steps[0] > c.train.steps,
-    ).says("begins after {train.steps}", lambda c: f"The first may be at most {c.train.steps}; or leave timeline and ranks out."),
-    Rule("profiled ranks exist", "profiling.ranks", lambda c: not set(c.profiling.ranks) <= set(range(c.world_size))).says(
-        lambda c: f"names ranks that {c.world_size} processes do not have", lambda c: f"Choose among 0 to {c.world_size - 1}."
+        message="begins after {train.steps}",
+        legal=lambda c: f"The first may be at most {c.train.steps}; or leave timeline and ranks out.",
     ),
-    Rule("snapshot of a GPU", "profiling.memory_snapshot", lambda c: c.profiling.memory_snapshot and c.local_devices == 0).says(
-        "needs a GPU, whose memory it shows, and this run has none", "Leave it out."
+    Rule(
+        "profiled ranks exist",
+        "profiling.ranks",
+        lambda c: not set(c.profiling.ranks) <= set(range(c.world_size)),
+        message=lambda c: f"names ranks that {c.world_size} processes do not have",
+        legal=lambda c: f"Choose among 0 to {c.world_size - 1}.",
     ),
-    Rule("InfiniBand's timeout", "network.ib_timeout", lambda c: c.network.ib_timeout not in (None, *range(1, 32))).says(
-        "is not an exponent that InfiniBand knows, of 1 to 31", range(1, 32)
+    Rule(
+        "snapshot of a GPU",
+        "profiling.memory_snapshot",
+        lambda c: c.profiling.memory_snapshot and c.local_devices == 0,
+        message="needs a GPU, whose memory it shows, and this run has none",
+        legal="Leave it out.",
     ),
-    Rule("variables have names", "network.variables", lambda c: not all(map(_VARIABLE.fullmatch, c.network.variables or {}))).says(
-        "has a key that is no name of a variable", "Write {NAME: value}, for example {NCCL_NVLS_ENABLE: 0}."
+    Rule(
+        "InfiniBand's timeout",
+        "network.ib_timeout",
+        lambda c: c.network.ib_timeout not in (None, *range(1, 32)),
+        message="is not an exponent that InfiniBand knows, of 1 to 31",
+        legal=range(1, 32),
+    ),
+    Rule(
+        "variables have names",
+        "network.variables",
+        lambda c: not all(map(_VARIABLE.fullmatch, c.network.variables or {})),
+        message="has a key that is no name of a variable",
+        legal="Write {NAME: value}, for example {NCCL_NVLS_ENABLE: 0}.",
     ),
 )

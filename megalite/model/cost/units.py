@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.layout import Coordinates
 from megalite.model.cost.steps import Attention, Block, Buffer, Elementwise, Lookup, Product, Share, UnitCost
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
 
@@ -83,7 +84,7 @@ class Units:
             if not segments:
                 continue
             name = spec.name.removeprefix(f"layers.{index}.").removesuffix(".weight")
-            outputs, inputs = spec.local_shape(0, tp)
+            outputs, inputs = spec.local_shape(Coordinates.on("tp", 0, tp))
             adapted = [segment for segment in segments if lora.adapts(segment.role)]
             found[name] = Product(
                 name,

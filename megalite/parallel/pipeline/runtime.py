@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.batch import Microbatch
-from megalite.clock import Clock, HostClock, Mark, Pace, Ran
+from megalite.clock import ActionMarks, ActionTiming, Clock, HostClock, StepTiming
 from megalite.mesh import Mesh
 from megalite.parallel.collectives import message
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of
@@ -80,7 +80,7 @@ class _Run:
     products: dict[Key, Tensor] = field(default_factory=dict)  # outputs and input gradients on their way to another stage
     arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
     sends: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[ActionMarks] = field(default_factory=list)
 
 
 class Runtime:
@@ -111,7 +111,7 @@ class Runtime:
         self.weight_grads = weight_grads or WeightGradQueue()
         self.activation_shape, self.dtype, self.device = tuple(activation_shape), dtype, device
         self.clock = HostClock() if torch.device(device).type == "cpu" else Clock()
-        self.ran: list[Ran] = []
+        self.ran: list[ActionTiming] = []
         self._passes = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHT: self._weight}
 
     def run(
@@ -123,7 +123,7 @@ class Runtime:
         loss_scale: float,
         training: bool = True,
         confirm: Callable[[], bool] | None = None,
-    ) -> tuple[dict[str, Tensor], Pace]:
+    ) -> tuple[dict[str, Tensor], StepTiming]:
         """Execute this rank's actions.
 
         `confirm` is called after the forwards with which the rank starts. False says that the weights have changed since, on every
@@ -135,7 +135,7 @@ class Runtime:
         """
         run = self._begin(schedule, microbatches, step, loss_scale, training)
         actions, prefix = schedule.actions[self.mesh.pp.rank], 0
-        thrown_away: list[Mark] = []
+        thrown_away: list[ActionMarks] = []
         self.weight_grads.begin_run(deferred=Kind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):
             if confirm is not None:
@@ -150,9 +150,9 @@ class Runtime:
         for work, _ in run.sends.values():
             work.wait()
         self.mesh.activity.runs += 1
-        read = [Ran(*each) for each in self.clock.read((*thrown_away, *run.marks))]
+        read = [ActionTiming(*each) for each in self.clock.read((*thrown_away, *run.marks))]
         self.ran, before = read[len(thrown_away) :], read[: len(thrown_away)]
-        return run.statistics, Pace.of(self.ran, 0 in self.stages, before)
+        return run.statistics, StepTiming.of(self.ran, 0 in self.stages, before)
 
     def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
         if self.gatherer is not None:
@@ -169,7 +169,7 @@ class Runtime:
                 self._await_input(run, action)
                 start = self.clock.mark()
                 self._passes[action.kind](run, action)
-                run.marks.append(Mark(action, free, start, self.clock.mark()))
+                run.marks.append(ActionMarks(action, free, start, self.clock.mark()))
             elif action.is_message:
                 (self._send if action.is_send else self._receive)(run, action)
             else:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalite.layout import Coordinates
+from megalite.mesh import Domain
 from megalite.parallel.collectives import Pending
 from megalite.parallel.sharding.buckets import Bucket
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
@@ -23,6 +25,7 @@ class BucketBuffers:
     """
 
     layout: Bucket
+    domain: Domain  # the ranks that share and reduce it
     weights: Tensor  # [size], compute precision; without memory where they are kept as shards and not in use
     gradients: GradientBucket | None  # None for frozen buckets and without training
     start: int
@@ -80,10 +83,10 @@ class BucketBuffers:
         own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
         return Rectangle(f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, values[own].view(flat.sizes))
 
-    def rectangles_in(self, start: int, stop: int, tp_rank: int, tp_size: int) -> Iterator[tuple[FlatRectangle, int]]:
+    def rectangles_in(self, start: int, stop: int, at: Coordinates) -> Iterator[tuple[FlatRectangle, int]]:
         """The rectangles of global tensors in [start, stop), each with the start of its stored tensor in the bucket."""
         for slot in self.layout.slots:
             low, high = max(start, slot.start) - slot.start, min(stop, slot.stop) - slot.start
             if low < high:
-                for rectangle in rectangles(slot.spec, tp_rank, tp_size, low, high):
+                for rectangle in rectangles(slot.spec, at, low, high):
                     yield rectangle, slot.start

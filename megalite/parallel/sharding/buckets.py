@@ -9,10 +9,11 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, product
 
+from megalite.layout import Coordinates
 from megalite.parallel.spec import ParamSpec
 
 ALIGN = 32  # elements: 128 bytes of fp32, and of every wider vector load
@@ -34,11 +35,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat buffer: its slots in order, and its length, a multiple of dp × 64 elements."""
+    """A flat buffer: its slots in order, and its length, a multiple of owners × 64 elements. All tensors are of one domain."""
 
     slots: tuple[Slot, ...]
     size: int
-    shards: int
+    owners: int
 
     @property
     def units(self) -> frozenset[int]:
@@ -49,9 +50,13 @@ class Bucket:
     def trainable(self) -> bool:
         return self.slots[0].spec.trainable
 
-    def shard(self, index: int) -> tuple[int, int]:
-        """Start and end of a shard."""
-        return self.part(index, self.shards)
+    @property
+    def domain(self) -> str:
+        return self.slots[0].spec.domain
+
+    def owned(self, index: int) -> tuple[int, int]:
+        """Start and end of what one of the owners counts and stores."""
+        return self.part(index, self.owners)
 
     def part(self, index: int, parts: int) -> tuple[int, int]:
         """Start and end of one of `parts` equal parts, each of whole shards."""
@@ -82,34 +87,37 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _bucket(specs: Sequence[ParamSpec], tp_rank: int, tp_size: int, shards: int) -> Bucket:
+def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int) -> Bucket:
     slots, start = [], 0
     for spec in sorted(specs, key=lambda spec: not spec.decay):  # stable: decaying ones first, else in model order
-        slot = Slot(spec, spec.local_shape(tp_rank, tp_size), start)
+        slot = Slot(spec, spec.local_shape(at), start)
         slots.append(slot)
         start = _round_up(slot.stop, ALIGN)
-    return Bucket(tuple(slots), _round_up(start, shards * SHARD_ALIGN), shards)
+    return Bucket(tuple(slots), _round_up(start, owners * SHARD_ALIGN), owners)
 
 
-def bucket_layout(specs: Sequence[ParamSpec], tp_rank: int, tp_size: int, shards: int, bucket_bytes: float) -> list[Bucket]:
+def bucket_layout(specs: Sequence[ParamSpec], at: Coordinates, owners: Mapping[str, int], bucket_bytes: float) -> list[Bucket]:
     """The buckets of one pipeline rank, in the model's order.
 
     Args:
         specs: the stored tensors of this rank, in the model's order.
-        shards: dp ranks that share a bucket.
+        at: where the rank is on the axes that split tensors.
+        owners: for each domain, the ranks among which each element of a bucket has one owner.
         bucket_bytes: fp32 gradient bytes that a bucket holds at most; a larger unit has one of its own.
     """
     alone = [[spec] for spec in specs if spec.tied]
     groups: list[list[ParamSpec]] = []
-    for trainable in (True, False):
-        rest = [spec for spec in specs if not spec.tied and spec.trainable is trainable]
+    domains = dict.fromkeys(spec.domain for spec in specs)
+    for domain, trainable in product(domains, (True, False)):
+        rest = [spec for spec in specs if not spec.tied and spec.domain == domain and spec.trainable is trainable]
         filled = math.inf
         for _, unit in groupby(rest, key=lambda spec: spec.unit):
             members = list(unit)
-            unit_bytes = 4.0 * sum(math.prod(spec.local_shape(tp_rank, tp_size)) for spec in members)
+            unit_bytes = 4.0 * sum(math.prod(spec.local_shape(at)) for spec in members)
             if filled + unit_bytes > bucket_bytes:
                 groups.append([])
                 filled = 0.0
             groups[-1].extend(members)
             filled += unit_bytes
-    return [_bucket(group, tp_rank, tp_size, shards) for group in sorted((*alone, *groups), key=lambda group: group[0].unit)]
+    groups = sorted((*alone, *groups), key=lambda group: group[0].unit)
+    return [_bucket(group, at, owners[group[0].domain]) for group in groups]

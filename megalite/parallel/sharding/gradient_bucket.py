@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh import Domain
 from megalite.parallel.sharding.buckets import Bucket
 from megalite.parallel.sharding.powersgd import Compression
 from megalite.parallel.weight import Weight
@@ -39,6 +39,7 @@ class GradientBucket:
     """
 
     layout: Bucket
+    domain: Domain
     start: int
     stop: int
     owned: Tensor
@@ -53,14 +54,15 @@ class GradientBucket:
 
     @staticmethod
     def allocate(
-        layout: Bucket, shard: MeshAxis, zero: int, dtype: torch.dtype, device: torch.device, reducer: GradientReducer
+        layout: Bucket, domain: Domain, zero: int, dtype: torch.dtype, device: torch.device, reducer: GradientReducer
     ) -> GradientBucket:
+        shard = domain.shard
         start, stop = layout.part(shard.rank, shard.size)
         if zero >= 2 and shard.size > 1:
             owned = torch.zeros(stop - start, dtype=dtype, device=device)
-            return GradientBucket(layout, start, stop, owned, None, True, reducer)
+            return GradientBucket(layout, domain, start, stop, owned, None, True, reducer)
         full = torch.zeros(layout.size, dtype=dtype, device=device)
-        return GradientBucket(layout, start, stop, full[start:stop], full, False, reducer)
+        return GradientBucket(layout, domain, start, stop, full[start:stop], full, False, reducer)
 
     def add(self, weight: Weight) -> None:
         """Take in the weight of the next slot."""

@@ -93,7 +93,7 @@ class PowerSGD:
     """
 
     def __init__(self, mesh: Mesh, rank: int, seed: int):
-        self.tp, self.data, self.rank, self.seed = mesh.tp, mesh.data, rank, seed
+        self.at, self.tp, self.data, self.rank, self.seed = mesh.coordinates, mesh.tp, mesh.data, rank, seed
         self.one_copy = mesh.tied_pair is None
         self.matrices: list[Matrix] = []
 
@@ -107,8 +107,8 @@ class PowerSGD:
         for slot in layout.slots:
             start = slot.start
             for segment in slot.spec.segments:
-                part = segment.local(self.tp.rank, self.tp.size)
-                if len(part.shape) == 2 and not segment.partial and segment.replicas == 1:
+                part = segment.local(self.at)
+                if len(part.shape) == 2 and segment.grad_partial_axis is None and segment.replicas == 1:
                     n, m = part.shape
                     if (n + m) * self.rank < n * m:
                         factor = rng.normal((m, self.rank), self.seed, segment.name, "powersgd").to(like)

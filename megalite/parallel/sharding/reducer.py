@@ -72,9 +72,10 @@ class GradientReducer:
     """
 
     def __init__(self, mesh: Mesh, log: TransferLog, comm_dtype: torch.dtype | None = None, powersgd: PowerSGD | None = None):
-        self.mesh, self.shard, self.replicate = mesh, mesh.shard, mesh.replicate
+        self.mesh = mesh
         self.log, self.comm_dtype, self.powersgd = log, comm_dtype, powersgd
         self.buckets: list[GradientBucket] = []
+        self._at = mesh.coordinates
         self._takes_memory = comm_dtype is not None or not reduces_in_place(mesh.shard) or not reduces_in_place(mesh.replicate)
         self._in_flight: deque[Reduction] = deque()
         self._partial: list[Tensor] = []  # owned parts that are summed over tp after the backward
@@ -85,7 +86,7 @@ class GradientReducer:
         self.buckets.append(bucket)
         if self.powersgd is not None:
             bucket.compression = self.powersgd.compress(bucket.layout, bucket.owned)
-        self._partial += self._owned_parts(bucket, lambda segment: segment.partial)
+        self._partial += self._owned_parts(bucket, lambda segment: segment.grad_partial_axis == "tp")
         self._replicated += self._owned_parts(bucket, lambda segment: segment.replicas > 1)
 
     def begin_step(self, microbatches: int, loss_scale: float = 1.0) -> None:
@@ -95,7 +96,7 @@ class GradientReducer:
 
     def start(self, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket whose weights are all complete."""
-        if self.shard.size * self.replicate.size == 1:
+        if bucket.domain.owners == 1:
             return
         if bucket.shards_only:
             if bucket.full is None:  # no weight of the bucket was used; other ranks may have used it
@@ -125,8 +126,7 @@ class GradientReducer:
         for bucket in self.buckets:
             if bucket.separate_embedding_grad is not None:
                 bucket.owned.add_(bucket.separate_embedding_grad[bucket.start : bucket.stop])
-        if self.shard.size > 1:
-            self._sum_over_replicas()
+        self._sum_over_replicas()
         _sum_together(self._partial, self.mesh.tp)
         _sum_together(self._replicated, self.mesh.kv_replica)
         if self.mesh.tied_pair is not None:
@@ -148,26 +148,26 @@ class GradientReducer:
 
     def _into_shard(self, bucket: GradientBucket) -> Rounds:
         """Reduce a microbatch's gradients, free their buffer, and add this rank's part to its shard."""
-        pending = reduce_scatter(bucket.release_full(), self.shard, travel=self.comm_dtype)
+        pending = reduce_scatter(bucket.release_full(), bucket.domain.shard, comm_dtype=self.comm_dtype)
         yield
         bucket.add_to_shard(pending.wait())
 
     def _in_place(self, bucket: GradientBucket, buffer: Tensor) -> Rounds:
         """Reduce a whole buffer in place; where shards are shared, only this rank's part is valid afterwards."""
-        if self.shard.size == 1:
-            yield from self._over_replicas(buffer)
+        if bucket.domain.shard.size == 1:
+            yield from self._over_replicas(buffer, bucket.domain.replicate)
             return
-        pending = reduce_scatter(buffer, self.shard, buffer[bucket.start : bucket.stop], self.comm_dtype)
+        pending = reduce_scatter(buffer, bucket.domain.shard, buffer[bucket.start : bucket.stop], self.comm_dtype)
         yield
         pending.wait()
 
-    def _over_replicas(self, buffer: Tensor) -> Rounds:
+    def _over_replicas(self, buffer: Tensor, axis: MeshAxis) -> Rounds:
         """Sum a buffer over the replicas, in place, the same bits on each.
 
         A sum made in fp32 differs from what the other ranks receive of it, so it is rounded to `comm_dtype` as well. Between two ranks that
         is not needed: exchanging all contributions costs as much as exchanging halves of contributions and halves of sums.
         """
-        axis, comm_dtype = self.replicate, self.comm_dtype
+        comm_dtype = self.comm_dtype
         if axis.size == 1:
             return
         if comm_dtype is None:
@@ -179,26 +179,29 @@ class GradientReducer:
             yield
             torch.add(*both.wait().to(buffer.dtype).chunk(2), out=buffer)
         else:
-            part = reduce_scatter(buffer, axis, travel=comm_dtype)
+            part = reduce_scatter(buffer, axis, comm_dtype=comm_dtype)
             yield
             whole = all_gather(part.wait().to(comm_dtype), axis)
             yield
             buffer.copy_(whole.wait())
 
     def _sum_over_replicas(self) -> None:
-        """Sum every rank's shards over their replicas, all buckets at once."""
-        reductions = [Reduction(f"replicate {i}", self._over_replicas(bucket.owned), self.log) for i, bucket in enumerate(self.buckets)]
+        """Sum the shards of every bucket over their replicas, all at once."""
+        reductions = [
+            Reduction(f"replicate {number}", self._over_replicas(bucket.owned, bucket.domain.replicate), self.log)
+            for number, bucket in enumerate(self.buckets)
+            if bucket.domain.shard.size > 1
+        ]
         for reduction in reductions:
             reduction.start()
         _finish_all(deque(reductions))
 
     def _owned_parts(self, bucket: GradientBucket, wanted: Callable[[Segment], bool]) -> Iterator[Tensor]:
         """Views of this rank's owned gradients of the wanted segments."""
-        tp = self.mesh.tp
         for slot in bucket.layout.slots:
             start = slot.start
             for segment in slot.spec.segments:
-                stop = start + segment.local(tp.rank, tp.size).numel
+                stop = start + segment.local(self._at).numel
                 low, high = max(start, bucket.start), min(stop, bucket.stop)
                 if wanted(segment) and low < high:
                     yield bucket.owned[low - bucket.start : high - bucket.start]

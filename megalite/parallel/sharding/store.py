@@ -83,7 +83,7 @@ class ParameterStore:
     ):
         if zero == 0 and mesh.shard.size > 1:
             raise ValueError(f"zero = 0 shares nothing, but the mesh's shard axis has {mesh.shard.size} ranks: make it with dp_shard=1")
-        self.mesh = mesh
+        self.mesh, self.at = mesh, mesh.coordinates
         self.zero = zero if mesh.shard.size > 1 or offload_parameters else 0
         self.device = torch.device(device)
         self.state, self._offload_parameters, self._training = state or StateMemory(self.device), offload_parameters, training
@@ -91,7 +91,8 @@ class ParameterStore:
         self.weight_grads, self.log = WeightGradQueue(), TransferLog()
         self.reducer = GradientReducer(mesh, self.log, reduce_dtype, powersgd)
         self.weights: dict[str, Weight] = {}
-        layouts = bucket_layout(specs, mesh.tp.rank, mesh.tp.size, mesh.data.size, bucket_bytes)
+        owners = {name: mesh.domain(name).owners for name in dict.fromkeys(spec.domain for spec in specs)}
+        layouts = bucket_layout(specs, self.at, owners, bucket_bytes)
         master_dtype = torch.promote_types(dtype, torch.float32)
         dtypes = _Dtypes(dtype, master_dtype, grad_dtype or master_dtype)
         self.buckets = [self._allocate(layout, dtypes) for layout in layouts]
@@ -104,19 +105,20 @@ class ParameterStore:
         by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
         if self.zero == 3:
             collective = Uploads(self.device) if self._offload_parameters else all_gather
-            return ShardGatherer(self.buckets, by_unit, self.mesh.shard, self.log, collective)
-        return WeightGatherer(self.buckets, by_unit, self.mesh.shard, self.zero > 0, self.log)
+            return ShardGatherer(self.buckets, by_unit, self.log, collective)
+        return WeightGatherer(self.buckets, by_unit, self.zero > 0, self.log)
 
     def _allocate(self, layout: Bucket, dtypes: _Dtypes) -> BucketBuffers:
         weights = torch.zeros(layout.size, dtype=dtypes.weights, device=self.device)
-        start, stop = layout.part(self.mesh.shard.rank, self.mesh.shard.size) if layout.trainable or self.zero == 3 else (0, layout.size)
+        domain, divided = self.mesh.domain(layout.domain), layout.trainable or self.zero == 3
+        start, stop = layout.part(domain.shard.rank, domain.shard.size) if divided else (0, layout.size)
         shard = self._allocate_shard(stop - start, dtypes.weights) if self.zero == 3 else None
         own = weights[start:stop] if shard is None else shard
         trains = layout.trainable and self._training
         in_place = not trains or (dtypes.master == dtypes.weights and own.device.type == self.state.device.type)
         master = own if in_place else self.state.zeros(stop - start, dtypes.master)
         gradients = self._allocate_gradients(layout, dtypes.gradients) if trains else None
-        bucket = BucketBuffers(layout, weights, gradients, start, stop, master, shard)
+        bucket = BucketBuffers(layout, domain, weights, gradients, start, stop, master, shard)
         for slot in layout.slots:
             # Frozen weights are part of the graph, too: it must reach the adapters behind them.
             tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(self._training)
@@ -137,7 +139,7 @@ class ParameterStore:
 
     def _allocate_gradients(self, layout: Bucket, dtype: torch.dtype) -> GradientBucket:
         zero = min(self.zero, 1) if self._separates(layout) else self.zero  # two accumulators, kept for the step: else their order is lost
-        return GradientBucket.allocate(layout, self.mesh.shard, zero, dtype, self.device, self.reducer)
+        return GradientBucket.allocate(layout, self.mesh.domain(layout.domain), zero, dtype, self.device, self.reducer)
 
     def _separates(self, layout: Bucket) -> bool:
         return self._separate_embedding_grad and any(slot.spec.contributions > 1 for slot in layout.slots)
@@ -146,7 +148,6 @@ class ParameterStore:
 
     def fill(self, values: Callable[[Segment], Iterable[Tensor]]) -> None:
         """Set weights; `values` gives this rank's part of a segment, in its local shape, by blocks of rows, or nothing."""
-        tp = self.mesh.tp
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 start = slot.start
@@ -156,12 +157,11 @@ class ParameterStore:
                         bucket.write(at, block.reshape(-1))
                         at += block.numel()
                     self.state.release(bucket.master)
-                    start += segment.local(tp.rank, tp.size).numel
+                    start += segment.local(self.at).numel
 
-    def initialise(self, seed: int, frozen: bool = True) -> None:
+    def initialize(self, seed: int, frozen: bool = True) -> None:
         """Draw every weight, or those that are not frozen, keyed by its global name: the same model under every mesh."""
-        tp = self.mesh.tp
-        self.fill(lambda each: rng.initial_values(each, tp.rank, tp.size, seed) if frozen or each.trainable else ())
+        self.fill(lambda each: rng.initial_values(each, self.at, seed) if frozen or each.trainable else ())
 
     def to_load(self, trained: bool = True) -> list[Rectangle]:
         """The master weights that this rank keeps, or the frozen ones, for a checkpoint to fill; `publish` then makes them the weights."""
@@ -189,12 +189,11 @@ class ParameterStore:
         Yields (bucket, rectangle, offset): the rectangle's elements are [offset + start, offset + stop) of the bucket. Its dp share is
         one of dp shards, under every ZeRO stage; its tp share is that of the owning tp rank.
         """
-        share = self.mesh.shard.rank * self.mesh.replicate.size + self.mesh.replicate.rank  # replicas divide their part among themselves
         for bucket in self.buckets:
-            for flat, offset in self.rectangles_in(bucket, *bucket.layout.shard(share)):
-                if flat.segment.is_owner(self.mesh.tp.rank):
+            for flat, offset in self.rectangles_in(bucket, *bucket.layout.owned(bucket.domain.share)):
+                if flat.segment.is_owner(self.at):
                     yield bucket, flat, offset
 
     def rectangles_in(self, bucket: BucketBuffers, start: int, stop: int) -> Iterator[tuple[FlatRectangle, int]]:
         """The rectangles of global tensors in [start, stop) of a bucket, each with the start of its stored tensor in the bucket."""
-        return bucket.rectangles_in(start, stop, self.mesh.tp.rank, self.mesh.tp.size)
+        return bucket.rectangles_in(start, stop, self.at)

@@ -36,7 +36,6 @@ class WeightGatherer:
     Args:
         buckets: the rank's, by number.
         by_unit: the buckets that a unit needs.
-        axis: the ranks that share each bucket.
         sharded_update: whether each rank updates a part of a bucket, so that the parts must be gathered (ZeRO-1 and 2).
         log: records every gather.
     """
@@ -45,11 +44,10 @@ class WeightGatherer:
         self,
         buckets: Sequence[BucketBuffers],
         by_unit: Mapping[int, Sequence[BucketBuffers]],
-        axis: MeshAxis,
         sharded_update: bool,
         log: TransferLog,
     ):
-        self.buckets, self.by_unit, self.axis, self.sharded_update, self.log = buckets, by_unit, axis, sharded_update, log
+        self.buckets, self.by_unit, self.sharded_update, self.log = buckets, by_unit, sharded_update, log
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:
         """Make a unit's weights ready for computing on x, and for the backward of that. Returns x."""
@@ -64,7 +62,7 @@ class WeightGatherer:
         """Start gathering the weights that have just been updated."""
         for number, bucket in enumerate(self.buckets):
             if self.sharded_update and bucket.layout.trainable:
-                gathering = all_gather(bucket.owned_weights, self.axis, bucket.weights)
+                gathering = all_gather(bucket.owned_weights, bucket.domain.shard, bucket.weights)
                 bucket.gathering = self.log.gathering(f"gather {number}", gathering)
 
     def wait_for(self, unit: int) -> None:
@@ -100,11 +98,10 @@ class ShardGatherer(WeightGatherer):
         self,
         buckets: Sequence[BucketBuffers],
         by_unit: Mapping[int, Sequence[BucketBuffers]],
-        axis: MeshAxis,
         log: TransferLog,
         collective: Gather = all_gather,
     ):
-        super().__init__(buckets, by_unit, axis, False, log)
+        super().__init__(buckets, by_unit, False, log)
         self._collective = collective
         self._planned = False
         self._gathers: defaultdict[int, list[BucketBuffers]] = defaultdict(list)  # by unit
@@ -167,7 +164,7 @@ class ShardGatherer(WeightGatherer):
         bucket = self.buckets[number]
         assert bucket.shard is not None and not bucket.resident
         bucket.allocate()
-        bucket.gathering = self.log.gathering(f"gather {number}", self._collective(bucket.shard, self.axis, bucket.weights))
+        bucket.gathering = self.log.gathering(f"gather {number}", self._collective(bucket.shard, bucket.domain.shard, bucket.weights))
 
 
 class _UnitBoundary(torch.autograd.Function):

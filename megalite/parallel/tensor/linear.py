@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from megalite.parallel.compiled_ops import Regions
+from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.lora import Mask
 from megalite.parallel.weight import Weight
 
@@ -91,10 +91,10 @@ class ColumnParallelLinear(nn.Module):
 class Activation:
     """The feed-forward non-linearity: act(gate) · up on a packed [gate | up] input, or act(up)."""
 
-    def __init__(self, name: str, gated: bool, regions: Regions):
+    def __init__(self, name: str, gated: bool, ops: CompiledOps):
         self.name = name
-        self._forward = regions.gated_forward if gated else regions.plain_forward
-        self._backward = regions.gated_backward if gated else regions.plain_backward
+        self._forward = ops.gated_forward if gated else ops.plain_forward
+        self._backward = ops.gated_backward if gated else ops.plain_backward
 
     def forward(self, x: Tensor) -> Tensor:
         return self._forward(x, self.name)

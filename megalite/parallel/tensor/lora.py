@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megalite.layout import Coordinates
 from megalite.mesh import MeshAxis
 from megalite.parallel.weight import Weight
 
@@ -28,7 +29,7 @@ class Adapter:
 
     def __init__(self, a: Weight, parts: Sequence[tuple[Weight, slice]], scale: float, tp: MeshAxis):
         self.a, self.parts, self.scale = a, parts, scale
-        self.first_channel = a.spec.segments[0].local(tp.rank, tp.size).offsets[1]
+        self.first_channel = a.spec.segments[0].local(Coordinates.on("tp", tp.rank, tp.size)).offsets[1]
 
     def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> Tensor:
         """Add to `out` ([seq, batch, out]) what they make of x ([seq, batch, in]). Returns scale · A x, [tokens, n · rank]."""
@@ -56,10 +57,11 @@ class Adapter:
 
 def attach_adapters(weights: Mapping[str, Weight], scale: float, tp: MeshAxis) -> None:
     """Give each stored matrix the adapters that are stored beside it."""
+    at = Coordinates.on("tp", tp.rank, tp.size)
     for name, weight in weights.items():
         parts, first, a = [], 0, weights.get(name.removesuffix("weight") + "lora_a")
         for segment in weight.spec.segments if a else ():
-            columns = slice(first, first := first + segment.local(tp.rank, tp.size).shape[0])
+            columns = slice(first, first := first + segment.local(at).shape[0])
             if b := weights.get(segment.name.removesuffix("weight") + "lora_b"):
                 parts.append((b, columns))
         weight.adapter = Adapter(a, parts, scale, tp) if a else None

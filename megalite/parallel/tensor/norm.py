@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.compiled_ops import Regions
+from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.weight import Weight
 
 
@@ -58,16 +58,16 @@ class Norm(nn.Module, ABC):
 class RMSNorm(Norm):
     """x / rms(x) · (weight + offset) (Zhang and Sennrich 2019). No communication."""
 
-    def __init__(self, weight: Weight, eps: float, offset: float, regions: Regions):
+    def __init__(self, weight: Weight, eps: float, offset: float, ops: CompiledOps):
         super().__init__(weight, eps)
-        self.offset, self.regions = offset, regions
+        self.offset, self.ops = offset, ops
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.regions.rms_norm(x, self.weight.tensor, self.eps, self.offset)
+        return self.ops.rms_norm(x, self.weight.tensor, self.eps, self.offset)
 
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor, dtotal: Tensor | None = None) -> Tensor:
         """`dtotal` is added: the gradient that x has from elsewhere."""
-        dx, dweight = self.regions.rms_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset, dtotal)
+        dx, dweight = self.ops.rms_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset, dtotal)
         self.weight.accumulate(dweight)
         return dx
 
@@ -77,7 +77,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        total, y, rstd = norm.regions.add_rms_norm(x, branch, weight, norm.eps, norm.offset)
+        total, y, rstd = norm.ops.add_rms_norm(x, branch, weight, norm.eps, norm.offset)
         ctx.save_for_backward(total, rstd)
         ctx.norm = norm
         return total, y
@@ -100,15 +100,15 @@ def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Te
 class LayerNorm(Norm):
     """(x − mean) / std · weight + bias. No communication."""
 
-    def __init__(self, weight: Weight, bias: Weight, eps: float, regions: Regions):
+    def __init__(self, weight: Weight, bias: Weight, eps: float, ops: CompiledOps):
         super().__init__(weight, eps)
-        self.bias, self.regions = bias, regions
+        self.bias, self.ops = bias, ops
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.regions.layer_norm(x, self.weight.tensor, self.bias.tensor, self.eps)
+        return self.ops.layer_norm(x, self.weight.tensor, self.bias.tensor, self.eps)
 
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        dx, dweight, dbias = self.regions.layer_norm_backward(dy, x, self.weight.tensor, *statistics)
+        dx, dweight, dbias = self.ops.layer_norm_backward(dy, x, self.weight.tensor, *statistics)
         self.weight.accumulate(dweight)
         self.bias.accumulate(dbias)
         return dx
@@ -126,10 +126,10 @@ class FullWidthRMSNorm(Norm):
         self.offset, self.tp, self.width, self.replicas = offset, tp, segment.shape[0], segment.replicas
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.square().sum(-1, keepdim=True) / self.replicas
+        upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = upcast.square().sum(-1, keepdim=True) / self.replicas
         rstd = torch.rsqrt(all_reduce(squares, self.tp).wait() / self.width + self.eps)
-        return (wide * rstd).to(x.dtype) * (self.weight.tensor + self.offset), rstd
+        return (upcast * rstd).to(x.dtype) * (self.weight.tensor + self.offset), rstd
 
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
         (rstd,) = statistics

@@ -77,7 +77,7 @@ def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Part
     """A rank with drawn weights, and a step's microbatches of random tokens."""
     made = from_dict(config)
     parts = build.build_parts(made, mesh_of(context, made), "cpu")
-    parts.store.initialise(0)
+    parts.store.initialize(0)
     length, batch = made.data.sequence_length, made.train.micro_batch_size
     tokens = torch.randint(made.model.vocabulary, (length, batch))
     batches = [Microbatch.of(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)]

@@ -59,7 +59,7 @@ def gradient_norm(context: Any, config: dict[str, Any], gradients: dict[str, Ten
     store = build_parts(made, mesh, "cpu").store
 
     def part_of(segment: Segment) -> Tensor:
-        part = segment.local(mesh.tp.rank, mesh.tp.size)
+        part = segment.local(mesh.coordinates)
         values = torch.full(part.shape, PADDING, dtype=torch.float64)
         whole = gradients[segment.name][tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))]
         values[tuple(slice(0, size) for size in part.sizes)] = whole

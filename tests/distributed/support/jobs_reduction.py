@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.layout import Coordinates
 from megalite.mesh import Layout, Mesh
 from megalite.parallel import collectives
 from megalite.parallel.sharding.powersgd import PowerSGD
@@ -32,7 +33,7 @@ Gradients = dict[str, Tensor]
 def random_gradients(dp: int, microbatches: int = 1, seed: int = 0, dtype: torch.dtype = torch.float32) -> Gradients:
     """Of ranks that differ, and in magnitude too."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {spec.name: (dp, microbatches, *spec.local_shape(0, 1)) for spec in SPECS}
+    shapes = {spec.name: (dp, microbatches, *spec.local_shape(Coordinates())) for spec in SPECS}
     sizes = torch.logspace(0, -2, dp, dtype=torch.float64)
     drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     return {name: (value * sizes.view(-1, *[1] * (value.dim() - 1))).to(dtype) for name, value in drawn.items()}

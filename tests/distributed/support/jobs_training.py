@@ -169,6 +169,9 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
             expected["c10d::send"] += count * (sizes[axis] - 1)
             expected["c10d::recv_"] += count * (sizes[axis] - 1)
     owned = [rectangle.segment for memory in store.buckets for rectangle, _ in store.rectangles_in(memory, memory.start, memory.stop)]
-    holds = {"partial": any(segment.partial for segment in owned), "replicated": any(segment.replicas > 1 for segment in owned)}
+    holds = {
+        "partial": any(segment.grad_partial_axis is not None for segment in owned),
+        "replicated": any(segment.replicas > 1 for segment in owned),
+    }
     place = {"pp": mesh.pp.rank, "buckets": len(store.buckets)}
     return {"traffic": traffic, "observed": dict(observed), "expected": dict(expected), **holds, **place}

@@ -1,0 +1,65 @@
+"""Which rank sits where: the arithmetic of the mesh, for any world. Imports no torch.
+
+tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that talk most are neighbours on one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+from megalite.config.dims import ParallelDims
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+class AxisPlace(NamedTuple):
+    """A rank's place on one axis, and the axis's size."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's place on the axes of the mesh, by name. An axis that is not named has one rank."""
+
+    axes: Mapping[str, AxisPlace] = field(default_factory=dict)
+
+    def __getitem__(self, axis: str) -> AxisPlace:
+        return self.axes.get(axis, AxisPlace(0, 1))
+
+    @staticmethod
+    def on(axis: str, rank: int, size: int) -> Coordinates:
+        """A place on one axis alone."""
+        return Coordinates({axis: AxisPlace(rank, size)})
+
+
+@dataclass(frozen=True)
+class Layout(ParallelDims):
+    """The sizes of the mesh, and which rank sits where."""
+
+    def position(self, rank: int) -> dict[str, int]:
+        """The rank's index on each axis."""
+        position = {}
+        for axis in reversed(AXES):
+            rank, position[axis] = divmod(rank, getattr(self, axis))
+        return position
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The rank's place on each axis, with the axes' sizes."""
+        return Coordinates({axis: AxisPlace(index, getattr(self, axis)) for axis, index in self.position(rank).items()})
+
+    def rank(self, position: dict[str, int]) -> int:
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + position[axis]
+        return rank
+
+    def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, in ascending order."""
+        position = self.position(rank)
+        ranges = [range(getattr(self, axis)) if axis in axes else (position[axis],) for axis in AXES]
+        return tuple(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*ranges))
