@@ -10,36 +10,17 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import jobs, layouts
-from tests.distributed.configs import SINGLE, STEPS, config_of, write_tokens
-from tests.distributed.layouts import Case
+from tests.distributed.support import jobs, layouts
+from tests.distributed.support.configs import STEPS, config_of, config_of_one_process, write_tokens
 
 TOLERANCE = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 2e-5)}  # relative (loss, norm), absolute (weights)
 TABLE = layouts.pairwise()
-MODEL = ("tied", "kv_heads", "vocab_size", "layers", "masked", "dropout", "precision")
 
 
 @pytest.fixture(scope="module")
 def prefixes(tmp_path_factory) -> dict[int, str]:
     directory = tmp_path_factory.mktemp("data")
     return {size: write_tokens(directory, size) for size in layouts.OPTIONS["vocab_size"]}
-
-
-@pytest.fixture(scope="module")
-def single(ranks, prefixes):
-    """The run of one process on the same model, data and global batch: computed once for each."""
-    known: dict[tuple, dict[str, Any]] = {}
-
-    def run(case: Case) -> dict[str, Any]:
-        alone, batch = {**case, **SINGLE}, layouts.global_batch(case)
-        key = (*(alone[option] for option in MODEL), batch)
-        if key not in known:
-            config = config_of(alone, prefixes[case["vocab_size"]], case["precision"])
-            config["train"] |= {"global_batch_size": batch, "micro_batch_size": batch}
-            known[key] = ranks.run(1, jobs.train, config, STEPS)[0]
-        return known[key]
-
-    return run
 
 
 def assert_same_run(got: list[dict[str, Any]], expected: dict[str, Any], relative: float, absolute: float) -> None:
@@ -60,7 +41,8 @@ def test_table_holds_every_legal_pair_and_the_full_layout():
 
 
 @pytest.mark.parametrize("case", TABLE, ids=layouts.name)
-def test_trains_like_one_process(case, ranks, prefixes, single):
-    config = config_of(case, prefixes[case["vocab_size"]], case["precision"])
-    got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, STEPS)
-    assert_same_run(got, single(case), *TOLERANCE[case["precision"]])
+def test_trains_like_one_process(case, ranks, prefixes, references):
+    prefix = prefixes[case["vocab_size"]]
+    got = ranks.run(layouts.world(case), jobs.train, config_of(case, prefix, case["precision"]), STEPS)
+    expected = references.run(jobs.train, config_of_one_process(case, prefix), STEPS)
+    assert_same_run(got, expected, *TOLERANCE[case["precision"]])

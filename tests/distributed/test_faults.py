@@ -19,9 +19,9 @@ from megalite.optimizer.adamw import STATE
 from megalite.training.fit import fit
 from megalite.training.guard import FaultLimit
 from megalite.training.verify import global_tensors
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs_training import make_trainer, resume
-from tests.distributed.layouts import Case
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs_training import make_trainer, resume
+from tests.distributed.support.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {

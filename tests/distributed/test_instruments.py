@@ -25,9 +25,9 @@ from megalite.monitoring.observers import observers
 from megalite.monitoring.phases import PHASES
 from megalite.planning.predicting import device_of
 from megalite.training.fit import Observer, fit
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs_training import make_trainer
-from tests.distributed.layouts import Case
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs_training import make_trainer
+from tests.distributed.support.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "pp": 2}
 STEPS = 4

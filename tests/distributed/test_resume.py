@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import jobs_schedules, jobs_training, resharding
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.layouts import Case
+from tests.distributed.support import jobs_schedules, jobs_training, resharding
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.layouts import Case
 
 HALF = 4
 MODEL = {"tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import delays
-from tests.distributed.configs import write_tokens
+from tests.distributed.support import delays
+from tests.distributed.support.configs import write_tokens
 
 # 20: every schedule on two numbers of ranks, every number of ranks from 2 to 8, and four times with everything inside
 SIZES = ((2, 7), (6, 4), (3, 5), (4, 3), (5, 2), (4, 6), (2, 8), (5, 4))

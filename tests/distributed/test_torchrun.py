@@ -16,8 +16,8 @@ import pytest
 import torch
 import yaml
 
-from tests.distributed.configs import write_tokens
-from tests.distributed.jobs_training import resume
+from tests.distributed.support.configs import write_tokens
+from tests.distributed.support.jobs_training import resume
 from tests.distributed.test_faults import fitted
 
 ROOT = Path(__file__).parents[2]

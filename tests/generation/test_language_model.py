@@ -17,7 +17,7 @@ from megalite.generation.sampling import draw, uniform
 from megalite.generation.sources import end_tokens, for_inference, open_source
 from megalite.generation.text import Reply
 from tests.commands.jobs import continued
-from tests.distributed.pool import RankContext, RankPool
+from tests.distributed.support.pool import RankContext, RankPool
 from tests.huggingface.hf_models import CASES, VOCAB, random_ids, write
 
 COUNT = 12  # tokens: more than any window

@@ -19,8 +19,8 @@ from megalite.data.indexed import IndexedTokens
 from megalite.huggingface.convert import ConversionError
 from megalite.training.trainer import Trainer
 from tests.commands.jobs import logits_from_hf, step_from_hf
-from tests.distributed.configs import write_tokens
-from tests.distributed.pool import RankPool
+from tests.distributed.support.configs import write_tokens
+from tests.distributed.support.pool import RankPool
 from tests.huggingface.hf_models import BF16, CASES, VOCAB, logits_of, make, random_ids, write
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.structure import tracing
 from tests.structure.sources import ROOT
 

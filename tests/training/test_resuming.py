@@ -12,7 +12,7 @@ from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import ConfigError
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "microbatches": 4}
 STEPS = 3

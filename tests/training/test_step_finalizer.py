@@ -16,10 +16,10 @@ from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs import mesh_of
-from tests.distributed.jobs_saving import fit_to_the_end
-from tests.distributed.layouts import Case
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.jobs_saving import fit_to_the_end
+from tests.distributed.support.layouts import Case
 
 STEPS = 6
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}

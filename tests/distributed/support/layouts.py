@@ -63,6 +63,10 @@ def is_legal(case: Case) -> bool:
     return tp * case.get("pp", 1) * case.get("dp", 1) <= MAX_WORLD and not (sequence_parallel and tp == 1)
 
 
+def world(case: Case) -> int:
+    return int(case["tp"] * case["pp"] * case["dp"])
+
+
 def global_batch(case: Case) -> int:
     return 24 if case["dp"] == 3 else 32
 

@@ -17,7 +17,7 @@ from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.training.trainer import Trainer
-from tests.distributed.jobs_training import make_trainer
+from tests.distributed.support.jobs_training import make_trainer
 
 SEED = 7
 SPECS = (

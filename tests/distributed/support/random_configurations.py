@@ -26,9 +26,9 @@ from megalite.launch.process import configure_process
 from megalite.optimizer.schedule import batch_scale
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import write_tokens
-from tests.distributed.jobs import mesh_of
-from tests.distributed.pool import RankContext, RankPool
+from tests.distributed.support.configs import write_tokens
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.pool import RankContext, RankPool
 
 STEPS = 2
 TIMEOUT_S = 120.0
