@@ -94,7 +94,7 @@ def test_a_restarted_job_compares_options_with_their_defaults_filled_in(stored, 
     """An option that has come since does not hide the job's own checkpoint; one that has gone makes it another job's, and no error."""
     own, options = {**run, "name": stored.__name__}, {"load": "none"}
     with monkeypatch.context() as patch:
-        patch.setattr("megalite.training.trainer.to_dict", lambda config: stored(to_dict(config)))
+        patch.setattr("megalite.training.checkpointing.to_dict", lambda config: stored(to_dict(config)))
         first = trainer(prefix, own, checkpoint=options)
         first.step()
         first.save()
