@@ -23,6 +23,7 @@ from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs, with_adapters
 from megalite.model.stage import Stage
+from megalite.optimizer.state_kinds import state_kinds
 from megalite.parallel.pipeline.communication import channels
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
@@ -51,7 +52,8 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     own_master = dtype != accumulate_dtype or (device.type != "cpu" and not parallel.offload_parameters)
     trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
-    wanted = parameter_count(trained) * accumulate_dtype.itemsize * (3 if own_master else 2) * layout(config).replicate * share
+    kinds = len(state_kinds(trained[0].segments[0])) + own_master
+    wanted = parameter_count(trained) * accumulate_dtype.itemsize * kinds * layout(config).replicate * share
     check_directory(offload_directory(config), int(wanted))
 
 

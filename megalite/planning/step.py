@@ -11,6 +11,7 @@ from megalite.config.schema import ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Share
 from megalite.model.cost.units import Units
+from megalite.optimizer.state_kinds import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
@@ -25,8 +26,10 @@ COMMUNICATION_UNITS = 16
 SLOWEST = 0.95
 """Speed of the slowest of many devices, for which all others wait, in that of a typical one: devices of one kind differ by 8 % on average
 (Sinha et al. 2022, "Not All GPUs Are Created Equal")."""
-HOST_ADAM_BYTES = 32.0
-"""What AdamW moves in CPU memory for a parameter: gradient, master weight and two moments read, three of them and the weight written."""
+STATE_BYTES = 4.0 * (1 + len(ADAMW))
+"""The fp32 master weight and the optimizer's state of a parameter."""
+HOST_BYTES = 4.0 + 2 * STATE_BYTES + 4.0
+"""What an update moves in CPU memory for a parameter: the gradient read, master weight and state read and written, the weight written."""
 OFFLOAD_WIRE = (4.0, 2.0)
 """Bytes for a parameter to the host (its fp32 gradient) and back (its 16-bit weight)."""
 
@@ -352,5 +355,5 @@ class Stepper:
         if choice.offload == "none":
             return stream(device, own * self.job.software.adam_bytes) + norm
         wire = own * max(OFFLOAD_WIRE) / device.host.bandwidth if not device.cpu else 0.0
-        disk = own * 24 / device.disk if choice.offload == "disk" else 0.0  # both moments and the master weight, read and written
-        return max(own * HOST_ADAM_BYTES / device.host_memory, wire, disk) + norm
+        disk = own * 2 * STATE_BYTES / device.disk if choice.offload == "disk" else 0.0  # read and written
+        return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm
