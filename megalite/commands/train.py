@@ -109,7 +109,7 @@ def start(config: Config, device: torch.device) -> tuple[RankEnvironment, Mesh, 
 
 def announce(trainer: Trainer, notes: list[str]) -> None:
     """Store the resolved configuration and print what runs where. Collective."""
-    from megalite.mesh import describe
+    from megalite.mesh_map import describe
     from megalite.training.memory_report import report
 
     notes += report(trainer)
