@@ -297,8 +297,8 @@ class Stepper:
         if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
             return 0.0
         table = parameters(self.operations.units(self._share(choice)), (), embedding=False, head=True) / (choice.dp if choice.zero else 1)
-        apart = 1 if choice.gpus <= self.device.per_node else 2
-        return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // apart, apart))
+        nodes = 1 if choice.gpus <= self.device.per_node else 2
+        return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
     def _behind(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[float]) -> tuple[float, float]:
         """What follows the pipeline: gradients not yet reduced when the last rank ends, and weights not yet there when they are needed.
