@@ -228,7 +228,7 @@ BUDGET_MIB = 180  # beyond what the libraries take; masters and moments alone ar
 def pretrain(options: dict[str, Any], *before: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
     values = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-    return subprocess.run([sys.executable, *before, *values], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *before, *values], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures through /proc")

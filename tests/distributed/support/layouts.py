@@ -125,4 +125,5 @@ def pairwise() -> list[Case]:
     """The table that `python -m tests.distributed.support.covering` has written: every legal pair, for few seconds."""
     header, *rows = (line.split() for line in TABLE.read_text().splitlines())
     values = {option: {str(value): value for value in OPTIONS[option]} for option in header}
-    return [with_layers({option: values[option][word] for option, word in zip(header, row, strict=True)}) for row in rows]
+    cases = [{option: values[option][word] for option, word in zip(header, row, strict=True)} for row in rows]
+    return [with_layers({**{option: values[0] for option, values in OPTIONS.items()}, **case}) for case in cases]
