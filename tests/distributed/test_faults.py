@@ -79,7 +79,7 @@ def fitted_until_all_have_said(context: Any, config: dict[str, Any]) -> dict[str
     record = Path(config["run"]["dir"], "run", "stalls", "collectives_{:05d}")
 
     def wait(seconds: float) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not all(Path(str(record).format(rank)).exists() for rank in range(context.world)) and time.monotonic() < deadline:
             time.sleep(0.05)
 

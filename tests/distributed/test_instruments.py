@@ -193,7 +193,7 @@ def test_a_rank_without_memory_says_what_may_help_and_the_other_one_why_it_ends(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(60)
+            process.join(300)
         assert [process.exitcode for process in processes] == [1, 1], [output.read_text() for output in outputs]
     finally:
         for process in processes:

@@ -21,7 +21,7 @@ from tests.distributed.support.jobs_training import resume
 from tests.distributed.test_faults import fitted
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 120.0  # seconds: far more than a loaded machine needs
+TIMEOUT = 300.0  # seconds: far more than a loaded machine needs
 
 
 def command(run: Path, prefix: str, *arguments: str) -> list[str]:

@@ -79,7 +79,7 @@ FORMULAS = {  # g: bytes of a gradient
     2: lambda n, g: 2 + (g + 12) / n,
     3: lambda n, g: (2 + g + 12) / n,
 }
-CASES = [*((zero, size, "wide") for zero in FORMULAS for size in (2, 3, 4, 8)), *((zero, 2, "bf16") for zero in FORMULAS)]
+CASES = [*((zero, size, "wide") for zero in FORMULAS for size in (2, 3, 4)), (3, 8, "wide"), *((zero, 2, "bf16") for zero in FORMULAS)]
 
 
 @pytest.mark.parametrize("zero, size, grad_dtype", CASES)

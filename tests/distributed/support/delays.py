@@ -96,7 +96,7 @@ def prove_undisturbed(layout: str, steps: int, seeds: range, longest_s: float, p
     case = with_layers({**SINGLE, **MODEL, **LAYOUTS[layout]})
     world, config = case["tp"] * case["pp"] * case["dp"], config_of(case, prefix)
     config["train"] |= {"steps": steps, "grad_clip": CLIP}
-    timeout = 60.0 + 5.0 * steps
+    timeout = 300.0 + 5.0 * steps
     expected = ranks.run(world, delayed_job, config, steps, 0, 0.0, timeout=timeout)
     for seed in seeds:
         got = ranks.run(world, delayed_job, config, steps, seed, longest_s, timeout=timeout)

@@ -31,7 +31,7 @@ from typing import Any, TextIO
 MAX_WORLD = 8
 ALONE = 0  # the generation of every world of one; groups count from 1
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "numpy", "pytest", "megalite.training.trainer"]
-GROUP_TIMEOUT = timedelta(seconds=240)
+GROUP_TIMEOUT = timedelta(seconds=600)
 GRACE_S = 1.0  # time for the other ranks' errors, or for stacks to be written, before the ranks are killed
 LOG_TAIL = 6000  # characters of a rank's output in an error
 
@@ -144,7 +144,7 @@ class RankPool:
         self._store: Any = None
         self._logs = tempfile.TemporaryDirectory(prefix="rank_pool_")
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Run `function(context, *args)` on ranks 0 … world - 1 and return their results in rank order.
 
         Args:
