@@ -24,7 +24,6 @@ EXCEPTIONS = {
     "megalite/training/faults.py": "rehearses faults; in a run without --faults it does nothing",
 }
 VOCABULARY = (  # words in which the others speak: who talks to whom, what a rank holds, what a schedule is made of
-    "megalite/layout.py",
     "megalite/mesh.py",
     "megalite/parallel/spec.py",
     "megalite/parallel/pipeline/schedule.py",
