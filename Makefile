@@ -21,7 +21,7 @@ QUICK_ROOMS := build config model monitoring optimizer parallel planning trainin
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo: $(VENV)/installed-demo ## prepare data, train on two ranks, resume and generate
+demo: $(VENV)/installed-demo ## from nothing to a trained model: tokenizer, TP2 × PP2 × DP2 on eight ranks, a sample
 	$(BIN)/python tools/demo.py
 
 # One thread: sums must not depend on a machine's cores. First what needs both cores for its ranks, then the rest in two processes.
