@@ -214,7 +214,7 @@ BAD = {
     "text is a number": (["--input", "number.jsonl", "--tokenizer", "byte"], "line 1 is of type int, not text"),
     "not an object": (["--input", "list.jsonl", "--tokenizer", "byte"], "list.jsonl line 1 is a list, not an object"),
     "not JSON": (["--input", "broken.jsonl", "--tokenizer", "byte"], "broken.jsonl line 2 is not JSON"),
-    "not parquet": (["--input", "bad.parquet", "--tokenizer", "byte"], "bad.parquet is no parquet file"),
+    "not parquet": (["--input", "bad.parquet", "--tokenizer", "byte"], "bad.parquet is not a parquet file"),
     "no column": (
         ["--input", "a.parquet", "--text_key", "body", "--tokenizer", "byte"],
         "--text_key body is not in a.parquet; its keys: id, text",
