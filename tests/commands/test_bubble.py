@@ -153,7 +153,7 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
         ("--pp 4 --microbatches 8 --compare --forward 0 --input_backward 0 --weight_backward 0", "all 0"),
         ("--pp 4 --microbatches 8 --compare --schedule 1f1b", "--schedule does not go with --compare"),
         ("--pp 4 --sweep tp=1,2 --compare", "'tp=1,2' varies neither microbatches nor pp"),
-        ("--pp 4 --sweep microbatches=1,,2 --compare", "'' is not a whole number"),
+        ("--pp 4 --sweep microbatches=1,,2 --compare", "'' is not a positive integer"),
         ("--pp 4 --microbatches 8 --sweep microbatches=1,2 --compare", "--microbatches is given by --sweep too"),
         ("--pp 4 --sweep microbatches=1,2 --compare --timeline a.svg", "--timeline does not go with --sweep"),
         ("--pp 4 --microbatches 8 --schedule 1f1b --timeline a.gif", "ends in .png or .svg or .html or .json"),
