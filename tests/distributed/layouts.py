@@ -28,31 +28,31 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "kv_heads": (4, 1),
     "vocab_size": (96, 101),
-    "uneven": (False, True),  # a layer more than there are stages
+    "uneven": (False, True),  # one layer more than stages
     "masked": (False, True),
     "dropout": (0.0, 0.1),
     "precision": ("fp64", "fp32"),
 }
 PLACE = {option: number for number, option in enumerate(OPTIONS)}
-DEAR = ("tp", "pp", "dp", "offload", "recompute", "uneven", "microbatches")  # their values are listed from cheap to dear
+DEAR = ("tp", "pp", "dp", "offload", "recompute", "uneven", "microbatches")  # their values are listed from cheap to expensive
 SEED, CANDIDATES = 7, 30
 MAX_WORLD = 8
 FEWEST_LAYERS = 3
 
 
 def schedule_options(schedule: str) -> tuple[str, int | None]:
-    """parallel.schedule and parallel.virtual_stages: `interleaved-3` is interleaved with three stages on each rank."""
+    """parallel.schedule and parallel.virtual_stages: `interleaved-3` is interleaved with three stages per rank."""
     name, _, chunks = schedule.partition("interleaved-")
     return ("interleaved", int(chunks)) if chunks else (name, None)
 
 
 def stages(case: Case) -> int:
-    """Stages of the pipeline, over all ranks."""
+    """The number of pipeline stages over all ranks."""
     return int(case["pp"] * chunks_of(*schedule_options(case["schedule"])))
 
 
 def with_layers(case: Case) -> Case:
-    """The case with as many layers as its stages need, and no more: every layer of every case is paid for in time."""
+    """The case with the smallest number of layers that its stages need, because every layer costs time."""
     return {**case, "layers": max(stages(case), FEWEST_LAYERS) + case["uneven"]}
 
 
@@ -86,7 +86,7 @@ def every_case() -> Iterator[Case]:
             yield with_layers(case)
 
 
-NAMED = {  # in the table by name, whatever the pairs need
+NAMED = {  # always in the table, under these names
     "tp": 2,
     "pp": 2,
     "dp": 2,
@@ -124,7 +124,7 @@ def _pair(one: tuple[str, Any], other: tuple[str, Any]) -> tuple[tuple[str, Any]
 
 
 def cost(case: Case) -> float:
-    """Roughly the seconds that 20 steps of a case take where its ranks share two cores: what counts are messages that are waited for."""
+    """Approximate seconds of 20 steps of a case whose ranks share two cores, dominated by waits for messages."""
     layers, passes = with_layers(case)["layers"], 1.4 if case["recompute"] == "full" else 1.0
     seconds = 1 + 0.15 * case["tp"] * case["pp"] * case["dp"] + 0.12 * layers
     each = case["dp"] * case["microbatches"]
@@ -134,7 +134,7 @@ def cost(case: Case) -> float:
 
 
 def pairwise() -> list[Case]:
-    """Greedy cover: of some cases grown from uncovered pairs, the one that covers most for what it costs. The seed gives a cheap table."""
+    """Greedy cover: among cases grown from uncovered pairs, take the one that covers most per cost. The seed gives a cheap table."""
     random = Random(SEED)
     table = [NAMED, {**NAMED, "precision": "fp32"}]
     missing = legal_pairs().difference(*map(pairs_of, table))
@@ -148,12 +148,12 @@ def pairwise() -> list[Case]:
 
 
 def _grown(pair: tuple[tuple[str, Any], ...], missing: set[Any], random: Random) -> Case:
-    """A legal case around a pair: each other option, in random order, takes the value that covers most, the cheapest of equals."""
+    """A legal case around a pair: each other option, in random order, gets the value that covers most pairs, the cheapest of equals."""
     case: Case = dict(pair)
     for option in random.sample([option for option in OPTIONS if option not in case], len(OPTIONS) - len(case)):
         values = [value for value in OPTIONS[option] if is_legal({**case, option: value})]
         if option == "microbatches" and case.get("pp", 2) > 1:
-            values = [*values[1:], values[0]]  # one microbatch shows little of a pipeline
+            values = [*values[1:], values[0]]  # one microbatch exercises little of a pipeline
         elif option not in DEAR:
             random.shuffle(values)
         gains = [sum(_pair(item, (option, value)) in missing for item in case.items()) for value in values]
