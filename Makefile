@@ -1,6 +1,6 @@
-# `make demo` and `make test` do everything themselves, on a machine that has python3 (3.11 or newer), make and a C compiler.
+# `make demo` and `make test` install everything they need on a machine with python3 (3.11 or newer), make and a C compiler.
 #
-# Without a GPU, PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' takes torch's CPU build, and saves gigabytes.
+# Without a GPU, PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' installs torch's CPU build, which saves gigabytes.
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -24,7 +24,7 @@ help: ## list the targets
 demo: $(VENV)/installed-demo ## from nothing to a trained model: tokenizer, TP2 × PP2 × DP2 on eight ranks, a sample
 	$(BIN)/python tools/demo.py
 
-# One thread: sums must not depend on a machine's cores. First what needs both cores for its ranks, then the rest in two processes.
+# One thread: sums must not depend on the number of cores. First the tests whose ranks need both cores, then the rest in two processes.
 quick: install ## the tests to run after each edit, under 90 seconds on two cores
 	cd tests/distributed && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest $(QUICK_PROOFS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks" -n 2 --dist loadfile $(addprefix tests/,$(QUICK_ROOMS))
@@ -33,11 +33,11 @@ test: lint ## lint and every test, at most ten minutes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks" -n 2 --dist loadfile
 
-# The long form, days in all on two cores: each call runs a slice of under ten minutes, the next continues. MATRIX='--part random' takes one part.
+# The long form, days in total on two cores: each call runs under ten minutes and the next continues. MATRIX='--part random' selects a part.
 test-matrix: install ## a slice of the long form of the proofs: MATRIX='--minutes 4 --part random'
 	$(BIN)/python -m tests.matrix --minutes 9 $(MATRIX)
 
-# What docs/pipeline.md shows, drawn from the schedules themselves; a test compares.
+# The pictures of docs/pipeline.md, drawn from the schedules; a test compares them.
 pictures: install ## draw the pictures of the manual
 	for name in gpipe 1f1b interleaved zb-h1 zb-h2 zb-v v-half; do \
 		$(BIN)/python tools/bubble_calc.py --pp 4 --microbatches 8 --schedule $$name --timeline docs/pictures/$$name.svg > /dev/null || exit 1; \
@@ -57,7 +57,7 @@ lint: install manual ## ruff, mypy, import-linter, shellcheck, and the links of 
 
 install: $(VENV)/installed-dev ## make .venv with all that development needs
 
-# The demo needs a third of what the tests need: each target installs its own extra.
+# The demo needs a third of the tests' packages: each target installs its own extra.
 $(VENV)/installed-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[$*]'

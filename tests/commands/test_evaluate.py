@@ -280,7 +280,7 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
         "is not UTF-8: byte 3": ["perplexity", model, "--text", tmp_path / "latin"],
         "--sequence_length 49: the model has positions for 48": ["perplexity", model, *text, "--sequence_length", 49],
         "--stride 9 is more than the sequence length 8": ["perplexity", model, *text, "--sequence_length", 8, "--stride", 9],
-        "--batch_size: 0 is not a number from 1 up": ["perplexity", model, *text, "--batch_size", 0],
+        "--batch_size: 0 is not a positive integer": ["perplexity", model, *text, "--batch_size", 0],
         "--tokenizer none.model does not exist": ["perplexity", model, *text, "--tokenizer", "none.model"],
         "--tasks nothing is no task, group or tag of lm-evaluation-harness nor of": [
             "tasks",

@@ -211,7 +211,7 @@ def test_a_written_plan_trains(tool, tmp_path):
         ),
         (["--model", "llama-3-8b", *ARGUMENTS, "--write", "nowhere/run.yaml"], "there is no directory nowhere. Make it first."),
         (["--model", "configs/finetune-lora.yaml", *ARGUMENTS], "lora.rank = 16 is not planned for"),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--gpus", "0"], "argument --gpus: '0' is not a whole number from 1 up"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--gpus", "0"], "argument --gpus: '0' is not a positive integer"),
     ],
 )
 def test_what_can_not_be_planned_is_one_message(tool, capsys, arguments, message):

@@ -87,7 +87,7 @@ def test_what_travels_over_data_parallelism_is_beside_the_actions() -> None:
     ]
     found = timeline(build("1f1b", 2, 1), Layout(pp=2), records)
     assert found["data_parallel"] == {"transfers": 1.5, "under_way": 3.0, "waited": 1.0}  # means over both ranks
-    assert "1.5 transfers, 3000.00 ms with something under way, 1000.00 ms of waiting" in describe(found)[-1]
+    assert "1.5 transfers, 3000.00 ms with a transfer in flight, 1000.00 ms of waiting" in describe(found)[-1]
     under_way: dict[str, list[float]] = {}
     for event in found["traceEvents"]:  # the trace begins a second before the first action
         if event["ph"] in "be":

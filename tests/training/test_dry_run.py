@@ -62,7 +62,7 @@ def test_it_prints_a_line_for_pipeline_ranks_that_are_alike(say):
         ({"tp": 3}, ["--world_size", "3"], "parallel.tp = 3 does not divide"),
         ({}, ["--world_size", "12"], "parallel.dp = 1 does not fill the run's 12 processes"),
         ({"model.vocab_size": 100}, ["--ranks", "1"], "--ranks 1 is not one of 1 ranks. Give ranks from 0 to 0."),
-        ({}, ["--world_size", "0"], "argument --world_size: '0' is not a whole number from 1 up"),
+        ({}, ["--world_size", "0"], "argument --world_size: '0' is not a positive integer"),
         ({}, ["--ranks", "x"], "'x' is not a list of ranks such as 0,7"),
         ({"parallel.zerro": 3}, [], "--parallel.zerro on the command line is not a known option. Nearest: --parallel.zero."),
     ],

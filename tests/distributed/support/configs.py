@@ -29,7 +29,7 @@ SINGLE = {
 def write_tokens(directory: Path, vocab_size: int, count: int = 12_000, seed: int = 0) -> str:
     """A token file of random documents; returns its PREFIX."""
     random = np.random.default_rng(seed)
-    tokens = random.zipf(1.3, count) % (vocab_size - 1) + 1  # skewed, so that there is something to learn
+    tokens = random.zipf(1.3, count) % (vocab_size - 1) + 1  # a skewed distribution, so that the loss can fall
     ends = np.cumsum(random.integers(3, 40, count // 10))
     ends = np.append(ends[ends < count - 1], count - 1)
     tokens[ends] = EOS

@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "kv_heads": (4, 1),
     "vocab_size": (96, 101),
-    "uneven": (False, True),  # a layer more than there are stages
+    "uneven": (False, True),  # one layer more than stages
     "masked": (False, True),
     "dropout": (0.0, 0.1),
     "precision": ("fp64", "fp32"),
@@ -38,13 +38,13 @@ MAX_WORLD = 8
 
 
 def schedule_options(schedule: str) -> tuple[str, int | None]:
-    """parallel.schedule and parallel.virtual_stages: `interleaved-3` is interleaved with three stages on each rank."""
+    """parallel.schedule and parallel.virtual_stages: `interleaved-3` is interleaved with three stages per rank."""
     name, _, chunks = schedule.partition("interleaved-")
     return ("interleaved", int(chunks)) if chunks else (name, None)
 
 
 def stages(case: Case) -> int:
-    """Stages of the pipeline, over all ranks."""
+    """The number of pipeline stages over all ranks."""
     return int(case["pp"] * chunks_of(*schedule_options(case["schedule"])))
 
 
@@ -88,7 +88,7 @@ def every_case() -> Iterator[Case]:
             yield with_layers(case)
 
 
-NAMED = {  # in the table by name, whatever the pairs need
+NAMED = {  # always in the table, under these names
     "tp": 2,
     "pp": 2,
     "dp": 2,

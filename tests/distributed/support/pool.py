@@ -42,11 +42,11 @@ class RankError(RuntimeError):
 
 @dataclass
 class RankContext:
-    """What a job knows about its place.
+    """A job's rank and its process's cache.
 
     Attributes:
         rank, world: as in torch.distributed, which is initialised unless world is 1.
-        cache: this process's own, kept between jobs as long as the process group lives: for meshes, which are dear.
+        cache: private to this process and kept while the process group exists: for meshes, which are expensive to make.
     """
 
     rank: int
@@ -54,14 +54,14 @@ class RankContext:
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The object that `make` made for this key under this process group. Where it communicates, every rank must ask alike."""
+        """The cached result of `make` for this key and process group. If `make` communicates, all ranks must call this alike."""
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
 
 
 def start_fork_server() -> None:
-    """Start importing torch in the process that ranks are forked from; returns at once."""
+    """Start the import of torch in the process that ranks are forked from; returns at once."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
 
@@ -100,15 +100,15 @@ def _serve(rank: int, pipe: connection.Connection, store_port: int, log_path: st
                 generation, context = wanted, RankContext(rank, world)
             function, args = pickle.loads(job)
             reply = pickle.dumps((None, function(context, *args)))
-        except BaseException:  # whatever happens in a job belongs into the test's report
+        except BaseException:  # every error of a job is reported by the test
             reply = pickle.dumps((traceback.format_exc(), None))
         sys.stdout.flush()
         pipe.send_bytes(reply)
 
 
 def _redirect_output(path: str) -> TextIO:
-    """Send this process's output, that of C++ included, to a file that an error can quote."""
-    log = open(path, "a", buffering=1)  # noqa: SIM115 (it lives as long as the process)
+    """Redirect this process's output, including that of C++, to a file that errors quote."""
+    log = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the process)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
@@ -116,7 +116,7 @@ def _redirect_output(path: str) -> TextIO:
 
 
 def _exit_with_parent() -> None:
-    """Leave no rank behind when pytest is killed."""
+    """End this rank if pytest is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -187,7 +187,7 @@ class RankPool:
         return ranks[:world]
 
     def _collect(self, ranks: list[_Rank], timeout: float) -> list[Any]:
-        """Wait for every rank's answer; after a first error, only a moment longer for those of the others."""
+        """Wait for every rank's answer; after the first error, wait only briefly for the others."""
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout
@@ -210,7 +210,7 @@ class RankPool:
 
     @staticmethod
     def _stacks(ranks: list[_Rank], hanging: Iterable[int], timeout: float) -> str:
-        """Have every hanging rank write where it stands."""
+        """Make every hanging rank write its stacks."""
         hanging = list(hanging)
         for number in hanging:
             os.kill(ranks[number].process.pid or 0, signal.SIGUSR2)
@@ -245,6 +245,6 @@ def _answer(rank: _Rank) -> tuple[str | None, Any]:
 
 
 def _tail(rank: _Rank) -> str:
-    """The end of what a rank has printed in this job."""
+    """The end of a rank's output in this job."""
     text = rank.log.read_text(errors="replace")[-LOG_TAIL:] if rank.log.exists() else ""
     return f"\n--- its output ---\n{text}" if text else ""
