@@ -11,7 +11,7 @@ from megalite.mesh import PRODUCTS
 
 
 def describe(layout: Layout) -> str:
-    """A picture of the mesh: a row per (pp, dp, cp), the tp ranks side by side."""
+    """The mesh as text: a row per (pp, dp, cp), with the tp ranks in it."""
     lines = [f"{layout.world} ranks: pp {layout.pp} × dp {layout.dp} × cp {layout.cp} × tp {layout.tp}"]
     for pp, dp, cp in product(range(layout.pp), range(layout.dp), range(layout.cp)):
         ranks = [layout.rank({"pp": pp, "dp": dp, "cp": cp, "tp": tp}) for tp in range(layout.tp)]
@@ -20,7 +20,7 @@ def describe(layout: Layout) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megalite.mesh", description="Print who is where in a mesh.")
+    parser = argparse.ArgumentParser(prog="python -m megalite.mesh", description="Print the ranks of a mesh and their process groups.")
     for axis in reversed(AXES):
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"size of the {axis} axis")
     sizes = vars(parser.parse_args(argv))

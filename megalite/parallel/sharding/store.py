@@ -1,12 +1,13 @@
-"""The memory of one rank's parameters: flat weight buckets, their gradients and their masters, whole or as ZeRO's shards.
+"""The memory of one rank's parameters: flat buckets of weights, gradients and master weights, full or as ZeRO shards.
 
-    forward    `gatherer`: weights gathered after the last step have arrived, or are gathered for use (ZeRO-3)
+    forward    `gatherer` waits for the weights gathered after the last step, or gathers them for use (ZeRO-3)
     backward   `weight_grads` computes weight gradients; a complete bucket starts its reduction at once (`reducer`)
-    then       `reducer.finish()`: reductions awaited; tensor-partial, replicated key-value and tied gradients summed
-    optimizer  works on `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it
-    after      `gatherer.gather_updated()`: updated shards are gathered
+    then       `reducer.finish()` waits for the reductions and sums tensor-partial, replicated key-value and tied gradients
+    optimizer  updates `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it
+    after      `gatherer.gather_updated()` starts gathering the updated shards
 
-The store allocates all of it, gives the weights their values, and says which rectangles of global tensors this rank holds.
+The store allocates this memory, sets the values of weights, and enumerates the rectangles of global tensors that this rank holds. The
+communication is that of its gatherer and reducer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megalite.parallel.weight import Weight, WeightGradQueue
 
 @dataclass(frozen=True)
 class _Dtypes:
-    """Of the weights, the master weights and the accumulated gradients."""
+    """Dtypes of the weights, the master weights and the accumulated gradients."""
 
     weights: torch.dtype
     master: torch.dtype
@@ -77,8 +78,11 @@ class ParameterStore:
     Attributes:
         weights: every stored tensor by name, for the model.
         weight_grads: the queue of weight-gradient products.
-        gatherer: makes a unit's weights whole before it computes.
+        gatherer: makes a unit's full weights available before it computes.
         reducer: reduces gradients.
+
+    Raises:
+        ValueError: zero is 0 but the mesh's shard axis has several ranks.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class ParameterStore:
 
     def _allocate(self, layout: Bucket, dtypes: _Dtypes) -> BucketBuffers:
         weights = torch.zeros(layout.size, dtype=dtypes.weights, device=self.device)
+        # Frozen buckets have no optimizer state to shard; only ZeRO-3 shards their weights.
         domain, divided = self.mesh.domain(layout.domain), layout.trainable or self.zero == 3
         start, stop = layout.part(domain.shard.rank, domain.shard.size) if divided else (0, layout.size)
         shard = self._allocate_shard(stop - start, dtypes.weights) if self.zero == 3 else None
@@ -148,7 +153,7 @@ class ParameterStore:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
     def _allocate_gradients(self, layout: Bucket, dtype: torch.dtype) -> GradientBucket:
-        zero = min(self.zero, 1) if self._separates(layout) else self.zero  # two accumulators, kept for the step: else their order is lost
+        zero = min(self.zero, 1) if self._separates(layout) else self.zero  # both accumulators last a step: adding per microbatch reorders
         return GradientBucket.allocate(layout, self.mesh.domain(layout.domain), zero, dtype, self.device, self.reducer)
 
     def _separates(self, layout: Bucket) -> bool:
@@ -157,7 +162,11 @@ class ParameterStore:
     # ---- the values of weights
 
     def fill(self, values: Callable[[Segment], Iterable[Tensor]]) -> None:
-        """Set weights; `values` gives this rank's part of a segment, in its local shape, by blocks of rows, or nothing."""
+        """Set weights.
+
+        Args:
+            values: yields this rank's part of a segment, in its local shape, by blocks of rows; or nothing, to leave it as it is.
+        """
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 start = slot.start
@@ -166,15 +175,18 @@ class ParameterStore:
                     for block in values(segment):
                         bucket.write(at, block.reshape(-1))
                         at += block.numel()
-                    self.state.release(bucket.master)
+                    self.state.release(bucket.master)  # offloaded masters: evict the pages that were just written
                     start += segment.local(self.at).numel
 
     def initialize(self, seed: int, frozen: bool = True) -> None:
-        """Draw every weight, or those that are not frozen, keyed by its global name: the same model under every mesh."""
+        """Draw every weight, or only those that are not frozen, keyed by its global name: the same model under every mesh."""
         self.fill(lambda each: rng.initial_values(each, self.at, seed) if frozen or each.trainable else ())
 
     def to_load(self, trained: bool = True) -> list[Rectangle]:
-        """The master weights that this rank keeps, or the frozen ones, for a checkpoint to fill; `publish` then makes them the weights."""
+        """The master weights that this rank keeps, for a checkpoint to fill; `publish` then copies them to the weights.
+
+        `trained=False` leaves out all but the frozen ones.
+        """
         return [
             bucket.rectangle("weight", bucket.master, flat, offset)
             for bucket in self.buckets
@@ -183,7 +195,7 @@ class ParameterStore:
         ]
 
     def publish(self) -> None:
-        """Make the master weights the weights, after a load or an undone step, and gather them."""
+        """Copy the master weights to the weights, after a load or an undone step, and start gathering them."""
         with torch.no_grad():
             for bucket in self.buckets:
                 if bucket.has_own_master:
@@ -194,10 +206,10 @@ class ParameterStore:
     # ---- which rectangles of global tensors this rank holds
 
     def owned_rectangles(self) -> Iterator[tuple[BucketBuffers, FlatRectangle, int]]:
-        """Rectangles that cover every global element once over the whole mesh, padding and copies left out.
+        """Rectangles that cover every global element exactly once over the whole mesh, without padding and copies.
 
-        Yields (bucket, rectangle, offset): the rectangle's elements are [offset + start, offset + stop) of the bucket. Its dp share is
-        one of dp shards, under every ZeRO stage; its tp share is that of the owning tp rank.
+        Yields (bucket, rectangle, offset): the rectangle's elements are [offset + start, offset + stop) of the bucket. A rank yields its
+        1/owners of each bucket, under every ZeRO stage, and only segments that it owns on the tp axis.
         """
         for bucket in self.buckets:
             for flat, offset in self.rectangles_in(bucket, *bucket.layout.owned(bucket.domain.share)):
