@@ -41,7 +41,7 @@ class AdamW:
         return state_kinds(segment)
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by the scalar `divisor`."""
+        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor`, a scalar."""
         options = self.options
         scale = None if divisor is None else divisor.to(self.store.state.device, non_blocking=True)  # stays on the device: no wait for it
         for window in self.store.state.windows(self._ranges):  # under offload a window at a time, its copies overlapped with updates

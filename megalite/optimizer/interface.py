@@ -17,7 +17,7 @@ class Optimizer(Protocol):
         """Names of the optimizer state of a segment, each of the segment's shape; the master weight is not among them."""
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by the scalar `divisor`."""
+        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor`, a scalar."""
 
     def changing(self) -> list[Tensor]:
         """All tensors that a step changes: master weights and state."""

@@ -71,7 +71,7 @@ def _resume_newest(trainer: Trainer) -> bool:
             return True
     if problems:
         listed = "\n  ".join(problems)
-        way_out = "Put one of them back, or start afresh with another run.name, or with checkpoint.load = none, which overwrites them."
+        way_out = "Restore one of them, or start from step 0 with another run.name, or with checkpoint.load = none, which overwrites them."
         raise DamagedError(f"no checkpoint in {checkpoints} can be used:\n  {listed}\n{way_out}")
     return False
 

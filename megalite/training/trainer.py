@@ -147,7 +147,7 @@ class Trainer:
         value = torch.tensor([int(self.schedule.hash[:8], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
-            raise RuntimeError(f"rank {self.mesh.rank} built another pipeline schedule than other ranks: were all given the same options?")
+            raise RuntimeError(f"rank {self.mesh.rank} built a different pipeline schedule than other ranks: do all have the same options?")
 
     # ---- one step
 
