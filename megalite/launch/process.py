@@ -89,8 +89,8 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[[Any,
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     store, rank, size = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    # torchrun's store survives a restart, with the addresses of dead ranks: a prefix for each start hides them. On several nodes each one
-    # counts its own restarts, so that the prefix is always the same there (docs/faults.md).
+    # torchrun's store survives a restart, with the addresses of dead ranks: a prefix for each start hides them. On several nodes the
+    # counts may differ between nodes, so the prefix is constant there (docs/faults.md).
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world_size() == local_world_size() else "0"
     store = dist.PrefixStore(f"start_{start}", store)  # type: ignore[attr-defined]
     if meet is not None:
