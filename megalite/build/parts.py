@@ -45,7 +45,7 @@ def offload_directory(config: Config) -> Path:
 
 
 def check_offload(config: Config, device: torch.device, share: float) -> None:
-    """Raise ConfigError where the disk can not take the optimizer state of this machine's ranks, which are a `share` of all."""
+    """Raise ConfigError if the disk has no room for the optimizer state of this machine's ranks, which are a `share` of all."""
     parallel, dtype = config.parallel, DTYPES[config.train.precision]
     if parallel.offload != "disk":
         return
@@ -58,7 +58,7 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
 
 
 def mesh_options(config: Config) -> dict[str, Any]:
-    """What a mesh needs to know of a configuration besides the layout."""
+    """Arguments of a mesh, from the configuration, besides the layout."""
     plan = schedule(config, layout(config).microbatches)
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
@@ -70,13 +70,13 @@ def mesh_options(config: Config) -> dict[str, Any]:
 
 
 def make_mesh(config: Config) -> Mesh:
-    """Every group and channel that this configuration needs. Collective: called by every rank of the world."""
+    """Create all groups and channels that this configuration needs. Collective over the world."""
     return Mesh(layout(config), **mesh_options(config), timeout=timedelta(seconds=duration_seconds(config.run.timeout) or 0))
 
 
 @dataclass
 class Parts:
-    """One rank's share of the model, ready to run."""
+    """One rank's part of the model, ready to run."""
 
     store: ParameterStore
     stages: dict[int, Stage]
@@ -84,9 +84,9 @@ class Parts:
 
 
 def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True, state: StateMemory | None = None) -> Parts:
-    """Allocate this rank's parameters (zero until initialised or loaded; gradients where it trains) and the stages that use them.
+    """Allocate this rank's parameters (zero until initialized or loaded; gradients only if it trains) and build the stages that use them.
 
-    `state` takes the optimizer's state instead of what parallel.offload names.
+    `state`: the memory of the optimizer state; default: as `parallel.offload` says.
     """
     parallel, train = config.parallel, config.train
     dispatch.select(train.kernels)

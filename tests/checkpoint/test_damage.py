@@ -122,7 +122,7 @@ def test_where_none_is_left_all_are_named_with_the_way_out(ranks: RankPool, pref
         f"no checkpoint in {copy} can be used",
         f"{copy / OLDER}/rank_00001.bin is damaged: expected checksum ",
         f"{copy / NEWER}/rank_00000.bin is damaged: expected {size:,} bytes, found {size // 2:,}",
-        "start afresh with another run.name, or with checkpoint.load = none",
+        "start from step 0 with another run.name, or with checkpoint.load = none",
     ):
         assert part in messages[0][1]
 

@@ -168,5 +168,5 @@ def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path
     assert "adapter_config.json has use_dora = True, which is not handled" in refusal(targets=["q", "k"])
     made = trainer.config
     made.model.init_from, made.lora = str(saved), LoraConfig()
-    with pytest.raises(CheckpointError, match="holds adapters beside its weights. Merge them"):
+    with pytest.raises(CheckpointError, match="holds adapters next to its weights. Merge them"):
         Trainer(made, make_mesh(made))
