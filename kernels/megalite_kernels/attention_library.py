@@ -17,7 +17,7 @@ from megalite_kernels.launch import architecture
 
 _aten = torch.ops.aten
 _CUDNN_WIDEST = 128  # channels: for wider heads a backward exists only in some versions, which `can_use_cudnn_attention` does not check
-_CUDNN_PART, _CUDNN_ANY = 128, 91501  # the sequence is a multiple of so many keys, or cuDNN's version is at least 9.15.1
+_CUDNN_PART, _CUDNN_ANY = 128, 91501  # cuDNN needs sequences of a multiple of 128 keys, before version 9.15.1
 
 
 def _by_head(x: Tensor) -> Tensor:

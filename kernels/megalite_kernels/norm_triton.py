@@ -22,7 +22,7 @@ from megalite_kernels.launch import Variant, architecture, operation
 
 TILE = 2048  # least number of values per program: 4 warps of 32 threads
 VALUES = 16  # values per thread, 32 in the widest rows: backward uses up to 128 registers
-# Number of warps for whose backward one multiprocessor has the registers; the most that a program has.
+# Number of warps that have enough registers for backward on one multiprocessor: the most that a program uses.
 WARPS = {"sm_80": 16, "sm_90": 16, "sm_100": 16, "gfx942": 8}
 AHEAD = {"sm_80": 2, "sm_90": 2, "sm_100": 2, "gfx942": 1}  # iterations of backward that overlap: in shared memory; on AMD in registers
 
