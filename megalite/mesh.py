@@ -8,12 +8,10 @@ created once, eagerly, in the same order on every rank. Groups over equal lists 
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import product
 from typing import TYPE_CHECKING
 
 from megalite.activity import Activity
@@ -214,29 +212,7 @@ class Mesh:
                 work.wait()
 
 
-def describe(layout: Layout) -> str:
-    """The mesh as text: a row per (pp, dp, cp), with the tp ranks in it."""
-    lines = [f"{layout.world} ranks: pp {layout.pp} × dp {layout.dp} × cp {layout.cp} × tp {layout.tp}"]
-    for pp, dp, cp in product(range(layout.pp), range(layout.dp), range(layout.cp)):
-        ranks = [layout.rank({"pp": pp, "dp": dp, "cp": cp, "tp": tp}) for tp in range(layout.tp)]
-        lines.append(f"  stage {pp}  replica {dp}" + (f"  context {cp}" if layout.cp > 1 else "") + f"  tp ranks {ranks}")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megalite.mesh", description="Print the ranks of a mesh and their process groups.")
-    for axis in reversed(AXES):
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"size of the {axis} axis")
-    sizes = vars(parser.parse_args(argv))
-    for axis, size in sizes.items():
-        if size < 1:
-            parser.error(f"--{axis} = {size}: an axis has at least one rank")
-    layout = Layout(**sizes)
-    print(describe(layout))
-    for name, axes in (*((axis, (axis,)) for axis in reversed(AXES)), *PRODUCTS.items()):
-        groups = sorted({layout.peers(rank, axes) for rank in range(layout.world)})
-        print(f"{name:>6}: " + " ".join(str(list(group)) for group in groups))
-
-
 if __name__ == "__main__":
+    from megalite.mesh_map import main
+
     main()

@@ -31,8 +31,8 @@ def library(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if not q.is_cuda or not q.numel() or dim % 8 or torch.are_deterministic_algorithms_enabled():
         return None
     parameters = cuda.SDPAParams(_by_head(q), _by_head(k), _by_head(v), None, 0.0, True, heads != k.shape[2])
-    sound = dim <= _CUDNN_WIDEST and (sequence % _CUDNN_PART == 0 or (cudnn.version() or 0) >= _CUDNN_ANY)
-    if sound and architecture(q.device) in ("sm_90", "sm_100") and cuda.can_use_cudnn_attention(parameters):
+    valid = dim <= _CUDNN_WIDEST and (sequence % _CUDNN_PART == 0 or (cudnn.version() or 0) >= _CUDNN_ANY)
+    if valid and architecture(q.device) in ("sm_90", "sm_100") and cuda.can_use_cudnn_attention(parameters):
         return "cudnn"
     return "flash" if cuda.can_use_flash_attention(parameters) else None
 

@@ -23,12 +23,13 @@ from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs, with_adapters
 from megalite.model.stage import Stage
+from megalite.optimizer.state_kinds import state_kinds
 from megalite.parallel.pipeline.communication import channels
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
 from megalite.parallel.sharding.powersgd import PowerSGD
-from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import parameter_count
 from megalite.parallel.tensor.lora import attach_adapters
 
@@ -51,7 +52,8 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     own_master = dtype != accumulate_dtype or (device.type != "cpu" and not parallel.offload_parameters)
     trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
-    wanted = parameter_count(trained) * accumulate_dtype.itemsize * (3 if own_master else 2) * layout(config).replicate * share
+    kinds = len(state_kinds(trained[0].segments[0])) + own_master
+    wanted = parameter_count(trained) * accumulate_dtype.itemsize * kinds * layout(config).replicate * share
     check_directory(offload_directory(config), int(wanted))
 
 
@@ -89,21 +91,19 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
     parallel, train = config.parallel, config.train
     dispatch.select(train.kernels)
     dtype = DTYPES[train.precision]
-    store = ParameterStore(
-        specs_of(config, mesh.pp.rank),
-        mesh,
+    options = StoreOptions(
         zero=parallel.zero,
         dtype=dtype,
         grad_dtype=None if train.grad_dtype == "wide" else DTYPES[train.grad_dtype],
         reduce_dtype=None if parallel.reduce_dtype == "wide" else DTYPES[parallel.reduce_dtype],
-        powersgd=PowerSGD(mesh, parallel.powersgd_rank, config.run.seed) if parallel.powersgd_rank and mesh.data.size > 1 else None,
         bucket_bytes=parallel.bucket_mb * 1e6,
-        device=device,
         separate_embedding_grad=config.run.deterministic,
-        state=state or state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config)),
         offload_parameters=parallel.offload_parameters,
         training=training,
     )
+    powersgd = PowerSGD(mesh, parallel.powersgd_rank, config.run.seed) if parallel.powersgd_rank and mesh.data.size > 1 else None
+    state = state or state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config))
+    store = ParameterStore(specs_of(config, mesh.pp.rank), mesh, options, powersgd=powersgd, device=device, state=state)
     attach_adapters(store.weights, config.lora.alpha / max(config.lora.rank, 1), mesh.tp)
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     units = units_of(config)

@@ -1,5 +1,5 @@
-"""What a run is: typed sections (schema.py), their YAML and command line (load.py), and the rules between them (rules/).
+"""The configuration of a run: typed sections (schema.py), YAML and command line (load.py), and rules between options (rules/).
 
-families.py turns a Hugging Face config.json into a model's options, importers/ other programs' configurations into ours.
+families.py converts a Hugging Face config.json to the options of a model, importers/ converts configurations of other programs.
 Imports no torch and nothing else of megalite but checkout.py.
 """

@@ -1,7 +1,7 @@
-"""Every size that follows from the options of a run's mesh, derived in one place. Imports no torch.
+"""All sizes derived from the options of a run's mesh. Imports no torch.
 
-world is pp · dp · cp · tp. Gradients are summed over data = dp · cp = shard · replicate = ep · expert_data: under ZeRO `shard` ranks share
-weights, gradients and optimizer state, and `ep` ranks will share the experts of a layer.
+world = pp · dp · cp · tp. Gradients are summed over data = dp · cp = shard · replicate = ep · expert_data. Under ZeRO weights, gradients
+and optimizer state are sharded over `shard` ranks; the experts of a layer will be split over `ep` ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megalite.config.schema import Config, ParallelConfig
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The sizes of the mesh's axes, and what follows from them.
+    """The sizes of the mesh's axes, and those derived from them.
 
     Attributes:
-        dp_shard: data ranks that share their states; None: all of them, 1: each keeps its own.
-        virtual_stages: stages of the pipeline on each rank.
-        microbatches: of one step on one dp rank.
-        ep: ranks that share a layer's experts: 1 until there is an option.
+        dp_shard: data ranks over which ZeRO shards; None: all of them, 1: no sharding.
+        virtual_stages: pipeline stages per rank.
+        microbatches: microbatches of one step on one dp rank.
+        ep: ranks over which a layer's experts are split; 1 until there is an option.
     """
 
     pp: int = 1
@@ -34,9 +34,9 @@ class ParallelDims:
 
     @classmethod
     def of(cls, config: Config, world_size: int | None = None) -> Self:
-        """The sizes of a run. Where parallel.dp is not set, it fills `world_size`; without one, or where no size fills it, it is 1.
+        """The sizes of a run. If parallel.dp is null, dp fills `world_size`; without a world size, or if no dp fills it, dp is 1.
 
-        A configuration whose sizes are wrong has dims, too: the rules read them to say what is wrong.
+        Also works for inconsistent sizes: the rules read them to report what is wrong.
         """
         parallel, train = config.parallel, config.train
         dp = parallel.dp or (world_size and filling_dp(parallel, world_size)) or 1
@@ -52,7 +52,7 @@ class ParallelDims:
 
     @property
     def replica(self) -> int:
-        """Ranks that train one copy of the model on the same rows."""
+        """Number of ranks that train one copy of the model, on the same rows."""
         return self.pp * self.cp * self.tp
 
     @property
@@ -69,31 +69,31 @@ class ParallelDims:
 
     @property
     def replicate(self) -> int:
-        """Groups of data ranks that hold the same shards (HSDP)."""
+        """Number of data ranks that hold the same shard (HSDP)."""
         return self.data // self.shard
 
     @property
     def expert_data(self) -> int:
-        """Data ranks that hold the same experts, over which their gradients are summed."""
+        """Number of data ranks that hold the same experts; the experts' gradients are summed over them."""
         return self.data // self.ep
 
     @property
     def owners(self) -> dict[str, int]:
-        """For each domain of parameters, the ranks among which each element has one owner: in norms, checkpoints and bucket sizes."""
+        """Parameter domain → number of ranks among which each element has exactly one owner, for norms, checkpoints and bucket sizes."""
         return {"dense": self.data, "expert": self.expert_data}
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline rank."""
+        """Number of ranks at one coordinate of the pp axis."""
         return self.data * self.tp
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline, over all ranks."""
+        """Number of pipeline stages, over all ranks."""
         return self.pp * self.virtual_stages
 
 
 def filling_dp(parallel: ParallelConfig, world_size: int) -> int | None:
-    """The data-parallel size with which the mesh fills the world; None where there is none."""
+    """The data-parallel size with which the mesh has `world_size` ranks; None if there is none."""
     ranks = parallel.pp * parallel.cp * parallel.tp
     return world_size // ranks if ranks > 0 and world_size % ranks == 0 else None

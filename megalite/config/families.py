@@ -1,8 +1,8 @@
-"""Hugging Face config.json → ModelConfig, and what the way back (`megalite.huggingface`) needs to know. Imports no torch.
+"""Hugging Face config.json → ModelConfig, and the tables for the reverse (`megalite.huggingface`). Imports no torch.
 
-families.yaml says which fields of a config.json carry over and under which of our names, what transformers assumes where a field is left
-out, and the axis values that make a family what it is. A field that no row handles is refused by name unless it is null, without
-influence on pretraining, or at the one value that means "off": a model must never be trained as something else than it says.
+families.yaml lists for each family which fields of a config.json map to which fields of ModelConfig, transformers' defaults for missing
+fields, and the values that the family fixes. Any other field is refused by name unless it is null, has no influence on pretraining, or has
+the value that means "off": a model must never be trained as something other than its config.json describes.
 """
 
 import functools
@@ -24,20 +24,20 @@ class Family:
     model_type: str
     architecture: str
     fields: dict[str, tuple[str, ...]]
-    """config.json field → the ModelConfig fields that take its value."""
+    """config.json field → the ModelConfig fields that have its value."""
     defaults: dict[str, Any]
-    """Where transformers assumes something else than for other families; a field without a default is required."""
+    """transformers' defaults that differ from those of other families; a field without a default is required."""
     constants: dict[str, Any] = field(default_factory=dict)
-    """ModelConfig fields whose value the family fixes, where it differs from ModelConfig's own default."""
+    """ModelConfig fields whose value the family fixes, if it differs from ModelConfig's default."""
     window: str | None = None
-    """Which layers have a sliding window: every_layer (Mistral), or where layer_types is left out upper_layers (Qwen), every_other
-    (Gemma 2) or without_rope (SmolLM3); None has no window."""
+    """Layers with a sliding window: every_layer (Mistral); or, if layer_types is missing, upper_layers (Qwen), every_other (Gemma 2) or
+    without_rope (SmolLM3); None: no window."""
     computed: tuple[str, ...] = ()
-    """ModelConfig fields that are a function of a config.json with its defaults."""
+    """ModelConfig fields computed from a config.json with its defaults."""
     own: str = ""
-    """Further fields of its config.json, which `computed` reads or which have no influence on pretraining."""
+    """Other fields of its config.json, which `computed` reads or which have no influence on pretraining."""
     rope_types: tuple[str, ...] = tuple(ROPE_SCALING_KEYS)
-    """Kinds of rotary scaling that transformers has for it."""
+    """Types of rotary scaling that transformers supports for it."""
 
     @property
     def rope(self) -> bool:
@@ -45,7 +45,7 @@ class Family:
 
 
 class Families(NamedTuple):
-    """families.yaml."""
+    """The content of families.yaml."""
 
     rows: dict[str, Family]
     defaults: dict[str, Any]
@@ -73,7 +73,7 @@ def families() -> Families:
 
 
 def hf_shape(directory: str) -> dict[str, Any]:
-    """The ModelConfig fields that a Hugging Face model's directory gives, for model.from_hf. Raises ConfigError naming that option."""
+    """The ModelConfig fields of a Hugging Face model's directory, for model.from_hf. Raises ConfigError naming that option."""
     try:
         return from_hf_config(hf_config(directory))
     except ConfigError as error:
@@ -81,7 +81,7 @@ def hf_shape(directory: str) -> dict[str, Any]:
 
 
 def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any]:
-    """The config.json of a Hugging Face model's directory, or another such file. Raises ConfigError where it can not be read."""
+    """The config.json of a Hugging Face model's directory, or another JSON file there. Raises ConfigError if it cannot be read."""
     path = Path(directory) / name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any
 
 
 def _without_rope(given: dict[str, Any]) -> list[int]:
-    """SmolLM3's no_rope_layers is 1 where there are rotary embeddings; every interval-th layer has none where it is left out."""
+    """SmolLM3's no_rope_layers is 1 for layers with rotary embeddings; if it is missing, every interval-th layer has none."""
     layers, interval = range(given["num_hidden_layers"]), given["no_rope_layer_interval"]
     used = given["no_rope_layers"] or [(layer + 1) % interval for layer in layers]
     return [layer for layer in layers if not used[layer]]
@@ -113,7 +113,7 @@ def _refuse(name: str, value: Any, why: str) -> ConfigError:
 
 
 def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming a family or field that is not handled."""
+    """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field that is not handled."""
     known = families()
     family = known.rows.get(config.get("model_type", ""))
     if family is None:
@@ -127,7 +127,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
         shape["intermediate_size"] = 4 * shape["hidden_size"]
     legal_act = ModelConfig.__annotations__["hidden_act"].__args__
     if shape["hidden_act"] == "gelu" and family.model_type == "gemma":
-        shape["hidden_act"] = _GELU  # what its first files mean, as transformers has it
+        shape["hidden_act"] = _GELU  # Gemma's first files say gelu and mean this; transformers does the same
     if shape["hidden_act"] not in legal_act:
         raise _refuse("hidden_act", shape["hidden_act"], f"is not handled. Legal values: {', '.join(legal_act)}.")
     try:
@@ -146,7 +146,7 @@ def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any]) ->
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = parameters.pop("rope_theta", None) or given["rope_theta"]
     kind = parameters.pop("rope_type", None) or parameters.get("type", "default")
-    parameters.pop("type", None)  # the name of rope_type before transformers 4.43
+    parameters.pop("type", None)  # rope_type's name before transformers 4.43
     if kind not in family.rope_types:
         raise _refuse("rope_scaling", kind, f"is not handled. Legal values of rope_type: {', '.join(family.rope_types)}.")
     if kind == "yarn":
@@ -159,7 +159,7 @@ def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any]) ->
 
 
 def _complete_yarn(parameters: dict[str, Any], longest: int) -> dict[str, Any]:
-    """YaRN's parameters with what transformers takes for those left out; mscale and mscale_all_dim are only a way to write the factor."""
+    """YaRN's parameters with transformers' defaults; mscale and mscale_all_dim are another way to write attention_factor."""
     given = {key: value for key, value in parameters.items() if value is not None}
     scale, all_dim = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
     grown = 0.1 * math.log(given["factor"]) if given.get("factor", 0) > 1 else 0.0

@@ -1,7 +1,7 @@
 """YAML and command line → Config: default < preset or from_hf < YAML < command line.
 
-jsonargparse checks and converts the values; unknown keys, broken files and wrong types end with one message each.
-jsonargparse and yaml are imported where they are needed: code that only uses a Config does not pay for them.
+jsonargparse checks and converts the values. An unknown key, a broken file or a wrong type ends the process with one message.
+jsonargparse and yaml are imported on first use: code that only uses a Config does not need them.
 """
 
 import os
@@ -34,14 +34,14 @@ SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero"
 OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
 """Every option, section.key → its dataclass field."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0
-"""Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one has ended."""
+"""Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one exits, and local rank 0 must print."""
 
 
 def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
-    """The checked configuration of a run, from the command line (default: this process's).
+    """The checked configuration of a run, from a command line (by default this process's).
 
-    Ends the process, without traceback, where there is nothing to run: exit status 2 and one message on stderr for a wrong
-    configuration, 0 after --help, --list_configs or --print_config. world_size: number of processes.
+    Exits the process without a traceback if there is nothing to run: with status 2 and one message on stderr for a wrong configuration,
+    with status 0 after --help, --list_configs or --print_config. world_size: number of processes.
     """
     try:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv)
@@ -61,7 +61,7 @@ def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
 
 
 def exit_with(message: str, status: int = 2) -> NoReturn:
-    """End a run that is configured wrongly: the message, printed by local rank 0 alone, and the exit status."""
+    """Exit with a status; only local rank 0 prints the message, to stderr for a status other than 0."""
     if _is_local_rank_0():
         print(message.rstrip("\n"), file=sys.stderr if status else sys.stdout, flush=True)
     elif status:
@@ -77,18 +77,18 @@ def _is_local_rank_0() -> bool:
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Section → key → value, plain data that JSON and YAML can hold."""
+    """Section → key → value, as plain data for JSON and YAML."""
     return asdict(config)
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
-    """The inverse of to_dict; sections and keys may be left out. Raises ConfigError on an unknown key. Values are taken as they are."""
+    """The inverse of to_dict; sections and keys may be missing. Values are not checked. Raises ConfigError on an unknown key."""
     sections = nest(flatten(tree, "in the configuration"))
     return Config(**{section.name: section.type(**sections.get(section.name, {})) for section in fields(Config)})  # type: ignore[operator]
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML that `--config` reads back to the same configuration."""
+    """The configuration as YAML, from which `--config` reads the same configuration."""
     import yaml
 
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=140)
@@ -101,7 +101,7 @@ def write_config(config: Config, run_dir: Path) -> None:
 
 
 def flatten(tree: Any, source: str) -> dict[str, Any]:
-    """{section: {key: value}} → {section.key: value}. Raises ConfigError on anything that is no known option; source says where."""
+    """{section: {key: value}} → {section.key: value}. Raises ConfigError on anything but known options; `source` says where it was."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{show(tree)} {source} is not a set of sections. Write `section:`, and below it, indented, `key: value`.")
     options: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def flatten(tree: Any, source: str) -> dict[str, Any]:
 
 
 def unknown(name: str, source: str, known: list[str], dashes: str = "") -> ConfigError:
-    """The message for an unknown key: names the options with the same last part, or else the most similar one."""
+    """The error for an unknown key; names the options with the same last part, or else the most similar one."""
     same = [option for option in OPTIONS if option.split(".")[-1] == name.split(".")[-1]]
     nearest = " or ".join(f"{dashes}{option}" for option in same or [nearest_name(name, known)])
     return ConfigError(f"{dashes}{name} {source} is not a known option. Nearest: {nearest}.")
@@ -143,7 +143,7 @@ class Arguments:
 
 
 def read_arguments(argv: list[str]) -> Arguments:
-    """Take `--name VALUE` and `--name=VALUE` apart. Raises ConfigError on a word that is no option, or an option without value."""
+    """Parse `--name VALUE` and `--name=VALUE`. Raises ConfigError on a word that is not an option, or an option without a value."""
     arguments, words = Arguments(), iter(argv)
     for word in words:
         if word in ("-h", "--help"):
@@ -172,11 +172,11 @@ def read_arguments(argv: list[str]) -> Arguments:
 
 
 def read_tree(path: str, option: str) -> Any:
-    """The content of a YAML file; option: what named it. Raises ConfigError where it can not be read."""
+    """The content of a YAML file; option: the option that names it, for messages. Raises ConfigError if it cannot be read."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.1 reads 3e-4 as text and silently keeps the last of two equal keys; neither is wanted here."""
+        """Reads 3e-4 as a number and refuses duplicate keys: YAML 1.1 reads it as text and silently keeps the last of equal keys."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
@@ -198,12 +198,12 @@ def read_tree(path: str, option: str) -> Any:
 
 
 def shipped_configs() -> dict[str, str]:
-    """The configurations that come with megalite: name → the first line of the file's comment."""
+    """The configurations shipped with megalite: name → first line of the file's comment."""
     return {path.stem: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for path in sorted(CONFIGS.glob("*.yaml"))}
 
 
 def config_file(given: str) -> str:
-    """The path that `--config` means: a file, or where there is none of that name a configuration that comes with megalite."""
+    """The path of `--config`: a file or, if there is none of that name, a configuration shipped with megalite."""
     if Path(given).is_file() or Path(given).name != given or Path(given).suffix in (".yaml", ".yml"):
         return given
     shipped = CONFIGS / f"{given}.yaml"
@@ -219,7 +219,7 @@ def _nearest_file(path: str) -> str:
 
 
 def resolve(arguments: Arguments, world_size: int) -> Config:
-    """Everything that was given, on top of everything that follows from it; not checked yet."""
+    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size); not checked yet."""
     parser = build_parser()
     given: dict[str, Any] = {}
     for path in map(config_file, arguments.files):
@@ -244,7 +244,7 @@ def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
-    """The model options that a preset or a Hugging Face directory gives (both at once are refused by a rule)."""
+    """The model options of a preset or a Hugging Face directory (a rule refuses both at once)."""
     shape: dict[str, Any] = {}
     if name is not None:
         shape = preset(name)
@@ -257,17 +257,17 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
 
 
 def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
-    """One argument an option, typed by its field; docs: option → help text."""
+    """A parser with one argument per option, of the type of its field; docs: option → help text."""
     from jsonargparse import ArgumentParser
 
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
     parser = ArgumentParser(prog=command("train"), usage=USAGE, exit_on_error=False, add_help=False)
     if docs is not None:
-        what = "YAML file of sections and keys, or a name of --list_configs; the command line goes before it."
+        what = "YAML file of sections and keys, or a name from --list_configs. Options on the command line override it."
         parser.add_argument("--config", metavar="FILE|NAME", help=what)
-        parser.add_argument("--list_configs", action="store_true", help="Print the configurations that come with megalite, and exit.")
+        parser.add_argument("--list_configs", action="store_true", help="Print the configurations shipped with megalite, and exit.")
         parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration as YAML, and exit.")
-        parser.add_argument("--dry_run", action="store_true", help="Print what --world_size W ranks would take, and exit.")
+        parser.add_argument("--dry_run", action="store_true", help="Print what --world_size W ranks would need, and exit.")
         parser.add_argument("--help", "-h", action="store_true", help="Show this text, and exit.")
     groups = {section.name: parser.add_argument_group(section.name) for section in fields(Config)}
     for option, key in OPTIONS.items():
@@ -278,7 +278,7 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
 
 
 def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
-    """The values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit."""
+    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit."""
     from argparse import ArgumentError
 
     argv = [f"--{option}={word}" for option, word in values.items()]
@@ -287,7 +287,7 @@ def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, 
     except (ArgumentError, TypeError, ValueError) as error:
         option = next((option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None)
         raise ConfigError(wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}") from None
-    for option, value in values.items():  # the parser lets null pass for every type
+    for option, value in values.items():  # the parser accepts null for every type
         if parsed[option] is None and NoneType not in get_args(OPTIONS[option].type):
             raise ConfigError(wrong_type(option, value, source))
     return {option: parsed[option] for option in values}
@@ -319,7 +319,7 @@ def describe_type(hint: Any) -> str:
 
 
 def field_docs() -> dict[str, str]:
-    """Option → docstring: the string that follows the field in schema.py, read from its source (Python itself keeps none)."""
+    """Option → docstring: the string after the field in schema.py, read from the source, since Python does not store it."""
     import ast
     import inspect
     from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Named model shapes, in presets.yaml."""
+"""Named model shapes, stored in presets.yaml."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a rule of the configuration is, and how its message is written; the rules themselves are in rules/."""
+"""Rules of the configuration and their messages; the rules themselves are in rules/."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from megalite.config.schema import Config
 
 @dataclass
 class RuleContext(Config):
-    """A configuration and where it is to run: what a rule looks at."""
+    """A configuration and where it will run: the input of a rule."""
 
     world_size: int = 1
     local_devices: int | None = None
@@ -28,15 +28,15 @@ class RuleContext(Config):
 
 Text = str | Callable[[RuleContext], str]
 Legal = Sequence[Any] | str
-"""The legal values or, where they can not be listed, a sentence that says what to do."""
+"""The legal values or, if they cannot be listed, a sentence that says what to do."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One check: `broken` is true where it is violated; the error is "option = value message. legal values or way out".
+    """One check: `broken` returns a true value if it is violated; the error is "option = value message. legal values or way out".
 
-    value: what to show, where it is not simply the option's.
-    message: what is wrong; {section.key} becomes "section.key = value".
+    value: the value to show; None: the option's value.
+    message: what is wrong; {section.key} is replaced by "section.key = value".
     """
 
     name: str
@@ -60,25 +60,25 @@ CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpo
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a directory holds a published checkpoint; its manifest is what makes it one."""
+    """Whether a directory is a published checkpoint: it has a manifest."""
     return (Path(path) / "manifest.json").is_file()
 
 
 def can_be_written(directory: Path) -> bool:
-    """Whether a directory may be written to, or made."""
+    """Whether a directory can be written to or created."""
     nearest = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def show(value: Any) -> str:
-    """A value as one would write it in YAML."""
+    """A value as written in YAML."""
     if isinstance(value, str):
         return value or '""'
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def describe_legal(value: Any, legal: Sequence[Any]) -> str:
-    """The legal values, if there are few, and the nearest: the neighbours of a number, the most similar of names."""
+    """The legal values, if there are at most 12, and the nearest: the neighbours of a number, or the most similar name."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         neighbours = max((v for v in legal if v < value), default=None), min((v for v in legal if v > value), default=None)
         nearest = " or ".join(show(v) for v in neighbours if v is not None)
@@ -89,7 +89,7 @@ def describe_legal(value: Any, legal: Sequence[Any]) -> str:
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str:
-    """The most similar of names, the earlier one where two are equally similar."""
+    """The most similar of `names`; the first one of equally similar names."""
     return max(names, key=lambda other: SequenceMatcher(None, name, other).ratio())
 
 
@@ -98,6 +98,6 @@ def divisors(number: int) -> list[int]:
 
 
 def around(value: int, step: int) -> list[int]:
-    """The multiples of step next to value, at least one step."""
+    """The positive multiples of step at or next to value."""
     below = value // step * step
     return [multiple for multiple in (below, below + step) if multiple > 0]

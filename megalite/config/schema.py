@@ -1,11 +1,11 @@
-"""What a run is: typed sections whose field docstrings are the `--help` text. Imports no torch."""
+"""The options of a run: typed sections whose field docstrings are the `--help` text. Imports no torch."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
 class ConfigError(Exception):
-    """A configuration that can not run; the message names option, value, reason and way out."""
+    """A configuration that cannot run; the message names the option, its value, the reason and a way out."""
 
 
 ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
@@ -14,36 +14,36 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
-"""rope_type → the further keys of model.rope_scaling, each of them required."""
+"""rope_type → the other keys of model.rope_scaling, all required."""
 
 
 @dataclass
 class RunConfig:
     dir: str = "runs"
-    """Directory under which the run's own directory (`run.dir/run.name`) is made."""
+    """Parent directory of the run's own directory, `run.dir/run.name`."""
     name: str = "run"
-    """Name of the run: configuration, metrics, checkpoints and traces lie in `run.dir/run.name`."""
+    """Name of the run. Its configuration, metrics, checkpoints and traces are stored in `run.dir/run.name`."""
     seed: int = 1234
-    """Seed of everything random. Randomness is keyed by name and step, so every topology draws the same numbers."""
+    """Random seed. Random numbers are keyed by name and step, so every topology draws the same ones."""
     deterministic: bool = False
-    """Only deterministic algorithms; tied embedding gradients are kept apart so that they add in one order."""
+    """Use only deterministic algorithms, and accumulate the two gradients of a tied embedding separately, to add them in a fixed order."""
     timeout: str = "10m"
-    """The run ends when a rank does not answer for this long, for example 10m or 1h."""
+    """End the run when a rank does not answer a collective for this long, for example 10m or 1h."""
 
 
 @dataclass
 class ModelConfig:
-    """The model as a row of axis values; fields carry their Hugging Face Llama names where one exists."""
+    """The model. Fields have the names of Hugging Face's LlamaConfig where it has them."""
 
     preset: str | None = None
-    """A named shape (tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3-70b); other fields of this section override it."""
+    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b or llama-3-70b. Other fields of this section override it."""
     from_hf: str | None = None
-    """Directory of a Hugging Face model whose config.json gives the shape (no weights are read)."""
+    """Directory of a Hugging Face model whose config.json gives the shape. No weights are read."""
     init_from: str | None = None
-    """Weights that start the run at step 0: a checkpoint directory (no optimizer state, no data position), or hf:DIR for a Hugging Face
-    directory, whose shape from_hf gives."""
+    """Initial weights, for a run that starts at step 0: a checkpoint directory (its optimizer state and data position are not used), or
+    hf:DIR for a Hugging Face directory (set from_hf to DIR for the shape)."""
     vocab_size: int | None = None
-    """Vocabulary size; defaults to that of the training data."""
+    """Vocabulary size. null: that of the training data."""
     hidden_size: int = 256
     """Width of the residual stream."""
     intermediate_size: int = 688
@@ -53,37 +53,37 @@ class ModelConfig:
     num_attention_heads: int = 4
     """Number of query heads."""
     num_key_value_heads: int | None = None
-    """Number of key-value heads (grouped-query attention); defaults to num_attention_heads."""
+    """Number of key-value heads (grouped-query attention). null: num_attention_heads."""
     head_dim: int | None = None
-    """Width of one head; defaults to hidden_size / num_attention_heads."""
+    """Width of one attention head. null: hidden_size / num_attention_heads."""
     max_position_embeddings: int = 2048
-    """Longest sequence that the model is made for; the rows of a learned position table."""
+    """Maximum sequence length, in tokens; also the number of rows of a learned position table."""
     tie_word_embeddings: bool = False
-    """Whether the output head shares the embedding's weight."""
+    """Share the embedding's weight with the output head."""
     position: Literal["rope", "learned", "none"] = "rope"
-    """How positions enter: rotary embeddings, a learned table added to the embedding, or not at all."""
+    """Position encoding: rotary embeddings (rope), a learned table added to the embedding (learned), or none."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
-    """Rotary scaling in Hugging Face form: {rope_type: linear, factor: F}, {rope_type: llama3, factor: F, low_freq_factor: L,
+    """Rotary scaling, as in Hugging Face: {rope_type: linear, factor: F}, {rope_type: llama3, factor: F, low_freq_factor: L,
     high_freq_factor: H, original_max_position_embeddings: N} or {rope_type: yarn, factor: F, original_max_position_embeddings: N,
-    beta_fast: 32, beta_slow: 1, attention_factor: A}."""
+    beta_fast: 32, beta_slow: 1, attention_factor: A}. null: no scaling."""
     no_rope_layers: list[int] | None = None
-    """Layers (0-based) without rotary embeddings."""
+    """Indices (0-based) of the layers without rotary embeddings. null: every layer has them."""
     norm: Literal["rms", "layer"] = "rms"
     """Normalisation: RMSNorm, or LayerNorm with bias."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
-    """Norm before each block (pre), after it and before the residual sum (post), or both."""
+    """Position of the norms: before each block (pre), after it and before the residual addition (post), or both."""
     norm_offset: float = 0.0
-    """Added to the norm's weight (1.0 gives Gemma's (1 + w) form)."""
+    """Constant added to the norm's weight; 1.0 gives Gemma's (1 + w)."""
     rms_norm_eps: float = 1e-5
-    """Epsilon of every norm, of either kind."""
+    """Epsilon of every norm, RMSNorm and LayerNorm."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys: per head (Qwen3), over the full width (OLMo-2), or none."""
     hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"] = "silu"
-    """Activation of the feed-forward block (gelu_new and gelu_pytorch_tanh are the tanh form)."""
+    """Activation of the feed-forward block; gelu_new and gelu_pytorch_tanh are both the tanh approximation of GELU."""
     gated_mlp: bool = True
-    """Gated feed-forward, act(gate) * up (SwiGLU with silu); otherwise act(up)."""
+    """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
     attention_bias: bool = False
     """Bias on the query, key and value projections."""
     attention_out_bias: bool = False
@@ -91,25 +91,25 @@ class ModelConfig:
     mlp_bias: bool = False
     """Bias on the feed-forward projections."""
     sliding_window: int | None = None
-    """Attention sees at most this many positions, itself included; none is unlimited."""
+    """Number of most recent positions, the token's own included, that a token attends to. null: all."""
     sliding_window_layers: list[int] | None = None
-    """Layers (0-based) that use sliding_window; none means every layer."""
+    """Indices (0-based) of the layers that use sliding_window. null: every layer."""
     attention_scale: float | None = None
-    """Factor on the attention scores; defaults to head_dim ** -0.5."""
+    """Factor on the attention scores. null: head_dim ** -0.5."""
     attention_softcap: float | None = None
-    """Scores become cap * tanh(scores / cap) (Gemma-2)."""
+    """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
     logit_softcap: float | None = None
-    """Logits become cap * tanh(logits / cap) (Gemma-2)."""
+    """Cap of the logits: cap * tanh(logits / cap) (Gemma-2). null: no cap."""
     embedding_scale: float | None = None
-    """Factor on the embedding's output (Gemma: hidden_size ** 0.5)."""
+    """Factor on the embedding's output (Gemma: hidden_size ** 0.5). null: 1."""
     initializer_range: float = 0.02
-    """Standard deviation of initial weights; output projections take it / sqrt(2 * num_hidden_layers)."""
+    """Standard deviation of the initial weights; divided by sqrt(2 * num_hidden_layers) for output projections."""
     embedding_dropout: float = 0.0
-    """Dropout on the embedding's output."""
+    """Dropout probability on the embedding's output."""
     attention_dropout: float = 0.0
-    """Dropout on attention probabilities."""
+    """Dropout probability on the attention probabilities."""
     residual_dropout: float = 0.0
-    """Dropout on each block's output before the residual sum."""
+    """Dropout probability on each block's output, before the residual addition."""
 
     @property
     def kv_heads(self) -> int:
@@ -121,13 +121,13 @@ class ModelConfig:
 
     @property
     def vocabulary(self) -> int:
-        """The vocabulary size, once it is known."""
+        """The vocabulary size. Raises ValueError where it is not known yet."""
         if self.vocab_size is None:
             raise ValueError("model.vocab_size is not set: it comes from the training data, or must be given")
         return self.vocab_size
 
     def window(self, layer: int) -> int | None:
-        """Positions that a layer's attention sees, itself included; None is unlimited."""
+        """Number of positions that a token of this layer attends to, its own included; None: all."""
         local = self.sliding_window_layers is None or layer in self.sliding_window_layers
         return self.sliding_window if local else None
 
@@ -137,18 +137,18 @@ class ModelConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (LoRA, Hu et al. 2021). With a rank the whole model is frozen, and they alone are trained."""
+    """Low-rank adapters (LoRA, Hu et al. 2021). With rank > 0 the model's weights are frozen and only the adapters are trained."""
 
     rank: int = 0
-    """Rank of the adapters; 0 trains the model itself."""
+    """Rank of the adapters. 0: no adapters, train the model itself."""
     alpha: float = 16.0
-    """An adapted weight is W + alpha / rank * B A."""
+    """Scale of the adapters: an adapted weight is W + alpha / rank * B A."""
     dropout: float = 0.0
-    """Dropout on what the adapters read."""
+    """Dropout probability on the adapters' input."""
     targets: list[Literal["q", "k", "v", "o", "gate", "up", "down"]] | None = None
-    """Projections that have adapters, in every layer; by default, or where none is named, all that the model has."""
+    """Projections that have adapters, in every layer. null or an empty list: all projections of the model."""
     init_from: str | None = None
-    """Directory of a PEFT adapter that starts the run at step 0, on top of model.init_from; none draws A and sets B to zero."""
+    """Directory of a PEFT adapter that gives the initial A and B at step 0, on top of model.init_from. null: A is random and B is zero."""
 
     def adapts(self, role: str) -> bool:
         """Whether projections of this role have adapters."""
@@ -160,99 +160,105 @@ class ParallelConfig:
     """The mesh pp × dp × cp × tp, and how each axis is used."""
 
     tp: int = 1
-    """Tensor-parallel size: ranks that share each layer's matrices."""
+    """Tensor-parallel size: number of ranks over which each layer's matrices are split."""
     pp: int = 1
-    """Pipeline-parallel size: stages that share the layers."""
+    """Pipeline-parallel size: number of ranks over which the layers are split."""
     dp: int | None = None
-    """Data-parallel size: replicas that share the global batch; defaults to world / (tp · pp · cp)."""
+    """Data-parallel size: number of replicas over which the global batch is split. null: world size / (tp · pp · cp)."""
     cp: int = 1
-    """Context-parallel size: ranks that share each sequence. Only 1 until ring attention lands."""
+    """Context-parallel size: number of ranks over which each sequence is split. Only 1 is supported so far."""
     sequence_parallel: bool = False
-    """Split activations between tensor-parallel regions along the sequence."""
+    """Split the activations between tensor-parallel regions along the sequence."""
     dp_shard: int | None = None
-    """Data-parallel ranks that share their states under ZeRO, replicated over the others (HSDP); by default all of them."""
+    """Number of data-parallel ranks over which ZeRO shards; the shards are replicated over the other ranks (HSDP). null: all of them."""
     zero: int = 1
-    """ZeRO stage: 0 replicates optimizer state over dp, 1 shards master weights and moments, 2 gradients too, 3 weights too."""
+    """ZeRO stage. 0: nothing is sharded over dp; 1: master weights and optimizer state are; 2: gradients too; 3: weights too."""
     zero3_reshard: Literal["action", "step"] = "action"
-    """With ZeRO-3, free a layer's weights after each use (gathered again for each microbatch and pass), or at the end of the step."""
+    """With ZeRO-3, free a layer's gathered weights after each use (action: gathered again for every microbatch and pass), or at the end of
+    the step (step)."""
     reduce_dtype: Literal["wide", "bf16"] = "wide"
-    """What gradients travel in over data parallelism: wide as they accumulate, bf16 rounded to half of that, and added in fp32."""
+    """Communication dtype of the gradient reduction over dp. wide: the accumulate dtype; bf16: cast to bf16, sent, and summed in fp32."""
     powersgd_rank: int | None = None
-    """With ZeRO 0 and 1, send gradient matrices as two factors of so many columns (PowerSGD); none sends them whole."""
+    """With ZeRO 0 or 1, send gradient matrices as two factors with this many columns (PowerSGD). null: no compression."""
     bucket_mb: float = 25.0
-    """Gradients are reduced in buckets of at most this many MB (fp32); a layer is never cut apart, so one that is larger has its own."""
+    """Maximum size of a gradient bucket, in MB of fp32. A layer is never split: one that is larger has a bucket of its own."""
     offload: Literal["none", "cpu", "disk"] = "none"
-    """Where master weights and Adam's moments lie: beside the weights, in CPU memory, or in a memory-mapped file; updated on the CPU."""
+    """Where master weights and optimizer state are stored: on the device (none), in CPU memory (cpu) or in a memory-mapped file (disk).
+    With cpu and disk the optimizer runs on the CPU."""
     offload_dir: str | None = None
-    """Directory on a fast local disk for offload disk; by default `offload/` in the run's directory. The files are scratch."""
+    """Directory of the files of offload disk, best on a fast local disk. null: `offload/` in the run's directory. The files are scratch."""
     offload_parameters: bool = False
-    """With ZeRO-3, keep the shards of the weights in CPU memory; layers come to the device as they are used."""
+    """With ZeRO-3, keep the weights' shards in CPU memory; each layer is copied to the device when it is used."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half"] = "1f1b"
-    """Pipeline schedule; `megalite bubble --compare` shows what each costs in time and memory."""
+    """Pipeline schedule; `megalite bubble --compare` shows the time and memory that each costs."""
     virtual_stages: int | None = None
-    """Stages on each pipeline rank, for schedule interleaved (default 2); zb-v and v-half have 2, the others 1."""
+    """Stages per pipeline rank, for schedule interleaved. null: 2 for interleaved, zb-v and v-half, 1 for the others."""
     schedule_costs: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0, 0.0])
-    """What a schedule with a split backward is planned for: duration of forward, input and weight gradient of a rank, and of a message."""
+    """Durations for which a schedule with a split backward is planned, in any unit: forward, input gradient and weight gradient of one
+    rank, and one message."""
     optimistic_step: bool = True
-    """Under zb-h2 and zb-v, update before the whole gradient norm is known and correct it if that clips. Takes a copy: not with offload."""
+    """With zb-h2 and zb-v, update before the global gradient norm is known, and correct the update if the norm clips. Keeps a copy of the
+    optimizer's state; has no effect with offload."""
     partition: list[int] | None = None
-    """Layers of each stage, first to last, for example [3, 5, 5, 3]; by default balanced by cost, embedding and head counted."""
+    """Number of layers of each stage, first to last, for example [3, 5, 5, 3]. null: balanced by cost, embedding and head included."""
     layer_costs: list[float] | None = None
-    """Measured cost of the embedding, each layer and the head, in any unit, for the balanced partition; by default estimated FLOPs."""
+    """Costs of the embedding, each layer and the head, in any unit, for the balanced partition. null: estimated FLOPs."""
 
 
 @dataclass
 class DataConfig:
     train: str | list[str] | dict[str, float] | None = None
-    """Token file PREFIX (PREFIX.bin, PREFIX.idx), a list of them, or {PREFIX: weight}."""
+    """Training data: a token file's PREFIX (of PREFIX.bin and PREFIX.idx), a list of prefixes, or {PREFIX: weight} for a blend."""
     validation: float | str | list[str] | dict[str, float] | None = None
-    """The same for validation, or the fraction of the training data that is held out at its end."""
+    """Validation data: the same, or the fraction of the training data that is held out at its end. null: no validation."""
     shuffle: bool = True
-    """Shuffle samples, as a pure function of (seed, epoch, dataset)."""
+    """Shuffle the training samples. The order depends on (seed, epoch, dataset) only."""
     sequence_length: int = 256
-    """Tokens of one sample."""
+    """Length of one sample, in tokens."""
     packing: bool = False
-    """Of chat data: a sample holds as many whole conversations as fit, none of which sees another; otherwise one, padded."""
+    """For chat data: fill each sample with as many whole conversations as fit, which do not attend to each other. false: one, padded."""
     reset_positions: bool = False
-    """Treat EOS as a document's end: positions restart and attention does not cross."""
+    """Treat EOS as the end of a document: positions restart after it, and attention does not cross it."""
     eod_mask_loss: bool = False
-    """Do not count the loss of the prediction made from an EOS token (the first token of the next document)."""
+    """Exclude from the loss the prediction made from an EOS token, which is the first token of the next document."""
 
 
 @dataclass
 class TrainConfig:
     steps: int = 100
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     global_batch_size: int = 32
-    """Sequences of one optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int = 4
-    """Sequences of one forward pass on one rank."""
+    """Sequences per forward pass on one rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Compute precision; bf16 and fp16 keep fp32 master weights and accumulate in fp32; fp64 is for proof on CPU."""
+    """Compute dtype. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32; fp64 is for numerical proofs on CPU."""
     grad_dtype: Literal["wide", "bf16"] = "wide"
-    """What gradients accumulate and travel in: wide is fp32 (fp64 under fp64); bf16 halves their memory and loses digits."""
+    """Dtype in which gradients are accumulated and sent. wide: fp32 (fp64 under fp64); bf16: half the memory, at lower precision."""
     recompute: str = "none"
-    """Activations recomputed in backward: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
+    """Activations that backward recomputes: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Triton kernels: auto takes them on a GPU where Triton is installed, torch never does, triton ends the run where none can run."""
+    """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch; torch: PyTorch; triton: Triton, or an
+    error where it cannot run."""
     compile: bool = False
-    """Compile the pure functions between linears with torch.compile."""
+    """Compile the pure functions between the linears with torch.compile."""
     loss_chunk: int | None = None
-    """Tokens whose logits exist at a time, with their gradients computed in the forward; 0 takes all of a microbatch. By default 4096 on a
-    GPU and 0 on a CPU. Below 2048 adding up the weight gradient costs time. Schedules with weight passes always take all in training."""
+    """Number of tokens whose logits exist at a time; their gradients are computed in the forward. 0: all tokens of a microbatch. null: 4096
+    on a GPU, 0 on a CPU. Below 2048 the accumulation of the weight gradient costs time. Training under a schedule with weight passes always
+    uses 0."""
     grad_clip: float = 1.0
-    """Clip the global gradient norm at this value; 0 turns clipping off."""
+    """Maximum global gradient norm. 0: no clipping."""
     label_smoothing: float = 0.0
-    """Label smoothing over the global vocabulary."""
+    """Label smoothing, over the whole vocabulary."""
     z_loss: float = 0.0
-    """Coefficient of the squared log-partition added to the loss."""
+    """Coefficient of the z-loss, the squared log-partition function of the logits, which is added to the loss."""
     stop_after: str | None = None
-    """Save and exit after this much time, for example 3h50m, 90m or 30s."""
+    """Save a checkpoint and exit after this duration, for example 3h50m, 90m or 30s. null: no limit."""
     watchdog: str | None = "5m"
-    """A rank that gets nowhere for this long says where it is, and writes its stacks to stalls/ in the run's directory; none is silent."""
+    """When a rank makes no progress for this long, print where it is and write its stacks to stalls/ in the run's directory. null: off."""
 
     def recompute_of(self, layer: int) -> str:
-        """What `recompute` means for one layer: none, selective or full."""
+        """What one layer recomputes: none, selective or full."""
         if not self.recompute.startswith("every-"):
             return self.recompute
         return "full" if layer % int(self.recompute.removeprefix("every-")) == 0 else "none"
@@ -260,16 +266,16 @@ class TrainConfig:
 
 @dataclass
 class FP16Config:
-    """fp16's dynamic loss scale, by DeepSpeed's rules."""
+    """Dynamic loss scaling of fp16, as in DeepSpeed."""
 
     initial_scale_power: int = 16
-    """The loss scale starts at 2 to this power."""
+    """Exponent of the initial loss scale, 2 ** initial_scale_power."""
     loss_scale_window: int = 1000
-    """Steps without overflow after which the scale is doubled."""
+    """Number of steps without overflow after which the scale is doubled."""
     hysteresis: int = 2
-    """Overflows after which the scale is halved."""
+    """Number of overflows after which the scale is halved."""
     min_loss_scale: float = 1.0
-    """The scale is not halved below this."""
+    """Minimum loss scale."""
 
 
 @dataclass
@@ -277,117 +283,121 @@ class OptimizerConfig:
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
-    """Learning rate at the end of decay."""
+    """Learning rate at the end of the decay."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0 to lr."""
+    """Number of steps of linear warm-up from 0 to lr."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Learning-rate schedule after warm-up; wsd stays constant and falls linearly over the last wsd_decay_fraction of the steps."""
+    """Learning-rate schedule after the warm-up. wsd: constant, then linear decay over the last wsd_decay_fraction of train.steps."""
     wsd_decay_fraction: float = 0.1
-    """Share of train.steps over which wsd decays."""
+    """Fraction of train.steps over which wsd decays."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's averaging coefficients of the gradient and of its square."""
+    """AdamW's coefficients for the running averages of the gradient and of its square."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices (norms and biases never decay)."""
+    """Decoupled weight decay of matrices; norms and biases never decay."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply lr and min_lr by global_batch_size / base_batch_size, or by its square root."""
+    """Multiply lr and min_lr by global_batch_size / base_batch_size (linear) or by its square root (sqrt)."""
     base_batch_size: int | None = None
-    """Batch size at which lr was chosen, for lr_scaling."""
+    """Global batch size, in sequences, for which lr was chosen; required by lr_scaling."""
 
 
 @dataclass
 class CheckpointConfig:
     interval: int | None = None
-    """Save every so many steps; none saves only at the end and on a signal."""
+    """Save every `interval` steps, at the end and on a signal. null: only at the end and on a signal."""
     keep: int | None = None
-    """Keep only the newest so many checkpoints; none keeps all."""
+    """Number of newest checkpoints to keep. null: keep all."""
     keep_every: int | None = None
-    """Keep, beside those, every checkpoint whose step is a multiple of this."""
+    """Besides the newest `keep` checkpoints, keep each one whose step is a multiple of this. null: no others."""
     async_save: bool = False
-    """Copy what is to be saved and write it while training goes on; takes as much CPU memory as this rank saves."""
+    """Copy the state and write it to disk while training continues. Costs as much CPU memory as the state that this rank saves."""
     verify: Literal["read", "full"] = "read"
-    """Check, before a checkpoint is used, what is read of it, or every byte of it (split over the ranks)."""
+    """Which checksums are verified before a checkpoint is used: those of the chunks that are read (read), or all, split over the ranks
+    (full)."""
     load: str = "auto"
-    """auto resumes from the run's newest checkpoint where there is one; none starts afresh; or a checkpoint directory."""
+    """auto: resume from the run's newest checkpoint, if there is one; none: start at step 0; otherwise a checkpoint directory to resume."""
     allow: list[Literal["data", "horizon"]] = field(default_factory=list)
-    """Changes accepted on resume: other data, another number of steps."""
+    """Changes accepted on resume: other training data (data), another train.steps (horizon)."""
 
 
 @dataclass
 class FaultsConfig:
-    """What is done about steps that went wrong, and which faults are made on purpose, to rehearse."""
+    """Handling of bad steps, and faults injected on purpose for tests."""
 
     spike_sigma: float | None = None
-    """Skip a step whose loss lies more than so many standard deviations above the mean of the last accepted steps; none never does."""
+    """Skip a step whose loss exceeds the mean of the last accepted steps by more than this many standard deviations. null: never."""
     spike_window: int = 100
-    """Accepted steps that mean and deviation are taken of; nothing is a spike before there are so many."""
+    """Number of accepted steps over which that mean and deviation are computed; no step counts as a spike before there are that many."""
     skip_limit: int = 10
-    """Steps skipped in a row after which the run ends. An overflow that only makes fp16's loss scale smaller is not counted."""
+    """Number of consecutive skipped steps after which the run ends. Overflows that only lower fp16's loss scale are not counted."""
     rollback: bool = False
-    """Instead of ending then, return to the last checkpoint and go on with the samples that come next, at most three times."""
+    """Instead of ending the run, return to the last checkpoint and continue with the samples that follow the skipped ones, at most three
+    times."""
     inject: str | list[str] | None = None
-    """Faults KIND:rank=R,step=S to rehearse with, separated by spaces or in a list; short --faults. Kinds and options: docs/faults.md."""
+    """Faults to inject, KIND:rank=R,step=S, separated by spaces or as a list; also --faults. docs/faults.md lists kinds and options."""
 
 
 @dataclass
 class ValidationConfig:
     interval: int | None = None
-    """Validate every so many steps, and at the end; none never does."""
+    """Validate every `interval` steps and at the end. null: never."""
     batches: int | None = None
-    """Global batches of one validation; none takes the whole validation data."""
+    """Number of global batches per validation. null: all validation data."""
 
 
 @dataclass
 class LoggingConfig:
     interval: int = 1
-    """Print one console line every so many steps (metrics.jsonl has every step)."""
+    """Print one console line every `interval` steps; metrics.jsonl has every step."""
     tensorboard: bool = False
     """Write TensorBoard scalars to the run's tensorboard/ directory."""
     wandb: str | None = None
-    """Weights & Biases project to log to (needs the wandb package)."""
+    """Weights & Biases project to log to; requires the wandb package. null: off."""
 
 
 @dataclass
 class ProfilingConfig:
     timeline: bool = False
-    """Record when each action of a few steps runs on each rank, and compare that with the simulator: traces/timeline.json of the run."""
+    """Record when each pipeline action of `steps` runs on each rank and compare with the simulator, in the run's traces/timeline.json."""
     steps: list[int] = field(default_factory=lambda: [3, 5])
-    """First and last step that are recorded and traced, counted from 1."""
+    """First and last step to record and trace, counted from 1."""
     ranks: list[int] = field(default_factory=list)
-    """Ranks on which torch.profiler traces these steps, into the run's traces/, with the pipeline's actions by name."""
+    """Ranks on which torch.profiler traces these steps, into the run's traces/, with the pipeline actions labelled."""
     hardware: str | None = None
-    """What the planner predicts the time of a step for, told when the run ends: a name that `megalite plan` knows, or a file that its
-    --calibrate wrote; by default the GPU that the run is on."""
+    """Hardware for which the planner predicts the step time that is reported when the run ends: a name that `megalite plan` knows, or a
+    file written by its --calibrate. null: the GPU of this run."""
     memory_snapshot: int | None = None
-    """Write what every byte of GPU memory is used for after this step, on these ranks (by default 0), and where memory runs out."""
+    """Step after which `ranks` (rank 0 if empty) write a snapshot of what GPU memory is used for; one is also written when memory runs out.
+    null: no snapshot."""
 
 
 @dataclass
 class NetworkConfig:
-    """How ranks reach each other. An option sets a variable of the environment before the process group starts; one set there wins."""
+    """Communication between ranks. An option sets an environment variable before the process group starts; a variable that is already set
+    is kept. null leaves the variable unset."""
 
     interface: str | None = None
     """Network interface of NCCL and gloo, for example eth0."""
     debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
-    """How much NCCL says."""
+    """NCCL's log level."""
     ib_devices: str | None = None
     """InfiniBand devices that NCCL uses, for example mlx5_0,mlx5_1."""
     ib_gid_index: int | None = None
-    """Global identifier that NCCL takes under RoCE, often 3."""
+    """Index of the global identifier that NCCL uses under RoCE, often 3."""
     ib_timeout: int | None = None
-    """InfiniBand's acknowledgement times out after 4.096 µs * 2 ^ this; NCCL's own is 20, large networks take 22 or 23."""
+    """Exponent of the InfiniBand acknowledgement timeout, 4.096 µs * 2 ** ib_timeout. NCCL's default is 20; large networks use 22 or 23."""
     ib_retries: int | None = None
-    """How often InfiniBand then tries again; NCCL's own is 7."""
+    """Number of InfiniBand retries after a timeout. NCCL's default is 7."""
     variables: dict[str, Any] | None = None
-    """Any other variables, for example {NCCL_NVLS_ENABLE: 0}."""
+    """Other environment variables, for example {NCCL_NVLS_ENABLE: 0}."""
     test: bool = False
-    """Measure the links between ranks for 3 seconds at start, and name the slowest."""
+    """Measure the links between ranks for 3 seconds at start, and report the slowest."""
 
 
 @dataclass
 class Config:
-    """One run, complete: what `--print_config` prints and the run directory stores."""
+    """All options of a run, as `--print_config` prints them and the run's directory stores them."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

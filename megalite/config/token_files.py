@@ -1,4 +1,4 @@
-"""What the token files that a configuration names say about themselves."""
+"""Metadata of the token files that a configuration names."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,16 @@ from megalite.config.schema import Config, ConfigError
 
 
 def prefixes(source: Any) -> list[str]:
-    """The token file prefixes that data.train or data.validation names; a held-out fraction names none."""
+    """The token file prefixes in data.train or data.validation; empty for a held-out fraction."""
     if isinstance(source, str):
         return [source]
     return list(source) if isinstance(source, (list, dict)) else []
 
 
 def metadata(prefix: str | Path) -> dict[str, Any]:
-    """PREFIX.json: `vocab_size`, `eos` and `tokenizer`, for chat data `chat`; empty where there is none, as beside a file of Megatron-LM's.
+    """PREFIX.json: `vocab_size`, `eos` and `tokenizer`, and `chat` for chat data; empty if the file is missing, as for Megatron-LM's files.
 
-    Raises ConfigError where it is broken.
+    Raises ConfigError if it is not a JSON object.
     """
     path = Path(f"{prefix}.json")
     if not path.is_file():
@@ -33,10 +33,10 @@ def metadata(prefix: str | Path) -> dict[str, Any]:
 
 
 def is_chat(prefix: str | Path) -> bool:
-    """Whether the documents of a token file are conversations, with a mask of the loss beside them."""
+    """Whether the documents of a token file are conversations, with a loss mask in PREFIX.loss."""
     return "chat" in metadata(prefix)
 
 
 def data_vocab_size(config: Config) -> int | None:
-    """The vocabulary of the training data, None where no PREFIX.json says it."""
+    """The vocabulary size of the training data; None if no PREFIX.json has it."""
     return max((size for prefix in prefixes(config.data.train) if (size := metadata(prefix).get("vocab_size"))), default=None)

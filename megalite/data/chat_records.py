@@ -1,4 +1,4 @@
-"""The forms in which chat data comes: OpenAI's messages, Alpaca's instructions, ShareGPT's conversations. The keys say which it is."""
+"""Formats of chat data: OpenAI's messages, Alpaca's instructions, ShareGPT's conversations. A record's keys determine its format."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FORMS = (
     '({"conversations": [{"from": …, "value": …}, …]})'
 )
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool", "function_response": "tool"}
-"""ShareGPT's names for who speaks, where they are not the templates'."""
+"""ShareGPT's role names that differ from those of chat templates."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates take them, each with `role` and `content`, the form that they came in, and the tools that they name."""
+    """Messages as chat templates expect them, each with `role` and `content`; the format of the record, and its tools."""
 
     form: str
     messages: list[dict[str, Any]]
@@ -26,7 +26,7 @@ class Conversation:
 
 
 def conversation_of(record: Any, where: str) -> Conversation:
-    """The conversation that a record holds. Raises DataError, which names `where` and the reason, where it holds none."""
+    """The conversation in a record. Raises DataError with `where` and the reason if the record is not a conversation."""
     if not isinstance(record, dict):
         raise DataError(f"{where} is a {type(record).__name__}, not an object. A conversation is one of {FORMS}.")
     for key in ("messages", "conversations"):
@@ -40,7 +40,7 @@ def conversation_of(record: Any, where: str) -> Conversation:
 def _listed(record: dict[str, Any], key: str, where: str) -> Conversation:
     turns = record[key]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f"{where}: {key} is no list of messages. Give one of {FORMS}.")
+        raise DataError(f"{where}: {key} is not a list of messages. Give one of {FORMS}.")
     form = "sharegpt" if "from" in turns[0] else "messages"
     who, what = ("from", "value") if form == "sharegpt" else ("role", "content")
     messages = []
@@ -51,14 +51,14 @@ def _listed(record: dict[str, Any], key: str, where: str) -> Conversation:
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"{where}: message {number} of {key} has no text under {who} and {what}. Give one of {FORMS}.")
         if (role := ROLES.get(role, role)) not in KNOWN_ROLES:
-            raise DataError(f"{where}: message {number} of {key} is by {turn[who]}. Known are {', '.join((*KNOWN_ROLES, *ROLES))}.")
+            raise DataError(f"{where}: message {number} of {key} is by {turn[who]}. Known roles: {', '.join((*KNOWN_ROLES, *ROLES))}.")
         others = {name: value for name, value in turn.items() if name not in (who, what)}
         messages.append({"role": role, "content": content, **others})
     return Conversation(form, messages, record.get("tools"))
 
 
 def _from_alpaca(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """The instruction with the input below it, then the output; a `system` text goes before them."""
+    """The `system` text, if any; the instruction followed by the input, as the user's message; then the output."""
     texts = {key: record.get(key) or "" for key in ("system", "instruction", "input", "output")}
     for key, value in texts.items():
         if not isinstance(value, str):

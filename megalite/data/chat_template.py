@@ -1,8 +1,8 @@
 """Conversations to tokens by a chat template, and which of the tokens the assistant writes.
 
-A template is Jinja source as Hugging Face tokenizers carry it, rendered as they render it. What the assistant writes in it, up to and with
-the token that ends its turn, is found exactly: by the template's own {% generation %} marks where it has them, else by rendering the
-conversation up to each turn. What a message says never becomes a control token, however it is spelt.
+A template is Jinja source as in Hugging Face tokenizers, rendered as they render it. The assistant's text, up to and including the token
+that ends its turn, is located exactly: by the template's {% generation %} marks if it has them, else by rendering the conversation up to
+each turn. The content of a message never becomes a control token, even if it is spelled like one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megalite.data.indexed import DataError
 from megalite.data.tokenizers import CLOSE, OPEN, Tokenizer
 
 DEFAULT_TEMPLATE = Path(__file__).with_name("default.jinja")
-"""For tokenizers that have none: <|role|> on a line of its own, what is said, and after the assistant's words EOS."""
+"""For tokenizers without a template: <|role|> on a line of its own, the content, and EOS after the assistant's content."""
 LossOn = Literal["assistant", "last", "all"]
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters [start, stop)
 PROBE = "\ue000said\ue001"
-"""Stands for what the assistant says where its header is looked for: of private-use characters, which no header holds."""
+"""Replaces the assistant's content when its header is located: private-use characters, which no header has."""
 
 
 def read_template(path: Path) -> str:
-    """The Jinja source in a file. Raises DataError where it can not be read."""
+    """The Jinja source in a file. Raises DataError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -35,9 +35,9 @@ def read_template(path: Path) -> str:
 
 
 class ChatTemplate:
-    """How a tokenizer's model is spoken to.
+    """The chat template of a tokenizer's model.
 
-    source: Jinja source, instead of the tokenizer's own template or, where it has none, DEFAULT_TEMPLATE. Attributes: `source`, and `hash`,
+    source: Jinja source; by default the tokenizer's own template or, if it has none, DEFAULT_TEMPLATE. Attributes: `source`, and `hash`,
     which identifies it.
     """
 
@@ -49,11 +49,11 @@ class ChatTemplate:
         self._controls = re.compile("|".join(map(re.escape, sorted(tokenizer.controls, key=len, reverse=True))) or "(?!)")
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, loss_on: LossOn = "assistant") -> tuple[list[int], list[int]]:
-        """A whole conversation: its tokens, and for each 1 where its loss counts, else 0.
+        """The tokens of a whole conversation, and for each token 1 if its loss is counted, else 0.
 
-        messages: each with `role` and `content`, and what else the template knows; tools: as the template takes them.
-        loss_on: what the assistant writes, in its last turn alone, or everything. Raises DataError where the template can not write the
-        conversation, or does not show where the assistant's turns begin.
+        messages: each with `role` and `content`, and any other keys that the template reads; tools: in the template's format.
+        loss_on: the assistant's turns (assistant), its last turn only (last), or everything (all). Raises DataError if the template cannot
+        render the conversation, or if the beginnings of the assistant's turns cannot be located.
         """
         said, tools = self._marked(list(messages)), self._marked(tools)
         text, spans = self._write(said, tools)
@@ -64,24 +64,24 @@ class ChatTemplate:
         elif loss_on == "last" and spans:
             before = said[: max((i for i, message in enumerate(said) if message["role"] == "assistant"), default=0)]
             spans = spans[len(self._write(before, tools)[1]) if before else 0 :]
-        counts = bytearray(len(text) + 1)  # of each character
+        counts = bytearray(len(text) + 1)  # one per character
         for start, stop in spans:
             counts[start:stop] = b"\1" * (stop - start)
         tokens = self._tokenizer.encode_rendered(text)
         return [token for token, _, _ in tokens], [int(1 in counts[start : max(stop, start + 1)]) for _, start, stop in tokens]
 
     def prompt(self, messages: Sequence[Message], *, tools: Any = None) -> list[int]:
-        """The tokens of a conversation that the assistant is to continue, the header of its turn included. Raises DataError as `render`."""
+        """The tokens of a conversation for the assistant to continue, including the header of its turn. Raises DataError as `render`."""
         text, _ = self._write(self._marked(list(messages)), self._marked(tools), prompt=True)
         return [token for token, _, _ in self._tokenizer.encode_rendered(text)]
 
     def end_of_turn(self) -> int:
-        """The token with which the assistant ends its turn: the last that counts of what it says."""
+        """The token with which the assistant ends its turn: the last one whose loss is counted."""
         tokens, counts = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "said"}])
         return [token for token, counted in zip(tokens, counts, strict=True) if counted][-1]
 
     def _marked(self, value: Any) -> Any:
-        """The same with marks around what reads like a control token, lone surrogates replaced, and no key that has no value."""
+        """The value with marks around text that is spelled like a control token, lone surrogates replaced, and None values removed."""
         if isinstance(value, str):
             valid = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return self._controls.sub(rf"{OPEN}\g<0>{CLOSE}", valid)
@@ -90,7 +90,7 @@ class ChatTemplate:
         return [self._marked(each) for each in value] if isinstance(value, list) else value
 
     def _write(self, messages: list[Message], tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
-        """What the template makes of the messages, and the spans that it marks."""
+        """The rendered messages, and the spans that the template marks."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -98,12 +98,12 @@ class ChatTemplate:
         try:
             written: Any = render_jinja_template([messages], return_assistant_tokens_mask=self._has_marks, **options)
         except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template (hash {self.hash}) can not write it: {str(error) or type(error).__name__}.") from None
+            raise DataError(f"the chat template (hash {self.hash}) can not render it: {str(error) or type(error).__name__}.") from None
         texts, spans = written
         return texts[0], spans[0] if spans else []
 
     def _turns(self, messages: list[Message], tools: Any, whole: str) -> list[Span]:
-        """What the assistant writes in each of its turns, found by what the template adds to the messages before."""
+        """The span of each of the assistant's turns: the text that rendering the turn adds to the messages before it."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -114,17 +114,17 @@ class ChatTemplate:
             start = len(opened) if len(opened) > len(before) else self._after_header(messages[: i + 1], tools, after, len(before))
             if not (whole.startswith(after) and after.startswith(opened) and after.startswith(before) and start >= 0):
                 raise DataError(
-                    f"the chat template (hash {self.hash}) writes the messages up to number {i + 1} in another way when others follow, or "
-                    "opens the assistant's turn in another way than its prompt: what the assistant writes can not be told from the rest. "
-                    "Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, or take --loss_on all."
+                    f"the chat template (hash {self.hash}) renders the messages up to number {i + 1} differently when others follow, or "
+                    "opens the assistant's turn differently than its prompt: what the assistant writes can not be located. "
+                    "Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, or use --loss_on all."
                 )
             spans.append((start, start + _turn_length(after[start:], said.rstrip())))
         return spans
 
     def _after_header(self, messages: list[Message], tools: Any, after: str, earliest: int) -> int:
-        """Where the words of the last message begin in `after`, what the template writes of the messages; -1 where that can not be told.
+        """Where the content of the last message begins in `after`, the rendered messages; -1 if that cannot be determined.
 
-        Other words stand behind the same header: they are not mistaken for it, as short ones might be.
+        The messages are rendered again with PROBE as the content: unlike a short content, PROBE cannot occur in the header.
         """
         probed, _ = self._write([*messages[:-1], {**messages[-1], "content": PROBE}], tools)
         start = probed.find(PROBE, earliest)
@@ -134,8 +134,8 @@ class ChatTemplate:
 
 
 def _turn_length(turn: str, said: str) -> int:
-    """Characters of a turn up to and with its end-of-turn token; white space after that belongs to the layout. Where the template has no
-    such token, white space is what ends the turn."""
+    """Number of characters of a turn up to and including its end-of-turn token; white space after it belongs to the layout. If the template
+    has no such token, white space ends the turn."""
     stripped = turn.rstrip()
     ends_in_words = stripped.endswith(said) if said else not stripped
     return len(turn) if ends_in_words else len(stripped)

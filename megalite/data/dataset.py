@@ -1,14 +1,15 @@
-"""Which tokens sample i is: pure functions of the index, so that resuming at any sample costs nothing and every topology reads the same.
+"""The tokens of sample i, as pure functions of the index: resuming at any sample costs nothing, and every topology reads the same samples.
 
-A `Concatenation` lays token files end to end; its sample i is tokens [i·S, i·S + S + 1): S inputs and, shifted by one, S targets.
-Past the last sample the next epoch begins. Shuffling replaces i by a keyed permutation of it, computed for one index in constant time and
-memory: nothing is stored, and the order depends on (seed, epoch, dataset) alone.
+A `Concatenation` joins token files end to end; its sample i is tokens [i·S, i·S + S + 1): S inputs and, shifted by one, S targets.
+The next epoch begins after the last sample. Shuffling replaces i by a keyed permutation of it, computed for one index in constant time and
+memory: no permutation is stored, and the order depends on (seed, epoch, dataset) only.
 
-`Conversations` are whole documents: a sample is a row of one of them, or of as many as fit, chosen by their lengths alone.
+`Conversations` are whole documents: a sample is a row with one of them, or with as many as fit, chosen by their lengths only.
 
-A `Blend` interleaves datasets by weight. The weights are brought to whole numbers q_1 … q_n with sum D, and one period of D samples is laid
-out so that after k samples dataset j has given q_j·k/D of them, give or take less than one. Sample k is then row k mod D of that table:
-which dataset, and how many of its samples came before in the period; (k div D)·q_j came in the periods before. No state, nothing to replay.
+A `Blend` interleaves datasets by weight. The weights are scaled to integers q_1 … q_n with sum D, and a table of one period of D samples is
+built such that after k samples dataset j has contributed q_j·k/D of them, within one sample. Sample k is row k mod D of the table, which
+gives the dataset and the number of its samples earlier in the period; (k div D)·q_j of its samples are in earlier periods. Nothing else is
+stored or replayed.
 """
 
 import heapq
@@ -32,14 +33,14 @@ from megalite.config.token_files import prefixes
 from megalite.data.indexed import DataError, IndexedTokens
 
 LONGEST_PERIOD = 1 << 17
-PACKED_TOGETHER = 1 << 13  # documents: more fill rows no better, and take longer
+PACKED_TOGETHER = 1 << 13  # documents; more would not fill rows better, and would cost more time
 
 
 class Dataset(ABC):
-    """An endless, O(1)-addressable sequence of samples.
+    """An endless sequence of samples with O(1) random access.
 
-    Attributes: `vocab_size` and `eos` (None where no PREFIX.json says them); `fingerprint`, a hash of everything that determines content
-    and order; `samples_per_epoch`, the samples before any is repeated; `chat`, whether it is of conversations, whose loss counts in part.
+    Attributes: `vocab_size` and `eos` (None if no PREFIX.json has them); `fingerprint`, a hash of everything that determines content and
+    order; `samples_per_epoch`, the number of samples before one is repeated; `chat`, whether it holds conversations, with a loss mask.
     """
 
     vocab_size: int | None
@@ -50,7 +51,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index` ≥ 0: int64 [sequence_length + 1]; of conversations [3, sequence_length]: tokens, targets, document starts."""
+        """Sample `index` ≥ 0: int64 [sequence_length + 1]; for conversations [3, sequence_length]: tokens, targets, document starts."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,12 @@ class Part:
 
 
 class TokenFiles(Dataset):
-    """Parts of token files, their samples in order or shuffled anew each epoch. Raises DataError where their vocabularies differ."""
+    """Parts of token files; samples in order, or shuffled differently each epoch. Raises DataError if their vocabularies differ."""
 
     def __init__(self, parts: list[Part], sequence_length: int, *options: bool, shuffle: bool, seed: int):
         self._length, self._shuffle, self._seed = sequence_length, shuffle, seed
         self._tokens = [part.file.tokens[part.start : part.stop] for part in parts]
-        self._ends = list(accumulate(map(len, self._tokens)))
+        self._ends = list(accumulate(map(len, self._tokens)))  # end of each part in the concatenation
         files = [part.file for part in parts]
         self._names = ", ".join(file.prefix for file in files)
         self.vocab_size, self.eos = _agreed(files, "vocab_size"), _agreed(files, "eos")
@@ -83,11 +84,11 @@ class TokenFiles(Dataset):
 
     @abstractmethod
     def _sample(self, sample: int) -> NDArray[np.int64]:
-        """Sample 0 ≤ `sample` < `samples_per_epoch`, which a subclass sets, of an epoch that is not shuffled."""
+        """Sample `sample` of an epoch that is not shuffled, 0 ≤ `sample` < `samples_per_epoch`, which a subclass sets."""
 
     def _read(self, parts: list[NDArray[np.integer]], first: int, count: int) -> NDArray[np.int64]:
-        """[first, first + count) of the concatenation of the parts."""
-        pieces = []
+        """Elements [first, first + count) of the concatenation of the parts."""
+        pieces = []  # only the parts that overlap the range are read: they are memory-mapped
         for i in range(bisect_right(self._ends, first), len(parts)):
             pieces.append(parts[i][first - self._ends[i] :][:count].astype(np.int64))
             first, count = first + len(pieces[-1]), count - len(pieces[-1])
@@ -97,11 +98,11 @@ class TokenFiles(Dataset):
 
 
 class Concatenation(TokenFiles):
-    """The parts end to end, cut into samples wherever they begin and end. Raises DataError also where there is no whole sample."""
+    """The parts end to end, cut into samples across document and file ends. Raises DataError also if there is no whole sample."""
 
     def __init__(self, parts: list[Part], sequence_length: int, *, shuffle: bool, seed: int):
         super().__init__(parts, sequence_length, shuffle=shuffle, seed=seed)
-        self.samples_per_epoch = (self._ends[-1] - 1) // sequence_length
+        self.samples_per_epoch = (self._ends[-1] - 1) // sequence_length  # the last target is one token past the last input
         if self.samples_per_epoch < 1:
             raise DataError(
                 f"data.sequence_length = {sequence_length} needs {sequence_length + 1} tokens for one sample, and {self._names} gives "
@@ -113,10 +114,10 @@ class Concatenation(TokenFiles):
 
 
 class Conversations(TokenFiles):
-    """The whole documents of chat files: one in a row, or with `packing` as many as fit.
+    """The whole documents of chat files: one per row or, with `packing`, as many as fit.
 
-    Of each the inputs are all tokens but the last, the targets all but the first: none predicts the first token of the next.
-    Raises DataError also where there is no document, or one that is longer than a row.
+    A document's inputs are all its tokens except the last, its targets all except the first, so none predicts the next document's first
+    token. Raises DataError also if there is no document, or one that is longer than a row.
     """
 
     chat = True
@@ -133,11 +134,11 @@ class Conversations(TokenFiles):
             way_out = f"Raise it to {longest - 1}, or prepare the data again with --max_length {sequence_length + 1}."
             raise DataError(f"data.sequence_length = {sequence_length} cuts a conversation of {longest} tokens in {self._names}. {way_out}")
         rows = best_fit(self._sizes - 1, sequence_length) if packing else np.arange(len(self._sizes))
-        self._documents, self._last = np.argsort(rows, kind="stable"), np.bincount(rows).cumsum()  # those of a row stand together
+        self._documents, self._last = np.argsort(rows, kind="stable"), np.bincount(rows).cumsum()  # sorted by row
         self.samples_per_epoch = len(self._last)
 
     def _sample(self, sample: int) -> NDArray[np.int64]:
-        row = np.zeros((3, self._length), np.int64)
+        row = np.zeros((3, self._length), np.int64)  # what no document fills: token 0, not counted
         tokens, targets, starts = row
         targets[:] = IGNORE_INDEX
         at = 0
@@ -146,14 +147,15 @@ class Conversations(TokenFiles):
             own = slice(at, at + len(text) - 1)
             tokens[own], targets[own], starts[own] = text[:-1], np.where(counts[1:], text[1:], IGNORE_INDEX), at
             at = own.stop
-        starts[at:] = at
+        starts[at:] = at  # the padding is a document of its own: no token attends from it to the others
         return row
 
 
 def best_fit(sizes: NDArray[np.integer], capacity: int) -> NDArray[np.int64]:
-    """The row of each document where rows of `capacity` are packed best-fit decreasing (Johnson 1974), PACKED_TOGETHER at a time.
+    """The row of each document when rows of `capacity` are packed best-fit decreasing (Johnson 1974), PACKED_TOGETHER documents at a time.
 
-    The longest documents are placed first, each in the fullest row that has room for it. Rows are numbered by their first document.
+    The longest documents are placed first, each into the fullest row with enough room. Rows are numbered in the order of their first
+    documents.
     """
     rows, count = np.empty(len(sizes), np.int64), 0
     for start in range(0, len(sizes), PACKED_TOGETHER):
@@ -168,9 +170,9 @@ def best_fit(sizes: NDArray[np.integer], capacity: int) -> NDArray[np.int64]:
 
 
 class Blend(Dataset):
-    """Datasets interleaved by weight; after any number of samples each has given its share to within one sample.
+    """Datasets interleaved by weight; after any number of samples each has contributed its share to within one sample.
 
-    Weights are exact where whole numbers in their proportion add up to at most LONGEST_PERIOD; finer ones are rounded to 1/LONGEST_PERIOD.
+    Weights are exact if the smallest integers in their proportion sum to at most LONGEST_PERIOD, else rounded to 1/LONGEST_PERIOD.
     """
 
     def __init__(self, datasets: list[Dataset], weights: list[float]):
@@ -186,7 +188,7 @@ class Blend(Dataset):
         return self._datasets[source][sample]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The dataset that sample `index` comes from, and its own index there."""
+        """The dataset of sample `index`, and the sample's index in that dataset."""
         period, row = divmod(index, len(self._source))
         source = int(self._source[row])
         return source, period * self._counts[source] + int(self._earlier[row])
@@ -198,11 +200,11 @@ class Blend(Dataset):
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """A keyed pseudorandom permutation of [0, size), at one index.
+    """A keyed pseudorandom permutation of [0, size), evaluated at one index.
 
     A Feistel network on (row, column) of a near-square grid of at least `size` cells: each round adds to one coordinate, modulo its range,
-    a hash of the other. What lands outside [0, size) is permuted again until it is inside (cycle walking, Black and Rogaway 2002), which is
-    rare: the grid has fewer than sqrt(size) + 1 cells too many.
+    a hash of the other. A result outside [0, size) is permuted again until it is inside (cycle walking, Black and Rogaway 2002), which is
+    rare: the grid has fewer than sqrt(size) + 1 extra cells.
     """
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)
@@ -217,7 +219,7 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 def _mix(key: int, value: int) -> int:
-    """A 64-bit hash of key and value (the finaliser of splitmix64, Steele et al. 2014)."""
+    """A 64-bit hash of key and value (the finalizer of splitmix64, Steele et al. 2014)."""
     x = (key * 0x9E3779B97F4A7C15 + value * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -225,9 +227,9 @@ def _mix(key: int, value: int) -> int:
 
 
 def whole_weights(weights: list[float]) -> list[int]:
-    """The smallest whole numbers in the proportion of the weights, as written in decimal.
+    """The smallest integers in the proportion of the weights, read as decimals.
 
-    Where they add up to more than LONGEST_PERIOD, the shares are rounded to multiples of 1 / LONGEST_PERIOD (none to nothing).
+    If they sum to more than LONGEST_PERIOD, the shares are rounded to multiples of 1 / LONGEST_PERIOD (none to 0).
     """
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(f.denominator for f in exact))
@@ -238,7 +240,7 @@ def whole_weights(weights: list[float]) -> list[int]:
 
 
 def _rounded(shares: list[Fraction]) -> list[int]:
-    """Shares of LONGEST_PERIOD, each at least 1, the largest remainders rounded up."""
+    """The shares in units of 1 / LONGEST_PERIOD, each at least 1; the largest remainders are rounded up."""
     whole = [max(1, math.floor(share * LONGEST_PERIOD)) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda j: whole[j] - shares[j] * LONGEST_PERIOD)
     for j in by_remainder[: max(0, LONGEST_PERIOD - sum(whole))]:
@@ -247,10 +249,10 @@ def _rounded(shares: list[Fraction]) -> list[int]:
 
 
 def interleave(counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """One period: for each of its sum(counts) samples, the dataset that gives it and how many that dataset gave before.
+    """One period: for each of its sum(counts) samples, its dataset and the number of earlier samples of that dataset.
 
-    The m-th sample of dataset j may stand in the window [floor(m·D/q), ceil((m + 1)·D/q)), and the earliest deadline goes first. That meets
-    every window (Baruah et al. 1996, proportionate progress), and a sequence inside the windows is within one sample of every share.
+    The m-th sample of dataset j may be placed in the window [floor(m·D/q), ceil((m + 1)·D/q)), earliest deadline first. That meets every
+    window (Baruah et al. 1996, proportionate progress), and a sequence inside the windows is within one sample of every share.
     """
     total = sum(counts)
     source, earlier = np.empty(total, np.int32), np.empty(total, np.int32)
@@ -267,10 +269,10 @@ def interleave(counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
-    """The training dataset and the validation dataset (None where there is none), as a configuration names them.
+    """The training dataset and the validation dataset (None if there is none) of a configuration.
 
-    A list is one concatenation, a mapping a blend. A validation fraction is taken from the end of every training file; all of it is one
-    unshuffled concatenation, so that an epoch of it meets each held-out sample once.
+    A list is one concatenation, a mapping is a blend. A validation fraction is taken from the end of every training file; its parts are one
+    unshuffled concatenation, so that an epoch has each held-out sample once.
     """
     assert config.train is not None, "a rule asks for data.train"
     held_out = config.validation if isinstance(config.validation, float | int) else 0.0
@@ -298,14 +300,14 @@ def _samples(parts: list[Part], config: DataConfig, shuffle: bool, seed: int) ->
 
 
 def _cut(file: IndexedTokens, held_out: float) -> int:
-    """The token at which a file's held-out end begins: at a document's start, unless that would lose half of what was asked for of text."""
+    """The token at which a file's held-out part begins: a document's start, unless text would then have less than half of the fraction."""
     wanted = round(len(file) * held_out)
     cut = file.document_at(len(file) - wanted) if wanted else len(file)
     return cut if file.loss is not None or 2 * (len(file) - cut) >= wanted else len(file) - wanted
 
 
 def _agreed(sources: list[Any], attribute: str) -> int | None:
-    """The value that every source names; None where one of them names none."""
+    """The value that all sources have; None if a source has none. Raises DataError if they differ."""
     values = {getattr(source, attribute) for source in sources}
     if len(values - {None}) > 1:
         found = ", ".join(str(value) for value in sorted(values - {None}))

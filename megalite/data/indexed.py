@@ -1,6 +1,6 @@
-"""The indexed token file: Megatron-LM's PREFIX.bin and PREFIX.idx (MMIDIDX version 1), bit for bit, with PREFIX.json beside them.
+"""The indexed token file: Megatron-LM's PREFIX.bin and PREFIX.idx (MMIDIDX version 1), bit for bit, and PREFIX.json.
 
-`PREFIX.bin` holds nothing but the tokens of all sequences, one after another. `PREFIX.idx` is little-endian:
+`PREFIX.bin` holds the tokens of all sequences, one after another. `PREFIX.idx` is little-endian:
 
     9 bytes   b"MMIDIDX\\x00\\x00"
     uint64    version, 1
@@ -11,8 +11,8 @@
     int64[n]  byte at which each sequence starts in PREFIX.bin
     int64[d]  sequence at which each document starts; the last mark is n
 
-`PREFIX.json` says what the format can not: the vocabulary size, the EOS token and the tokenizer. Of chat data it says `chat`, and the token
-file PREFIX.loss holds, as uint8, a 1 for each token of PREFIX whose loss counts, else a 0. The layout is that of Megatron-LM's
+`PREFIX.json` holds what the format cannot: vocabulary size, EOS token and tokenizer. For chat data it has a key `chat`, and the token file
+PREFIX.loss holds, as uint8, a 1 for each token of PREFIX whose loss is counted, else a 0. The layout is that of Megatron-LM's
 megatron/core/datasets/indexed_dataset.py. `megalite/data/preparation/writer.py` writes it.
 """
 
@@ -29,11 +29,11 @@ from megalite.config.token_files import is_chat, metadata
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type code, sequences, document marks
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Token type code → numpy type (the format's codes 6 and 7 are floats, which are no tokens)."""
+"""Token type code → numpy type (the format's codes 6 and 7 are floats, which cannot be tokens)."""
 
 
 class DataError(ConfigError):
-    """Data that can not be read or prepared; the message names file, reason and way out."""
+    """Data that cannot be read or prepared; the message names the file, the reason and a way out."""
 
 
 def companion(prefix: str | Path, ending: str) -> Path:
@@ -42,11 +42,11 @@ def companion(prefix: str | Path, ending: str) -> Path:
 
 
 class IndexedTokens:
-    """A token file, memory-mapped: opening costs the same for a megabyte and a terabyte.
+    """A memory-mapped token file: opening costs the same for a megabyte and a terabyte.
 
-    Attributes: `tokens` (all of them, flat), `sizes` and `pointers` of the sequences, `documents` (marks), `metadata` (PREFIX.json) and its
-    `vocab_size` and `eos`, `loss` (PREFIX.loss, of chat data, where each document is one sequence; else None). Raises DataError where the
-    files are missing, damaged, empty or do not belong together, ConfigError where PREFIX.json is broken.
+    Attributes: `tokens` (all of them, flat), `sizes` (in tokens) and `pointers` (in bytes) of the sequences, `documents` (marks),
+    `metadata` (PREFIX.json) and its `vocab_size` and `eos`, `loss` (PREFIX.loss for chat data, where each document is one sequence; else
+    None). Raises DataError if the files are missing, damaged, empty or do not belong together, ConfigError if PREFIX.json is broken.
     """
 
     def __init__(self, prefix: str | Path):
@@ -67,14 +67,14 @@ class IndexedTokens:
         return len(self.tokens)
 
     def document_at(self, token: int) -> int:
-        """The first token of the first document that starts at `token` or later; the number of tokens where none does."""
-        one_each = len(self.documents) == len(self.sizes) + 1  # then no copy is made of the pointers
+        """The first token of the first document that starts at `token` or later; the number of tokens if none does."""
+        one_each = len(self.documents) == len(self.sizes) + 1  # one sequence per document: the pointers need no copy
         starts = self.pointers if one_each else self.pointers[self.documents[self.documents < len(self.sizes)]]
         found = int(np.searchsorted(starts, token * self.tokens.itemsize))
         return int(starts[found]) // self.tokens.itemsize if found < len(starts) else len(self)
 
     def digest_parts(self) -> list[bytes]:
-        """What identifies the content cheaply: both files' sizes and 16 pieces of 64 KiB spread over each."""
+        """What identifies the content without reading all of it: both files' sizes and 16 pieces of 64 KiB spread over each."""
         own = [part for path in (self._idx, self._bin) for part in _probe(path)]
         return own if self.loss is None else own + self.loss.digest_parts()
 
@@ -98,7 +98,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     magic, version, code, sequences, marks = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise DataError(f"{path} does not start with MMIDIDX: it is no token file's index. Give a PREFIX that {command('prepare')} wrote.")
+        raise DataError(f"{path} does not start with MMIDIDX: it is not a token file index. Give a PREFIX that {command('prepare')} wrote.")
     if version != 1 or code not in DTYPES:
         raise DataError(
             f"{path} has version {version} and token type {code}; version 1 with types {sorted(DTYPES)} can be read. Prepare it again."

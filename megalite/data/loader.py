@@ -1,7 +1,7 @@
-"""Samples become microbatches: sample k·G + (j·dp + r)·b + i is row i of microbatch j of step k on data-parallel rank r.
+"""Samples to microbatches: sample k·G + (j·dp + r)·b + i is row i of microbatch j of step k on data-parallel rank r.
 
-The next global batch is read on one thread while this one trains. The loader keeps no position: the step asks for the sample that its batch
-starts at, so resuming is asking for another one.
+G is the global batch size, b the micro-batch size. One thread reads the next global batch while the current one trains. The loader stores
+no position: each step asks for the sample at which its batch starts, so resuming needs no state.
 """
 
 import threading
@@ -19,12 +19,12 @@ from megalite.data.indexed import DataError
 
 
 class Loader:
-    """The microbatches of one data-parallel rank. Sizes and options are those of a configuration that its rules have passed.
+    """The microbatches of one data-parallel rank. Sizes and options are those of a checked configuration.
 
-    reset_positions: EOS ends a document; embedded positions and attention start anew after it (`Microbatch.document_start`).
-    eod_mask_loss: what is predicted from an EOS, the next document's first token, is not counted.
-    vocab_size: a token beyond it is an error: ranks that share the vocabulary would take it for another rank's.
-    samples: the dataset ends here; rows beyond are filled up and not counted. None: it is endless.
+    reset_positions: EOS ends a document; positions and attention restart after it (`Microbatch.document_start`).
+    eod_mask_loss: the prediction from an EOS, which is the next document's first token, is not counted.
+    vocab_size: a token at or above it is an error: tp ranks, which split the vocabulary, would each take it for another rank's.
+    samples: number of samples of the dataset; rows past it are padded and not counted. None: the dataset is endless.
     """
 
     def __init__(
@@ -43,26 +43,26 @@ class Loader:
         self._dataset, self._global_batch, self._end = dataset, global_batch_size, samples
         self._reset_positions, self._eod_mask_loss, self._vocab_size = reset_positions, eod_mask_loss, vocab_size
         offsets = np.arange(global_batch_size).reshape(-1, dp_size, micro_batch_size)  # [microbatches, dp, batch]
-        self._offsets = offsets[:, dp_rank]
+        self._offsets = offsets[:, dp_rank]  # [microbatches, batch]: this rank's rows, relative to the batch's first sample
         self._requests: SimpleQueue[tuple[int, Future[list[Microbatch]]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._next: tuple[int, Future[list[Microbatch]]] | None = None
         self._closed = False
 
     def step(self, first_sample: int) -> list[Microbatch]:
-        """This rank's microbatches of the global batch that starts at `first_sample`. Begins to read the one after it.
+        """This rank's microbatches of the global batch that starts at `first_sample`. Starts reading the batch after it.
 
-        Raises what reading raised, here and not on the thread.
+        Raises the exceptions of the reading thread.
         """
         if self._closed:
             raise RuntimeError("the loader is closed")
-        if self._next is None or self._next[0] != first_sample:
+        if self._next is None or self._next[0] != first_sample:  # the first step, or the run went back or skipped samples
             self._next = self._request(first_sample)
         (_, future), self._next = self._next, None
         batch = future.result()
         following = first_sample + self._global_batch
         if self._end is None or following < self._end:
-            self._next = self._request(following)
+            self._next = self._request(following)  # read while this step computes
         return batch
 
     def epoch(self, batches: int | None = None) -> Iterator[list[Microbatch]]:
@@ -73,7 +73,7 @@ class Loader:
             yield self.step(first)
 
     def close(self) -> None:
-        """Stop the thread, after what it reads now. A second call does nothing."""
+        """Stop the thread after its current request. A second call does nothing."""
         self._closed = True
         if self._thread is not None:
             self._requests.put(None)
@@ -93,19 +93,20 @@ class Loader:
             first_sample, future = request
             try:
                 future.set_result([self._microbatch(first_sample + rows) for rows in self._offsets])
-            except BaseException as error:  # whatever it is, it belongs to the step that waits for this batch
+            except BaseException as error:  # raised by the step that waits for this batch
                 future.set_exception(error)
 
     def _microbatch(self, samples: NDArray[np.int64]) -> Microbatch:
-        """samples: [batch], the global sample index of each row."""
-        last = samples.max() if self._end is None else self._end - 1  # stands in for the rows past the end
+        """One microbatch. samples: [batch], the global sample index of each row."""
+        last = samples.max() if self._end is None else self._end - 1  # read in place of rows past the end
         rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])  # [batch, seq + 1] or [batch, 3, seq]
+        # [batch, seq] each; targets must not share memory with tokens, because it is masked in place
         tokens, targets, starts = rows.swapaxes(0, 1) if self._dataset.chat else (rows[:, :-1], rows[:, 1:].copy(), None)
         if self._vocab_size is not None and (largest := max(tokens.max(), targets.max())) >= self._vocab_size:
             raise DataError(f"a sample has the token {largest}, but model.vocab_size = {self._vocab_size}. Set it to the tokenizer's.")
         if self._reset_positions and self._dataset.eos is not None:
             starts = document_start(tokens, self._dataset.eos)
-        targets[samples > last] = IGNORE_INDEX
+        targets[samples > last] = IGNORE_INDEX  # rows past the end
         if self._eod_mask_loss:
             targets[tokens == self._dataset.eos] = IGNORE_INDEX
         return Microbatch.of(
@@ -117,13 +118,13 @@ class Loader:
 
 
 def document_start(tokens: NDArray[np.int64], eos: int) -> NDArray[np.int64]:
-    """Where each token's document starts in its row: EOS belongs to the document that it ends, and a row's first token starts one.
+    """The position in the row at which each token's document starts, [batch, seq], of tokens [batch, seq].
 
-    tokens: [batch, seq] → [batch, seq], positions in the row.
+    EOS belongs to the document that it ends; a row's first token starts a document.
     """
     starts = np.zeros_like(tokens)
-    starts[:, 1:] = np.where(tokens[:, :-1] == eos, np.arange(1, tokens.shape[1]), 0)
-    return np.maximum.accumulate(starts, axis=1)
+    starts[:, 1:] = np.where(tokens[:, :-1] == eos, np.arange(1, tokens.shape[1]), 0)  # own position after an EOS, else 0
+    return np.maximum.accumulate(starts, axis=1)  # carried on to the document's other tokens
 
 
 def _sequence_first(rows: NDArray[np.int64]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, a sentencepiece model, or a Hugging Face tokenizer directory.
 
-Libraries are imported by the tokenizer that needs them. Encoding adds no special tokens: whoever writes documents ends each with `eos`.
-What a chat template has written is the exception: there the template spells the control tokens.
+Libraries are imported by the tokenizer that needs them. `encode` adds no special tokens: the caller ends each document with `eos`.
+`encode_rendered` encodes the output of a chat template, in which control tokens are spelled out.
 """
 
 import os
@@ -14,18 +14,19 @@ from megalite.checkout import command
 from megalite.data.indexed import DataError, IndexedTokens
 
 OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
-"""Lone surrogates, which no valid text holds: around words that are no control token although they read like one, and EOS itself."""
+"""Lone surrogates, which no valid text has. OPEN and CLOSE enclose text that is spelled like a control token but is not one; EOS_TEXT is
+replaced by EOS."""
 Placed = list[tuple[int, int, int]]
-"""Tokens with the characters [start, stop) of the text that each stands for."""
+"""(token, start, stop): tokens with the characters [start, stop) of the text that each encodes."""
 
 
 class Tokenizer(Protocol):
-    """What preparation, generation and evaluation ask of a tokenizer.
+    """The interface that preparation, generation and evaluation use.
 
-    Attributes: `name` is what `load` takes; `vocab_size` counts every id, special ones included; `eos` ends a document; `bos` begins a
-    text where the tokenizer has such a token, and `adds_bos` says whether those who use its library get one before every text; `files`
-    are what it was read from. `chat_template` is its own, or None; `special_tokens` are the names by which a template spells control
-    tokens, and `controls` all texts that `encode_rendered` takes for one.
+    Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included; `eos` ends a document; `bos` begins a
+    text, None if the tokenizer has no such token; `adds_bos` is whether its library adds `bos` to every text; `files` are those that it was
+    read from. `chat_template` is its own, or None; `special_tokens` maps the names that a template uses to control tokens; `controls` are
+    all texts that `encode_rendered` encodes as control tokens.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A byte is its value; EOS is 256."""
+    """The token of a byte is its value; EOS is 256."""
 
     def __init__(self) -> None:
         self.name, self.vocab_size, self.eos, self.adds_bos = "byte", 257, 256, False
@@ -65,7 +66,7 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model file. (The one character that no sentencepiece model gives back is U+2581, its own mark for a space.)"""
+    """A sentencepiece model file. The only character that does not survive a round trip is U+2581, sentencepiece's mark for a space."""
 
     def __init__(self, path: Path):
         import sentencepiece
@@ -93,22 +94,22 @@ class SentencePieceTokenizer:
             found += [(i, at + start, at + stop) for i, (start, stop) in zip(encoded["ids"], encoded["offsets"], strict=True)]
             at += len(part) + 1
             found.append((self.eos, at - 1, at))
-        return found[:-1]  # after the last part there is none
+        return found[:-1]  # no EOS follows the last part
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([i for i in ids if i != self.eos])
 
 
 class HuggingFaceTokenizer:
-    """A directory that transformers' AutoTokenizer reads. Text never becomes a special token: EOS spelt in a document does not end it."""
+    """A directory that AutoTokenizer of transformers reads. `encode` makes no special tokens: EOS spelled out in a text does not end it."""
 
     def __init__(self, path: Path):
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # preparation runs several workers
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # transformers raises OSError, ValueError, KeyError and its own for a directory it can not read
+        except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for a directory that it cannot read
             raise DataError(f"--tokenizer {path} is not a tokenizer directory that transformers reads ({_first_line(error)}).") from None
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"--tokenizer {path} names no eos_token, in which every document must end. Set it in tokenizer_config.json.")
@@ -122,7 +123,7 @@ class HuggingFaceTokenizer:
         self.controls = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
 
     def encode_rendered(self, text: str) -> Placed:
-        """Between OPEN and CLOSE nothing becomes a control token. Raises DataError where the tokenizer gives no offsets."""
+        """Text between OPEN and CLOSE never becomes a control token. Raises DataError if the tokenizer has no offsets."""
         if not self._tokenizer.is_fast:
             raise DataError(
                 f"--tokenizer {self.name} does not say where its tokens are in a text. Chat data needs one with a tokenizer.json."
@@ -145,7 +146,7 @@ class HuggingFaceTokenizer:
 
 
 def _no_chat() -> tuple[str | None, dict[str, Any], list[str]]:
-    """Chat template, special tokens and controls of a tokenizer that knows EOS alone."""
+    """Chat template, special tokens and controls of a tokenizer whose only control token is EOS."""
     return None, {"bos_token": "", "eos_token": EOS_TEXT}, []
 
 
@@ -154,7 +155,7 @@ def _first_line(error: Exception) -> str:
 
 
 def load(name: str | Path) -> Tokenizer:
-    """The tokenizer that `byte`, a sentencepiece FILE.model or a Hugging Face directory names."""
+    """The tokenizer `byte`, a sentencepiece FILE.model, or a Hugging Face directory. Raises DataError if there is none."""
     path = Path(name)
     if str(name) == "byte":
         return ByteTokenizer()
@@ -166,7 +167,7 @@ def load(name: str | Path) -> Tokenizer:
 
 
 def load_for(prefix: str | Path) -> Tokenizer:
-    """The tokenizer that made a token file, as PREFIX.json names it (a relative name is beside PREFIX)."""
+    """The tokenizer of a token file, as named in PREFIX.json (a relative name is relative to PREFIX's directory)."""
     name = IndexedTokens(prefix).metadata.get("tokenizer")
     if name is None:
         raise DataError(f"{prefix}.json names no tokenizer. Prepare the data with {command('prepare')}, or give the tokenizer.")
@@ -174,10 +175,10 @@ def load_for(prefix: str | Path) -> Tokenizer:
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a BPE model that gives every text back exactly, newlines and indentation included, and write it to `path`.
+    """Train a BPE model that decodes every text exactly, newlines and indentation included, and write it to `path`.
 
-    Nothing is normalised, runs of spaces are pieces, and what the pieces do not cover falls back to bytes. The model depends on the texts
-    alone.
+    Text is not normalized, runs of spaces are pieces, and characters without a piece fall back to bytes. The model depends on the texts
+    only.
     """
     import sentencepiece
 
@@ -199,7 +200,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
                 eos_id=1,
                 bos_id=-1,
                 pad_id=-1,
-                num_threads=1,  # recorded in the model: another number would be another file
+                num_threads=1,  # stored in the model file: another number would change the file
                 minloglevel=2,
             )
     except RuntimeError as error:
@@ -208,11 +209,11 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
         raise DataError(f"--train_tokenizer {vocab_size} can not be trained on this input: {reason}") from None
 
 
-PASSAGE = 4096  # characters; sentencepiece skips sentences that are too long
+PASSAGE = 4096  # characters; sentencepiece skips longer sentences
 
 
 def _passages(texts: Iterable[str]) -> Iterator[str]:
-    """Texts cut into passages of whole lines, newlines kept: pieces such as ")\\n" are learned where lines meet."""
+    """Texts cut into passages of whole lines, newlines kept, so that pieces such as ")\\n" are learned across line ends."""
     for text in texts:
         start = 0
         while start < len(text):

@@ -123,12 +123,12 @@ def short_of_memory(found: Sequence[RankEnvironment]) -> list[str]:
 def across_hosts(found: Sequence[RankEnvironment], tp: int) -> list[str]:
     """A line where tensor-parallel ranks, which are neighbours (`megalite.mesh`), do not lie on one host."""
     groups = [found[first : first + tp] for first in range(0, len(found), tp)]
-    apart = [number for number, group in enumerate(groups) if len({each["host"] for each in group}) > 1]
-    if not apart:
+    spread = [number for number, group in enumerate(groups) if len({each["host"] for each in group}) > 1]
+    if not spread:
         return []
     return [
-        f"parallel.tp = {tp}: {len(apart)} of {len(groups)} tp groups lie on several hosts, the first of them ranks"
-        f" {apart[0] * tp} to {apart[0] * tp + tp - 1}: every layer waits for the network. Choose a tp that divides the ranks of a host."
+        f"parallel.tp = {tp}: {len(spread)} of {len(groups)} tp groups lie on several hosts, the first of them ranks"
+        f" {spread[0] * tp} to {spread[0] * tp + tp - 1}: every layer waits for the network. Choose a tp that divides the ranks of a host."
     ]
 
 

@@ -14,6 +14,7 @@ from megalite.build.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.layout import Coordinates
+from megalite.optimizer.state_kinds import state_kinds
 from megalite.parallel.sharding.buckets import Bucket
 
 Device = Literal["cuda", "cpu"]
@@ -66,6 +67,11 @@ class Sharing:
         return self.zero >= 2 and self.shard > 1 and not (deterministic and shared_by_both_ends(bucket))
 
 
+def kinds_of(bucket: Bucket) -> int:
+    """How many kinds of state the optimizer keeps of each element of a bucket, besides the master weight."""
+    return len(state_kinds(bucket.slots[0].spec.segments[0]))
+
+
 def shared_by_both_ends(bucket: Bucket) -> bool:
     """Whether embedding and head share the bucket's tensor on this rank."""
     return any(slot.spec.contributions > 1 for slot in bucket.slots)
@@ -116,8 +122,8 @@ def model_states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device
     total = sum((_bucket(config, bucket, device) for bucket in buckets), States())
     ahead = optimistic_step(config) and config.train.precision != "fp16"
     if ahead and pp_rank < config.parallel.pp - 1:
-        kept = sum(Sharing.of(config).kept(bucket) for bucket in buckets if bucket.trainable)
-        total += States(copies=3 * kept * Widths.of(config).accumulate)
+        kept = sum((1 + kinds_of(bucket)) * Sharing.of(config).kept(bucket) for bucket in buckets if bucket.trainable)
+        total += States(copies=kept * Widths.of(config).accumulate)
     return total
 
 
@@ -129,7 +135,7 @@ def _bucket(config: Config, bucket: Bucket, device: Device) -> States:
     state_at = device if parallel.offload == "none" else "cpu"
     is_own_master = not bucket.trainable or (widths.accumulate == widths.compute and weights_at == state_at)
     master = 0 if is_own_master else kept * widths.accumulate
-    moments = 2 * kept * widths.accumulate if bucket.trainable else 0
+    moments = kinds_of(bucket) * kept * widths.accumulate
     away = master + moments if parallel.offload == "disk" or state_at != device else 0
     compressed = _compressed(config, bucket) * widths.gradient
     return States(

@@ -11,6 +11,7 @@ from megalite.config.schema import ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Share
 from megalite.model.cost.units import Units
+from megalite.optimizer.state_kinds import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
@@ -25,8 +26,10 @@ COMMUNICATION_UNITS = 16
 SLOWEST = 0.95
 """Speed of the slowest of many devices, for which all others wait, in that of a typical one: devices of one kind differ by 8 % on average
 (Sinha et al. 2022, "Not All GPUs Are Created Equal")."""
-HOST_ADAM_BYTES = 32.0
-"""What AdamW moves in CPU memory for a parameter: gradient, master weight and two moments read, three of them and the weight written."""
+STATE_BYTES = 4.0 * (1 + len(ADAMW))
+"""The fp32 master weight and the optimizer's state of a parameter."""
+HOST_BYTES = 4.0 + 2 * STATE_BYTES + 4.0
+"""What an update moves in CPU memory for a parameter: the gradient read, master weight and state read and written, the weight written."""
 OFFLOAD_WIRE = (4.0, 2.0)
 """Bytes for a parameter to the host (its fp32 gradient) and back (its 16-bit weight)."""
 
@@ -294,8 +297,8 @@ class Stepper:
         if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
             return 0.0
         table = parameters(self.operations.units(self._share(choice)), (), embedding=False, head=True) / (choice.dp if choice.zero else 1)
-        apart = 1 if choice.gpus <= self.device.per_node else 2
-        return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // apart, apart))
+        nodes = 1 if choice.gpus <= self.device.per_node else 2
+        return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
     def _behind(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[float]) -> tuple[float, float]:
         """What follows the pipeline: gradients not yet reduced when the last rank ends, and weights not yet there when they are needed.
@@ -352,5 +355,5 @@ class Stepper:
         if choice.offload == "none":
             return stream(device, own * self.job.software.adam_bytes) + norm
         wire = own * max(OFFLOAD_WIRE) / device.host.bandwidth if not device.cpu else 0.0
-        disk = own * 24 / device.disk if choice.offload == "disk" else 0.0  # both moments and the master weight, read and written
-        return max(own * HOST_ADAM_BYTES / device.host_memory, wire, disk) + norm
+        disk = own * 2 * STATE_BYTES / device.disk if choice.offload == "disk" else 0.0  # read and written
+        return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm

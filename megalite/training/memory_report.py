@@ -17,7 +17,7 @@ from megalite.build import parts as build
 from megalite.build import plan
 from megalite.config.schema import Config
 from megalite.model.parameters import model_specs, with_adapters
-from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.interface import Optimizer
 from megalite.parallel.pipeline.gathering import check_gathering
 from megalite.parallel.pipeline.schedule import Kind
 from megalite.parallel.sharding.powersgd import Matrix
@@ -41,7 +41,7 @@ class ModelStates(NamedTuple):
         return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
 
 
-def _storages(store: ParameterStore, optimizer: AdamW) -> Iterator[tuple[str, str, int]]:
+def _storages(store: ParameterStore, optimizer: Optimizer) -> Iterator[tuple[str, str, int]]:
     """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it has."""
     buckets = store.buckets
     gradients = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
@@ -59,7 +59,7 @@ def _storages(store: ParameterStore, optimizer: AdamW) -> Iterator[tuple[str, st
                 yield kind, store.state.place_of(tensor), tensor.untyped_storage().nbytes()
 
 
-def states_of(store: ParameterStore, optimizer: AdamW) -> ModelStates:
+def states_of(store: ParameterStore, optimizer: Optimizer) -> ModelStates:
     """What these keep between steps."""
     storages = list(_storages(store, optimizer))
     return ModelStates(*(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields))

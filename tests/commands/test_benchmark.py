@@ -23,7 +23,7 @@ from megalite.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planning.hardware import Link, find
 from tests.commands.jobs import measure_steps
-from tests.distributed.pool import RankPool
+from tests.distributed.support.pool import RankPool
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

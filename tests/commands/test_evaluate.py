@@ -270,6 +270,7 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
     (tmp_path / "empty").write_text("")
     (tmp_path / "latin").write_bytes("café".encode("latin-1"))
     text, model = ["--text", tmp_path / "text"], f"hf:{directory}"
+    monkeypatch.setattr("sys.argv", ["tools/evaluate.py"])
     wrong: dict[str, list[Any]] = {
         "is not a checkpoint": ["perplexity", tmp_path / "nowhere", *text],
         "config.json can not be read": ["perplexity", f"hf:{tmp_path}", *text],

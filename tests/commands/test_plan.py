@@ -21,7 +21,7 @@ from megalite.planning.search import Search
 from megalite.planning.step import Choice, Job
 from megalite.training import dry_run
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import write_tokens
+from tests.distributed.support.configs import write_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {

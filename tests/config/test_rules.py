@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config import rules
-from megalite.config.rules import RULES, check
+from megalite.config.rules import RULES, all_rules, check
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config, ConfigError
 
@@ -197,10 +196,10 @@ ROWS = [
         "bf16 reduction of wider gradients",
         {"parallel.reduce_dtype": "bf16", "train.grad_dtype": "bf16", "train.precision": "bf16"},
         {"train.grad_dtype": "wide"},
-        ("travel as bf16 anyway",),
+        ("are sent as bf16 anyway",),
     ),
     Row("no proof in bf16", {"parallel.reduce_dtype": "bf16", "train.precision": "fp64"}, {"train.precision": "fp16"}, ("fp64",)),
-    Row("PowerSGD reduces whole gradients", {"parallel.powersgd_rank": 4, "parallel.zero": 2}, {"parallel.zero": 1}, ("keeps a shard",)),
+    Row("PowerSGD reduces whole gradients", {"parallel.powersgd_rank": 4, "parallel.zero": 2}, {"parallel.zero": 1}, ("shards them",)),
     Row(
         "PowerSGD reduces over all of dp",
         {"parallel.powersgd_rank": 4, "parallel.dp": 4, "parallel.dp_shard": 2},
@@ -271,11 +270,11 @@ ROWS = [
     *(
         Row("faults can happen", {"faults.inject": ["kill:rank=0,step=3", fault]}, {"faults.inject": fixed}, (f"= {fault} {says}",))
         for fault, fixed, says in (
-            ("kil:rank=0,step=3", "kill:rank=0,step=3", "is of no known kind (nearest: kill)"),
-            ("kill", "kill:step=3", "does not have step"),
-            ("slow:step=3", "slow:step=3,seconds=0.5", "does not have seconds and step"),
-            ("nan:step=3,factor=2", "spike:step=3,factor=nan", "does not have step, or has more than rank and restart besides"),
-            ("exit:rank=first,step=3", "exit:rank=0,step=3-5,restart=2", "has a value that is no number"),
+            ("kil:rank=0,step=3", "kill:rank=0,step=3", "is not a known kind of fault (nearest: kill)"),
+            ("kill", "kill:step=3", "needs step"),
+            ("slow:step=3", "slow:step=3,seconds=0.5", "needs seconds and step"),
+            ("nan:step=3,factor=2", "spike:step=3,factor=nan", "needs step, and besides it takes rank and restart only"),
+            ("exit:rank=first,step=3", "exit:rank=0,step=3-5,restart=2", "has a value that is not a number"),
             ("hang:step=5-3", "hang:step=3-5", "has a value out of range"),
             ("hang:step=0", "hang:step=1", "has a value out of range"),
             ("slow:step=1,seconds=-1", None, "has a value out of range"),
@@ -360,7 +359,7 @@ def test_rule(row: Row, monkeypatch):
     for part in row.says:
         assert part in message
     assert verdict(row.broken | row.fixed, row.world, row.devices) is None
-    monkeypatch.setattr(rules, "RULES", (rule,))
+    monkeypatch.setattr(all_rules, "RULES", (rule,))
     assert verdict(row.broken, row.world, row.devices) == message, "another rule spoke first"
     nearest = re.search(r"Nearest: ([\d.]+?)(?: or ([\d.]+?))?\.$", message)
     for value in filter(None, nearest.groups()) if nearest else ():

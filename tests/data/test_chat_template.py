@@ -103,14 +103,14 @@ REWRITING = {
 @pytest.mark.parametrize("name", REWRITING)
 def test_a_template_whose_turns_can_not_be_found_is_refused(name, tokenizer):
     template = ChatTemplate(tokenizer, REWRITING[name])
-    with pytest.raises(DataError, match="another way when others follow.*--chat_template FILE.*--loss_on all"):
+    with pytest.raises(DataError, match="differently when others follow.*--chat_template FILE.*--loss_on all"):
         template.render(LONG)
     assert all(template.render(LONG, loss_on="all")[1])
 
 
 def test_a_template_that_refuses_is_quoted(tokenizer):
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    with pytest.raises(DataError, match="can not write it: roles must alternate"):
+    with pytest.raises(DataError, match="can not render it: roles must alternate"):
         ChatTemplate(tokenizer, strict).render(LONG)
 
 
@@ -224,7 +224,7 @@ def test_text_in_place_of_conversations_leaves_no_mask_behind(run, tmp_path, mon
 BAD = {
     "no form": ([{"text": "a"}], "a.jsonl line 2 holds no conversation: its keys are text"),
     "no object": ([["a"]], "a.jsonl line 2 is a list, not an object"),
-    "no list": ([{"messages": "a"}], "line 2: messages is no list of messages"),
+    "no list": ([{"messages": "a"}], "line 2: messages is not a list of messages"),
     "no text": (
         [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
         "line 2: message 1 of messages has no text under role and",
@@ -241,13 +241,13 @@ BAD = {
 STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 OPTIONS = {
     "text file": (["--input", "b.txt"], "--input b.txt is text, and --chat reads conversations"),
-    "json is no list": (["--input", "b.json"], "--input b.json is no list of records"),
+    "json is no list": (["--input", "b.json"], "--input b.json is not a list of records"),
     "training a tokenizer": (["--input", "ok.jsonl", "--train_tokenizer", "300"], "--chat needs the tokenizer of the model"),
     "too short": (["--input", "ok.jsonl", "--max_length", "1"], "--max_length 1 leaves nothing to predict"),
     "no length": (["--input", "ok.jsonl", "--too_long", "truncate"], "--too_long truncate cuts conversations of more than --max_length"),
     "no template": (["--input", "ok.jsonl", "--chat_template", "none.jinja"], "--chat_template none.jinja can not be read: No such file"),
     "template of bytes": (["--input", "ok.jsonl", "--chat_template", "bytes.jinja"], "bytes.jinja can not be read: it is not UTF-8"),
-    "nothing left": (["--input", "ok.jsonl", "--max_length", "2"], "1 conversations were longer than --max_length 2, 0 had nothing"),
+    "nothing left": (["--input", "ok.jsonl", "--max_length", "2"], "1 conversations were longer than --max_length 2, 0 had no token"),
 }
 
 

@@ -152,7 +152,7 @@ def test_workers_do_not_show(tmp_path):
     for workers in (1, 3):
         output = ["--output", str(tmp_path / f"w{workers}" / "x"), "--workers", str(workers), "--json"]
         command = [sys.executable, TOOL, "--input", f"{tmp_path}/*.py", f"{tmp_path}/z.jsonl", "--train_tokenizer", "330", *output]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["documents"] == 120
         assert done.stdout.count("\n") == 1, "the result alone is on stdout"
@@ -214,7 +214,7 @@ BAD = {
     "text is a number": (["--input", "number.jsonl", "--tokenizer", "byte"], "line 1 is of type int, not text"),
     "not an object": (["--input", "list.jsonl", "--tokenizer", "byte"], "list.jsonl line 1 is a list, not an object"),
     "not JSON": (["--input", "broken.jsonl", "--tokenizer", "byte"], "broken.jsonl line 2 is not JSON"),
-    "not parquet": (["--input", "bad.parquet", "--tokenizer", "byte"], "bad.parquet is no parquet file"),
+    "not parquet": (["--input", "bad.parquet", "--tokenizer", "byte"], "bad.parquet is not a parquet file"),
     "no column": (
         ["--input", "a.parquet", "--text_key", "body", "--tokenizer", "byte"],
         "--text_key body is not in a.parquet; its keys: id, text",
@@ -282,6 +282,6 @@ def test_preparation_imports_no_torch(tmp_path):
         f"try:\n    runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
         "finally:\n    assert not {'torch', 'transformers', 'datasets', 'sentencepiece', 'pyarrow'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "1 documents, 2 tokens (uint16), vocabulary 257" in done.stdout

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megalite.rng import key
 from megalite.training.memory_report import ModelStates, formula, measured, report
-from tests.distributed import jobs, jobs_reduction
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
-from tests.distributed.jobs_training import make_trainer
-from tests.distributed.layouts import Case
+from tests.distributed.support import jobs, jobs_reduction
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
+from tests.distributed.support.jobs_training import make_trainer
+from tests.distributed.support.layouts import Case
 
 STEPS = 5
 

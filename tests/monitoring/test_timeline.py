@@ -24,10 +24,10 @@ from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.parallel.sharding.transfers import Transfer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs import mesh_of
-from tests.distributed.layouts import Case
-from tests.distributed.pool import RankContext
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.layouts import Case
+from tests.distributed.support.pool import RankContext
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": False, "dropout": 0.0}

@@ -1,6 +1,6 @@
-"""Every check between fields of a configuration: a file for each part of a run, all_rules.py puts them in order and asks them.
+"""Checks between options: one file for each part of a run; all_rules.py defines their order and runs them.
 
-May import the rest of megalite.config, but for load.py.
+May import the rest of megalite.config except load.py.
 """
 
 from megalite.config.rules.all_rules import RULES, check

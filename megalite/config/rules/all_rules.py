@@ -1,6 +1,7 @@
-"""Every check between fields of a configuration: one row a rule, in the order in which they are tried, a file for each part of a run.
+"""All checks between options, in the order in which they run; one file for each part of a run.
 
-The first rows make sizes positive, so that later rows may divide by them. A message names option, value, reason and way out:
+The first rules require positive sizes, so that later ones can divide by them. A message names the option, its value, the reason and a way
+out:
 
     parallel.tp = 6 does not divide model.num_attention_heads = 32: each rank must hold whole heads.
     Legal values: 1, 2, 4, 8, 16, 32. Nearest: 4 or 8.
@@ -14,14 +15,14 @@ from megalite.config.rules import data, faults, model, numbers, parallel, traini
 from megalite.config.schema import Config, ConfigError
 
 RULES: tuple[Rule, ...] = (*numbers.RULES, *model.RULES, *parallel.RULES, *data.RULES, *training.RULES, *faults.RULES)
-"""All rules; each name is unique."""
+"""All rules; names are unique."""
 
 
 def check(config: Config, world_size: int, local_devices: int | None = None, leave_out: Container[str] = ()) -> None:
-    """Raise ConfigError with the first rule that a resolved configuration violates.
+    """Raise ConfigError with the message of the first rule that a resolved configuration violates.
 
     world_size: number of processes; local_devices: GPUs that this machine's processes will use (0: CPU; None: not known yet).
-    leave_out: names of rules that are not asked.
+    leave_out: names of rules to skip.
     """
     values = {section.name: getattr(config, section.name) for section in fields(Config)}
     context = RuleContext(**values, world_size=world_size, local_devices=local_devices)

@@ -1,4 +1,4 @@
-"""Token files: there, of one vocabulary, and long enough for what is asked of them."""
+"""Rules for token files: they exist, share one vocabulary, and fit the options that use them."""
 
 import math
 from operator import attrgetter
@@ -49,7 +49,7 @@ def _token_file_rules(option: str) -> tuple[Rule, Rule]:
             f"{option} exists",
             option,
             lambda c: _missing(get(c)),
-            message=lambda c: f"is not there: no {' and no '.join(_missing(get(c)))}",
+            message=lambda c: f"does not exist: there is no {' and no '.join(_missing(get(c)))}",
             legal=lambda c: _nearest_prefix(get(c)),
         ),
     )
@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
         "vocabulary is known",
         "model.vocab_size",
         lambda c: c.model.vocab_size is None,
-        message=lambda c: f"can not be taken from the data: {prefixes(c.data.train)[0]}.json does not say it",
+        message=lambda c: f"can not be taken from the data: {prefixes(c.data.train)[0]}.json does not have it",
         legal="Give model.vocab_size, the number of tokens of the tokenizer that made the data.",
     ),
     Rule(

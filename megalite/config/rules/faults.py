@@ -1,7 +1,7 @@
-"""Faults that are made on purpose: how they are written, and that they can happen.
+"""Injected faults: their syntax, and a rule that they can happen.
 
 kill:rank=3,step=7              SIGKILL to rank 3 before step 7
-nan:step=7-9,restart=1          on every rank in three steps, and only after the first restart
+nan:step=7-9,restart=1          on every rank in three steps, only after the first restart
 """
 
 from dataclasses import dataclass
@@ -13,47 +13,47 @@ KINDS: dict[str, tuple[str, ...]] = {
     "slow": ("seconds",),
     "spike": ("factor",),
 }
-"""Kind → what it needs besides a step."""
+"""Kind → the keys that it needs besides `step`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault that a user has asked for."""
+    """One fault to inject."""
 
     kind: str
-    steps: range  # in which it happens, once in each
+    steps: range  # it happens once in each
     rank: int | None  # None: every rank
-    restart: int  # it happens in a process that has been restarted so often
-    amount: float  # seconds or factor, where the kind has one
+    restart: int  # number of restarts of the process in which it happens
+    amount: float  # seconds or factor, if the kind has one
 
 
 def parse_faults(value: str | list[str] | None) -> list[Fault]:
-    """The faults of `faults.inject`. Raises ValueError(text, reason) for the first that is not one."""
+    """The faults in `faults.inject`. Raises ValueError(text, reason) for the first one that is not valid."""
     return [_parse(text) for text in (value.split() if isinstance(value, str) else value or ())]
 
 
 def _parse(text: str) -> Fault:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
-        raise ValueError(text, f"is of no known kind (nearest: {nearest_name(kind, list(KINDS))})")
+        raise ValueError(text, f"is not a known kind of fault (nearest: {nearest_name(kind, list(KINDS))})")
     values = {name: value for name, _, value in (part.partition("=") for part in rest.split(","))}
     needed = {"step", *KINDS[kind]}
     if not needed <= values.keys() <= needed | {"rank", "restart"}:
-        raise ValueError(text, f"does not have {' and '.join(sorted(needed))}, or has more than rank and restart besides")
+        raise ValueError(text, f"needs {' and '.join(sorted(needed))}, and besides it takes rank and restart only")
     first, _, last = values["step"].partition("-")
     try:
         steps = range(int(first), int(last or first) + 1)
         rank = int(values["rank"]) if "rank" in values else None
         fault = Fault(kind, steps, rank, int(values.get("restart", 0)), float(values[KINDS[kind][0]]) if KINDS[kind] else 0.0)
     except ValueError:
-        raise ValueError(text, "has a value that is no number") from None
+        raise ValueError(text, "has a value that is not a number") from None
     if not steps or steps[0] < 1 or fault.restart < 0 or (kind == "slow" and not fault.amount > 0):
         raise ValueError(text, "has a value out of range: steps count from 1, restarts from 0, and seconds are positive")
     return fault
 
 
 def _wrong(c: RuleContext) -> tuple[str, str] | None:
-    """The first fault that can not happen, and why."""
+    """The first fault that cannot happen, and why."""
     try:
         faults = parse_faults(c.faults.inject)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The model: axes that fit each other."""
+"""Rules for the model: options that fit each other."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ def _layers_exist(name: str) -> Rule:
         f"{name} exist",
         f"model.{name}",
         broken,
-        message="does not name different layers of this model",
+        message="does not list distinct layers of this model",
         legal=lambda c: f"Legal entries: 0 to {c.model.num_hidden_layers - 1}, each once.",
     )
 
@@ -35,7 +35,7 @@ def _rope_type(c: RuleContext) -> Any:
 
 
 def _scaling_problem(c: RuleContext) -> str | None:
-    """Why the values of rope_scaling can not be used; its type is known."""
+    """Why the values of rope_scaling cannot be used, given that its type is known; None if they can."""
     scaling = dict(c.model.rope_scaling or {})
     kind = scaling.pop("rope_type", "default")
     required = ROPE_SCALING_KEYS[kind]
@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
         "heads over key-value heads",
         "model.num_key_value_heads",
         lambda c: c.model.num_attention_heads % c.model.kv_heads,
-        message="does not divide {model.num_attention_heads}: each is shared by equally many query heads",
+        message="does not divide {model.num_attention_heads}: each key-value head is shared by the same number of query heads",
         legal=lambda c: divisors(c.model.num_attention_heads),
     ),
     Rule(
@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
         "model.head_dim",
         lambda c: c.model.position == "rope" and c.model.head_size % 2,
         value=lambda c: c.model.head_size,
-        message="is odd: rotary embeddings (model.position = rope) turn pairs of channels",
+        message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
         legal=lambda c: around(c.model.head_size, 2),
     ),
     Rule(
@@ -135,21 +135,21 @@ RULES: tuple[Rule, ...] = (
         "lora has a rank",
         "lora.rank",
         lambda c: not c.lora.rank and (c.lora.dropout or c.lora.targets or c.lora.init_from),
-        message="trains the model itself, and other options of lora are given",
-        legal="Set it, for example to 16, or remove those.",
+        message="trains the model itself, but other options of lora are set",
+        legal="Set it, for example to 16, or remove the others.",
     ),
     Rule(
         "lora.targets are there",
         "lora.targets",
         lambda c: "gate" in (c.lora.targets or ()) and not c.model.gated_mlp,
         message="names gate, but {model.gated_mlp}",
-        legal="Remove it, or leave lora.targets out: then all projections that there are have adapters.",
+        legal="Remove it, or leave lora.targets out: then all projections of the model have adapters.",
     ),
     Rule(
         "lora.init_from is an adapter",
         "lora.init_from",
         lambda c: c.lora.init_from and not (c.model.init_from and _is_adapter(c)),
-        message="is not an adapter of PEFT's, a directory with adapter_config.json, for {model.init_from}",
-        legal="Give both.",
+        message="is not a PEFT adapter, a directory with adapter_config.json, for {model.init_from}",
+        legal="Set both options, model.init_from to the model that it adapts.",
     ),
 )

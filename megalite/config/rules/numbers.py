@@ -1,4 +1,4 @@
-"""Numbers in their ranges, and names that are names."""
+"""Rules for the ranges of numbers, and for run.name."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _FRACTIONS = "model.embedding_dropout model.attention_dropout model.residual_dro
 
 
 def _bounded(options: str, test: Callable[[float], bool], why: str, legal: str) -> list[Rule]:
-    """Rules for numbers (null and lists of numbers too) that must pass the test; infinities and NaN never do."""
+    """Rules that numbers, or every number of a list, pass `test`; null passes, infinities and NaN never do."""
 
     def out_of_range(option: str, context: RuleContext) -> bool:
         value = attrgetter(option)(context)
@@ -36,8 +36,8 @@ RULES: tuple[Rule, ...] = (
     *_bounded(_SIZES, lambda n: n >= 1, "is not a positive size", "Legal values: 1 and above. Nearest: 1."),
     *_bounded(_POSITIVE, lambda n: n > 0, "is not a positive number", "Legal values: every number above 0."),
     *_bounded(_NOT_NEGATIVE, lambda n: n >= 0, "is negative or not finite", "Legal values: 0 and above. Nearest: 0."),
-    *_bounded(_FRACTIONS, lambda n: 0 <= n < 1, "is not at least 0 and below 1", "Legal values: from 0 up to, but without, 1."),
-    *_bounded("optimizer.wsd_decay_fraction", lambda n: 0 < n <= 1, "is not a share of the steps", "Legal values: above 0, up to 1."),
+    *_bounded(_FRACTIONS, lambda n: 0 <= n < 1, "is out of range", "Legal values: at least 0 and below 1."),
+    *_bounded("optimizer.wsd_decay_fraction", lambda n: 0 < n <= 1, "is not a fraction of the steps", "Legal values: above 0, up to 1."),
     Rule(
         "run.name is a directory name",
         "run.name",

@@ -1,4 +1,4 @@
-"""The mesh: sizes that divide the model and fill the world."""
+"""Rules for the mesh: sizes divide the model and fill the world."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from megalite.config.rule import Rule, RuleContext, around, divisors
 
 
 def legal_tp(c: RuleContext) -> list[int]:
-    """Tensor-parallel sizes that the model allows: whole heads, key-value heads divided or replicated evenly, even feed-forward."""
+    """Tensor-parallel sizes that the model allows: whole heads, key-value heads split or replicated evenly, feed-forward split evenly."""
     kv = c.model.kv_heads
     return [tp for tp in divisors(c.model.num_attention_heads) if c.model.intermediate_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
 
@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
         "tp fits key-value heads",
         "parallel.tp",
         lambda c: c.model.kv_heads % c.parallel.tp and c.parallel.tp % c.model.kv_heads,
-        message="neither divides {model.num_key_value_heads} nor is a multiple of it: key-value heads are divided, or replicated evenly",
+        message="neither divides {model.num_key_value_heads} nor is a multiple of it: key-value heads are split or replicated evenly",
         legal=legal_tp,
     ),
     Rule(
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
         "four schedule costs",
         "parallel.schedule_costs",
         lambda c: len(c.parallel.schedule_costs) != 4 or not sum(c.parallel.schedule_costs[:3]),
-        message="is not forward, input gradient, weight gradient and message, of which one that computes takes time",
+        message="does not give the durations of forward, input gradient, weight gradient and message, not all of the first three 0",
         legal="Give four numbers, for example [1, 1, 1, 0].",
     ),
     Rule(
@@ -149,7 +149,7 @@ RULES: tuple[Rule, ...] = (
         "dp_shard shares something",
         "parallel.dp_shard",
         lambda c: c.parallel.zero == 0 and c.parallel.dp_shard not in (None, 1),
-        message="has nothing to share: {parallel.zero}",
+        message="has nothing to shard: {parallel.zero}",
         legal="Leave it out, or set parallel.zero to 1, 2 or 3.",
     ),
     Rule("zero stage", "parallel.zero", lambda c: c.parallel.zero not in (0, 1, 2, 3), message="is not a ZeRO stage", legal=[0, 1, 2, 3]),
@@ -157,7 +157,7 @@ RULES: tuple[Rule, ...] = (
         "offloaded parameters are sharded",
         "parallel.offload_parameters",
         lambda c: c.parallel.offload_parameters and c.parallel.zero != 3,
-        message="needs weights that are whole only while in use, but {parallel.zero}",
+        message="needs weights that are gathered only while they are used, but {parallel.zero}",
         legal="Leave it out, or set parallel.zero to 3.",
     ),
     Rule(
@@ -171,42 +171,42 @@ RULES: tuple[Rule, ...] = (
         "bf16 reduction of wider gradients",
         "parallel.reduce_dtype",
         lambda c: c.parallel.reduce_dtype == c.train.grad_dtype == "bf16",
-        message="changes nothing: with {train.grad_dtype} gradients travel as bf16 anyway",
+        message="has no effect: with {train.grad_dtype} gradients are sent as bf16 anyway",
         legal="Remove one of the two; train.grad_dtype = wide accumulates microbatches in fp32.",
     ),
     Rule(
         "no proof in bf16",
         "parallel.reduce_dtype",
         lambda c: c.parallel.reduce_dtype == "bf16" and c.train.precision == "fp64",
-        message="rounds away what {train.precision} is for",
+        message="would lose the precision of {train.precision}",
         legal="Set it to wide, or train.precision to fp32, bf16 or fp16.",
     ),
     Rule(
         "PowerSGD reduces whole gradients",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.parallel.zero > 1,
-        message="needs gradients that stay whole: {parallel.zero} keeps a shard of them",
+        message="needs whole gradients, but {parallel.zero} shards them",
         legal="Set parallel.zero to 0 or 1, or leave powersgd_rank out.",
     ),
     Rule(
         "PowerSGD reduces over all of dp",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.dims.shard not in (1, c.dims.data),
-        message="reduces over all of data parallelism at once, not in groups of {parallel.dp_shard}",
+        message="reduces over all data-parallel ranks at once, not in groups of {parallel.dp_shard}",
         legal="Remove one of the two.",
     ),
     Rule(
         "PowerSGD keeps fp32 errors",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.train.grad_dtype == "bf16",
-        message="adds small errors to gradients, which {train.grad_dtype} would lose",
+        message="adds small error terms to the gradients, which {train.grad_dtype} would lose",
         legal="Set train.grad_dtype to wide, or leave powersgd_rank out.",
     ),
     Rule(
         "one compression",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.parallel.reduce_dtype == "bf16",
-        message="sends factors in full precision, and {parallel.reduce_dtype} would round the little that is left",
+        message="sends its factors in full precision, which {parallel.reduce_dtype} would round",
         legal="Remove one of the two.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Batches, precision, optimizer, checkpoints, validation, profiling and the network."""
+"""Rules for batches, precision, the optimizer, checkpoints, validation, profiling and the network."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 def duration_seconds(text: str) -> int | None:
-    """Seconds of a duration such as 3h50m, 90m or 30s; None where it is not one."""
+    """Seconds of a duration such as 3h50m, 90m or 30s; None if it is not a duration."""
     match = _DURATION.fullmatch(text)
     if match is None or not text:
         return None
@@ -21,7 +21,7 @@ def duration_seconds(text: str) -> int | None:
 
 
 def _kernels_lack(c: RuleContext) -> str:
-    """What Triton kernels need and do not have here; empty where they can run. In its interpreter Triton needs no GPU."""
+    """What is missing to run Triton kernels; empty if they can run. Triton's interpreter needs no GPU."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which is not installed"
     if c.local_devices == 0 and os.environ.get("TRITON_INTERPRET") != "1":
@@ -34,7 +34,7 @@ def _samples_at_once(c: RuleContext) -> int:
 
 
 def _resumes(c: RuleContext) -> bool:
-    """From a checkpoint that is named, not one that is found."""
+    """Whether checkpoint.load names the checkpoint."""
     return c.checkpoint.load not in ("auto", "none")
 
 
@@ -50,7 +50,7 @@ RULES: tuple[Rule, ...] = (
         "fp64 on CPU",
         "train.precision",
         lambda c: c.train.precision == "fp64" and c.local_devices,
-        message=lambda c: f"is for proof on CPU, and this run would use {c.local_devices} GPUs",
+        message=lambda c: f"is for numerical proofs on CPU, but this run would use {c.local_devices} GPUs",
         legal="Set it to fp32, bf16 or fp16, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty).",
     ),
     Rule(
@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
         "copies of state in memory",
         "checkpoint.async_save",
         lambda c: c.checkpoint.async_save and c.parallel.offload == "disk",
-        message="would copy into memory what {parallel.offload} keeps out of it",
+        message="would copy to CPU memory the state that {parallel.offload} keeps out of it",
         legal="Set checkpoint.async_save to false, or parallel.offload to cpu.",
     ),
     Rule(
@@ -197,21 +197,21 @@ RULES: tuple[Rule, ...] = (
         "snapshot of a GPU",
         "profiling.memory_snapshot",
         lambda c: c.profiling.memory_snapshot and c.local_devices == 0,
-        message="needs a GPU, whose memory it shows, and this run has none",
+        message="needs a GPU, but this run uses none",
         legal="Leave it out.",
     ),
     Rule(
         "InfiniBand's timeout",
         "network.ib_timeout",
         lambda c: c.network.ib_timeout not in (None, *range(1, 32)),
-        message="is not an exponent that InfiniBand knows, of 1 to 31",
+        message="is not a valid exponent, from 1 to 31",
         legal=range(1, 32),
     ),
     Rule(
         "variables have names",
         "network.variables",
         lambda c: not all(map(_VARIABLE.fullmatch, c.network.variables or {})),
-        message="has a key that is no name of a variable",
+        message="has a key that is not a valid variable name",
         legal="Write {NAME: value}, for example {NCCL_NVLS_ENABLE: 0}.",
     ),
 )

@@ -1,1 +1,1 @@
-"""Texts and conversations → a token file: prepare.py is where to start, sources.py reads inputs, writer.py writes. Imports no torch."""
+"""From texts and conversations to a token file: start at prepare.py; sources.py reads inputs, writer.py writes. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Chat data: the records of a task to tokens and to the mask of those whose loss counts, one document a conversation."""
+"""Chat data: the records of a task to tokens and their loss mask, one document per conversation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megalite.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Chats:
-    """How conversations become documents.
+    """How conversations are converted to documents.
 
     Attributes:
-        template: Jinja source instead of the tokenizer's own (`megalite.data.chat_template.ChatTemplate`).
-        loss_on: what counts.
-        max_length: tokens of a conversation at most; longer ones are left out, or with `truncate` lose their end. None: any.
+        template: Jinja source to use instead of the tokenizer's own (`megalite.data.chat_template.ChatTemplate`).
+        loss_on: the tokens whose loss is counted.
+        max_length: maximum number of tokens of a conversation; longer ones are dropped or, with `truncate`, cut. None: no limit.
     """
 
     template: str | None = None
@@ -31,7 +31,8 @@ class Chats:
     truncate: bool = False
 
     def encode(self, task: Task, tokenizer: Tokenizer) -> Encoded:
-        """Raises DataError, which names file, line and reason, at the first record that is no conversation or that the template refuses."""
+        """Encode a task. Raises DataError naming file, line and reason for the first record that the template cannot render as a
+        conversation."""
         template = ChatTemplate(tokenizer, self.template)
         tokens, mask, sizes = array("i"), bytearray(), array("i")
         done = Encoded(input_bytes=task.size, mask=np.empty(0, np.uint8))

@@ -1,4 +1,4 @@
-"""What a worker makes of a task, whether of texts or of conversations."""
+"""The result of encoding a task, of texts or of conversations."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Encoded:
     """A task's documents as tokens.
 
     Attributes:
-        tokens: of all documents, one after another; a text ends in EOS, a conversation as its template ends it.
-        sizes: the tokens of each document.
-        mask: of each token whether its loss counts; None where all do.
-        empty, too_long, without_loss: documents without text, longer than is wanted, and with nothing to learn from.
-        replaced: documents that held bytes that are no UTF-8.
-        forms: in which conversations came.
+        tokens: those of all documents, one after another; a text ends in EOS, a conversation as its template ends it.
+        sizes: number of tokens of each document.
+        mask: 1 for each token whose loss is counted, else 0; None if all are counted.
+        empty, too_long, without_loss: number of documents without text, longer than the maximum, and without a token to learn from.
+        replaced: number of documents with bytes that are not valid UTF-8.
+        forms: formats of the conversations.
     """
 
     input_bytes: int

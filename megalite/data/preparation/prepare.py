@@ -1,6 +1,6 @@
-"""Text or conversations to a token file: read, tokenize in parallel, write in the order of the input, whatever the number of workers.
+"""Text or conversations to a token file: read, tokenize in parallel, and write in the order of the input for any number of workers.
 
-Workers take tasks and give tokens; at most a few tasks a worker are under way, so memory stays bounded however long the input is.
+Workers receive tasks and return tokens. At most TASKS_AHEAD tasks per worker are in flight, so memory is bounded for any input size.
 """
 
 import functools
@@ -27,16 +27,16 @@ from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.sources import Source, Task, documents
 from megalite.data.preparation.writer import IndexedWriter
 
-TRAINING_BYTES = 8_000_000  # of the input that a tokenizer is trained on: more changes a vocabulary of thousands little and costs minutes
+TRAINING_BYTES = 8_000_000  # of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
 TASKS_AHEAD = 4
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the input bytes done, and all of them."""
+"""Called with the name of the phase, the input bytes done, and their total."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts become documents that end in EOS. text_key: where a record holds its text."""
+    """Encodes texts as documents that end in EOS. text_key: the key of a record's text."""
 
     text_key: str = "text"
 
@@ -58,8 +58,9 @@ class Texts:
 
 @dataclass
 class Summary:
-    """What was written. `loss_tokens`: those that count; `longest`: the tokens of the longest document; `packed_rows`: of the longest's
-    length, or of the longest that is allowed, that conversations fill; the rest as in `Encoded`."""
+    """What was written. `loss_tokens`: number of tokens whose loss is counted; `longest`: number of tokens of the longest document;
+    `packed_rows`: number of rows into which conversations can be packed, each as long as the maximum length or, without one, as the longest
+    conversation; the others as in `Encoded`."""
 
     prefix: str
     documents: int = 0
@@ -102,11 +103,11 @@ def prepare(
     workers: int = 1,
     progress: Progress = lambda what, done, total: None,
 ) -> Summary:
-    """Tokenize every document of the sources and write PREFIX.bin, .idx and .json, and of conversations PREFIX.loss.bin and .idx.
+    """Tokenize every document of the sources and write PREFIX.bin, .idx and .json, and for conversations PREFIX.loss.bin and .idx.
 
     tokenizer: byte, a sentencepiece model, or a Hugging Face directory. With `train_tokenizer`, a vocabulary size, a sentencepiece model is
-    trained on the sources first and written to that name. `chat`: the sources hold conversations, not texts. Raises DataError on bad input;
-    then, and on an interrupt, nothing is left behind.
+    first trained on the sources and written to that name. `chat`: the sources hold conversations, not texts. Raises DataError on bad input.
+    After an error or an interrupt no files are left.
     """
     encoder = chat or Texts(text_key)
     if train_tokenizer is None:
@@ -118,7 +119,7 @@ def prepare(
 def _encode(
     sources: list[Source], prefix: Path, loaded: str, named: str, encoder: Texts | Chats, workers: int, progress: Progress
 ) -> Summary:
-    """loaded: where the tokenizer lies now; named: where it will lie, as PREFIX.json says."""
+    """Tokenize and write. loaded: the tokenizer's current path; named: its final path, which PREFIX.json names."""
     vocabulary = tokenizing.load(loaded)
     summary = Summary(str(prefix), vocab_size=vocabulary.vocab_size, eos=vocabulary.eos, tokenizer=_beside(named, prefix))
     total = sum(source.size for source in sources)
@@ -144,24 +145,24 @@ def _encode(
 
 
 def _check_left(summary: Summary, chat: Chats) -> None:
-    """Raise DataError where conversations were read, and none of them can be learned from."""
+    """Raise DataError if conversations were read but none of them can be learned from."""
     if not summary.documents and summary.too_long + summary.without_loss:
         long = f"{summary.too_long:,} conversations were longer than --max_length {chat.max_length}, " if summary.too_long else ""
         raise DataError(
-            f"{summary.prefix}: nothing is left of the input: {long}{summary.without_loss:,} had nothing to learn from under --loss_on "
+            f"{summary.prefix}: the input has nothing to train on: {long}{summary.without_loss:,} had no token to learn under --loss_on "
             f"{chat.loss_on}. Nothing was written."
         )
 
 
 def _packed_rows(sizes: NDArray[np.int32], longest: int) -> int:
-    """The rows that conversations of these sizes fill, where a row just takes the longest."""
-    from megalite.data.dataset import best_fit  # brings torch, which preparing texts does without
+    """Number of rows into which conversations of these sizes are packed, each as long as the longest one."""
+    from megalite.data.dataset import best_fit  # imports torch, which preparing texts does not need
 
     return int(best_fit(sizes - 1, longest - 1).max(initial=-1)) + 1
 
 
 def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: Summary) -> dict[str, Any]:
-    """What PREFIX.json says of conversations: enough to write further ones in the same way."""
+    """The entry `chat` of PREFIX.json: enough to render further conversations in the same way."""
     template = ChatTemplate(tokenizer, chat.template)
     facts = {"template_hash": template.hash, "forms": summary.forms, "loss_on": chat.loss_on, "loss_tokens": summary.loss_tokens}
     return {"chat": facts | {"longest": summary.longest, "template": template.source}}
@@ -169,7 +170,7 @@ def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: Summary) 
 
 @contextmanager
 def _trained(sources: list[Source], vocab_size: int, path: Path, text_key: str, progress: Progress) -> Iterator[Path]:
-    """A sentencepiece model trained on TRAINING_BYTES spread evenly over the input, for as long as the context lasts, beside `path`."""
+    """A sentencepiece model trained on TRAINING_BYTES spread evenly over the input; a temporary file in the directory of `path`."""
     total = sum(source.size for source in sources)
     every = -(-total // TRAINING_BYTES) or 1
 
@@ -195,7 +196,7 @@ def _tasks(sources: list[Source]) -> Iterator[Task]:
 
 
 def _encoded(tasks: Iterator[Task], tokenizer: str, encoder: Texts | Chats, workers: int) -> Iterator[Encoded]:
-    """The tasks' tokens, in the tasks' order."""
+    """The results of the tasks, in their order."""
     if workers == 1:
         yield from (_encode_task(task, tokenizer, encoder) for task in tasks)
         return
@@ -209,7 +210,7 @@ def _encoded(tasks: Iterator[Task], tokenizer: str, encoder: Texts | Chats, work
         while ahead:
             yield ahead.popleft().result()
     except BrokenProcessPool:
-        raise DataError(f"--workers {workers}: a worker was killed, most likely for want of memory. Use fewer workers.") from None
+        raise DataError(f"--workers {workers}: a worker was killed, most likely because memory ran out. Use fewer workers.") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -222,7 +223,7 @@ def _encode_task(task: Task, tokenizer: str, encoder: Texts | Chats) -> Encoded:
 
 
 def _beside(tokenizer: str, prefix: Path) -> str:
-    """How PREFIX.json names a tokenizer: by file name where it lies beside PREFIX, so that the directory can be moved; else absolutely."""
+    """The tokenizer's name in PREFIX.json: its file name if it is in PREFIX's directory, which may then move; else its absolute path."""
     if tokenizer == "byte":
         return tokenizer
     path = Path(tokenizer).resolve()

@@ -1,8 +1,8 @@
-"""Where documents come from: text files, .jsonl, .parquet and Hugging Face datasets, cut into tasks small enough to share among workers.
+"""Sources of documents: text files, .jsonl, .parquet and Hugging Face datasets, cut into tasks small enough to distribute over workers.
 
-A document is a text, or for chat data a whole record (then `text_key` is None, and records travel as lines of JSON).
+A document is a text or, for chat data, a whole record (then `text_key` is None, and records are sent as lines of JSON).
 
-A task is plain data that a worker turns into documents by itself; the order of the tasks, not who runs them, is the order of the documents.
+A task is plain data from which a worker makes documents; documents are in the order of the tasks, whichever worker runs them.
 """
 
 import fnmatch
@@ -27,7 +27,7 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"} | dict.
 
 @dataclass(frozen=True)
 class Task:
-    """About TASK_BYTES of input: whole files, lines of JSON, or texts. `size` is in bytes, for progress; `source` says of what."""
+    """About TASK_BYTES of input: whole files, lines of JSON, or texts. `size` is in bytes, for progress; `source` names their origin."""
 
     size: int
     files: tuple[Path, ...] = ()
@@ -38,7 +38,7 @@ class Task:
 
 
 class Source(Protocol):
-    """One input. `size`: its bytes, about."""
+    """One input. `size`: its approximate size in bytes."""
 
     size: int
 
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 class TextFiles:
-    """Text files, each one document."""
+    """Text files, one document each."""
 
     def __init__(self, paths: list[Path]):
         self._sizes = [(path, path.stat().st_size) for path in paths]
@@ -58,7 +58,7 @@ class TextFiles:
 
 
 class JsonLines:
-    """One JSON object a line, its text under a key."""
+    """A file with one JSON object per line."""
 
     def __init__(self, path: Path):
         self._path, self.size = path, path.stat().st_size
@@ -72,7 +72,7 @@ class JsonLines:
 
 
 class JsonArray:
-    """A .json file that is one list of records, as Alpaca's and ShareGPT's are. Raises DataError where it is not."""
+    """A .json file that is one list of records, as Alpaca's and ShareGPT's. Raises DataError if it is not."""
 
     def __init__(self, path: Path):
         self._path, self.size = path, path.stat().st_size
@@ -83,12 +83,12 @@ class JsonArray:
         except ValueError as error:
             raise DataError(f"--input {self._path} is not JSON ({error}). If it holds one object a line, add --format jsonl.") from None
         if not isinstance(content, list):
-            raise DataError(f"--input {self._path} is no list of records. If it holds one object a line, add --format jsonl.")
+            raise DataError(f"--input {self._path} is not a list of records. If it holds one object a line, add --format jsonl.")
         yield from _record_tasks(content, f"{self._path} record")
 
 
 class Parquet:
-    """A parquet file, its text in one column. Raises DataError where it can not be read or has no such column."""
+    """A parquet file with its text in one column. Raises DataError if it cannot be read or has no such column."""
 
     def __init__(self, path: Path, text_key: str | None):
         import pyarrow
@@ -97,7 +97,7 @@ class Parquet:
         try:
             self._file = parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"--input {path} is no parquet file that pyarrow reads ({str(error).splitlines()[0]}).") from None
+            raise DataError(f"--input {path} is not a parquet file that pyarrow reads ({str(error).splitlines()[0]}).") from None
         schema = self._file.schema_arrow
         if text_key is not None:
             _check_column(schema.names, text_key, str(path))
@@ -109,7 +109,7 @@ class Parquet:
         self.size = sum(group.column(column).total_uncompressed_size for group in groups for column in columns)
 
     def _name(self, column: int) -> str:
-        """Of the record's key that a stored column is, or is a part of."""
+        """The key of a record to which a stored column belongs."""
         return str(self._file.metadata.schema.column(column).path).split(".")[0]
 
     def tasks(self) -> Iterator[Task]:
@@ -121,7 +121,7 @@ class Parquet:
 
 
 class HuggingFace:
-    """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`. Raises DataError where it can not be loaded or has no such column."""
+    """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`. Raises DataError if it cannot be loaded or has no such column."""
 
     def __init__(self, name: str, split: str, text_key: str | None):
         import datasets
@@ -130,7 +130,7 @@ class HuggingFace:
         name, _, configuration = name.partition(":")
         try:
             self._rows = datasets.load_dataset(name, configuration or None, split=split)
-        except Exception as error:  # `datasets` raises many kinds, for a missing name, split, configuration or network
+        except Exception as error:  # `datasets` raises many types, for a missing name, split, configuration or network
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DataError(f"--input hf:{name} with --split {split} can not be loaded: {reason}") from None
         if text_key is not None:
@@ -148,9 +148,9 @@ class HuggingFace:
 
 
 def open_inputs(names: list[str], *, exclude: list[str], file_format: str, text_key: str | None, split: str) -> list[Source]:
-    """The sources that `--input` names, in order; a file that is named twice is taken once. A bad input raises DataError.
+    """The sources named by `--input`, in order; a file named twice is read once. Raises DataError on a bad input.
 
-    text_key: where a record holds its text; None where whole records are wanted.
+    text_key: the key of a record's text; None for whole records.
     """
     paths = dict.fromkeys(item for name in names for item in _expand(name))
     kept = [p for p in paths if not any(fnmatch.fnmatch(p, pattern) for pattern in exclude)]
@@ -172,7 +172,7 @@ def open_inputs(names: list[str], *, exclude: list[str], file_format: str, text_
 
 
 def _expand(name: str) -> list[str]:
-    """The files of a path or a glob (** crosses directories), sorted; hf:NAME stays itself."""
+    """The files of a path or a glob (** crosses directories), sorted; hf:NAME is returned as it is."""
     if name.startswith("hf:") or Path(name).is_file():
         return [name]
     if Path(name).is_dir():
@@ -207,7 +207,7 @@ def _check_column(names: list[str], text_key: str, where: str) -> None:
 
 
 def _chunks(items: Iterable[Any], size: Any) -> Iterator[list[Any]]:
-    """Items in lists of about TASK_BYTES."""
+    """Items in lists of about TASK_BYTES each."""
     chunk, total = [], 0
     for item in items:
         chunk.append(item)
@@ -232,7 +232,7 @@ def _record_tasks(rows: Iterable[Any], source: str) -> Iterator[Task]:
 
 
 def documents(task: Task, text_key: str) -> Iterator[tuple[str, bool]]:
-    """A task's documents, and whether something in each was no valid Unicode (it became U+FFFD)."""
+    """A task's documents, and for each whether it had invalid Unicode, which is replaced by U+FFFD."""
     for path in task.files:
         yield _decoded(_read(path))
     for record, where, replaced in records(task):
@@ -243,7 +243,7 @@ def documents(task: Task, text_key: str) -> Iterator[tuple[str, bool]]:
 
 
 def records(task: Task) -> Iterator[tuple[Any, str, bool]]:
-    """The records of a task's lines, where each stands, and whether bytes in it were no valid Unicode (they became U+FFFD)."""
+    """The records of a task's lines, the place of each, and whether it had invalid UTF-8, which is replaced by U+FFFD."""
     for number, line in enumerate(task.lines, task.first_line):
         if line.strip():
             where = f"{task.source} {number}"
@@ -269,7 +269,7 @@ def _decoded(raw: bytes) -> tuple[str, bool]:
 
 
 def _valid(text: str) -> tuple[str, bool]:
-    """JSON can spell lone surrogates, which no encoding has."""
+    """The text and False; or, if it has lone surrogates, which JSON can spell but no encoding has, the text with U+FFFD and True."""
     try:
         text.encode()
         return text, False

@@ -1,4 +1,4 @@
-"""Writes the indexed token file that `megalite.data.indexed` reads and describes: one sequence of every document, a mask beside chats."""
+"""Writes the indexed token file that `megalite.data.indexed` describes: one sequence per document, and a loss mask for chat data."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from megalite.data.indexed import DTYPES, HEADER, MAGIC, DataError, companion
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that Megatron-LM chooses: uint16 where the vocabulary fits, else int32."""
+    """The token type, as Megatron-LM chooses it: uint16 if the vocabulary fits, else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 class IndexedWriter:
-    """Writes a token file as a stream, with `masked` its PREFIX.loss beside it; nothing has its final name before `finish`.
+    """Writes a token file as a stream, and with `masked` its PREFIX.loss; files have temporary names until `finish`.
 
-    A context manager: leaving it without `finish`, or by an exception, removes what was written.
+    A context manager: exiting it without `finish`, or by an exception, removes the temporary files.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int, masked: bool = False):
@@ -35,7 +35,7 @@ class IndexedWriter:
         self._loss = self._temporary["loss.bin"].open("wb") if masked else None
 
     def add(self, tokens: NDArray[np.integer], sizes: Iterable[int], mask: NDArray[np.uint8] | None = None) -> None:
-        """Append documents. tokens: all of them, one after another; sizes: the tokens of each document; mask: 1 where the loss counts."""
+        """Append documents. tokens: those of all documents; sizes: tokens of each; mask: 1 for each token whose loss is counted."""
         self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
         if self._loss is not None:
             assert mask is not None and len(mask) == len(tokens)
@@ -43,7 +43,7 @@ class IndexedWriter:
         self.sizes.extend(sizes)
 
     def finish(self, metadata: dict[str, Any]) -> None:
-        """Write the index and PREFIX.json, then give all of them their names, the index last: without it there is no token file."""
+        """Write the index and PREFIX.json, then give all files their final names, the index last: without it there is no token file."""
         if not self.sizes:
             raise DataError(f"{self.prefix}: the input holds no text. Nothing was written.")
         _close_to_disk(self._file)
@@ -54,7 +54,7 @@ class IndexedWriter:
         with self._temporary["json"].open("w", encoding="utf-8") as text:
             text.write(json.dumps(metadata, indent=2) + "\n")
             _close_to_disk(text)
-        for end in ("idx", "loss.idx", "loss.bin"):  # an older index must never meet the newer tokens, nor an older mask
+        for end in ("idx", "loss.idx", "loss.bin"):  # an older index or mask must never be read with the newer tokens
             companion(self.prefix, end).unlink(missing_ok=True)
         for end, path in self._temporary.items():
             path.replace(companion(self.prefix, end))

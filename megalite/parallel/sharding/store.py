@@ -42,22 +42,39 @@ class _Dtypes:
     gradients: torch.dtype
 
 
-class ParameterStore:
-    """Every stored tensor of one pipeline rank.
+@dataclass(frozen=True)
+class StoreOptions:
+    """How a rank stores its parameters.
 
-    Args:
-        specs: the stored tensors of the rank, in the model's order.
+    Attributes:
         zero: ZeRO stage. 0: every dp rank keeps everything of every bucket; 1: optimizer state is sharded; 2: gradients, too;
             3: weights, too, except those in use.
         dtype: compute precision.
         grad_dtype: accumulate dtype of gradients; default: `dtype`, but at least fp32.
         reduce_dtype: communication dtype of data-parallel gradient reductions; default: the accumulate dtype.
-        powersgd: compresses those reductions, with zero 0 and 1.
         bucket_bytes: see `bucket_layout`.
-        state: memory for master weights and the optimizer's moments; default: the device of the weights.
-        offload_parameters: with zero 3, store shards of weights in CPU memory. A single rank then also frees its weights after use.
         separate_embedding_grad: see `Weight.separate_embedding_grad`.
+        offload_parameters: with zero 3, store shards of weights in CPU memory. A single rank then also frees its weights after use.
         training: False allocates only weights, in `dtype`: no gradient buffers and no master weights.
+    """
+
+    zero: int = 0
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    bucket_bytes: float = 25e6
+    separate_embedding_grad: bool = False
+    offload_parameters: bool = False
+    training: bool = True
+
+
+class ParameterStore:
+    """Every stored tensor of one pipeline rank.
+
+    Args:
+        specs: the stored tensors of the rank, in the model's order.
+        powersgd: compresses the reductions of gradients, with zero 0 and 1.
+        state: memory for master weights and the optimizer's moments; default: the device of the weights.
 
     Attributes:
         weights: every stored tensor by name, for the model.
@@ -73,33 +90,27 @@ class ParameterStore:
         self,
         specs: Sequence[ParamSpec],
         mesh: Mesh,
+        options: StoreOptions | None = None,
         *,
-        zero: int = 0,
-        dtype: torch.dtype = torch.float32,
-        grad_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
         powersgd: PowerSGD | None = None,
-        bucket_bytes: float = 25e6,
         device: torch.device | str = "cpu",
-        separate_embedding_grad: bool = False,
         state: StateMemory | None = None,
-        offload_parameters: bool = False,
-        training: bool = True,
     ):
-        if zero == 0 and mesh.shard.size > 1:
+        options = options or StoreOptions()
+        if options.zero == 0 and mesh.shard.size > 1:
             raise ValueError(f"zero = 0 shares nothing, but the mesh's shard axis has {mesh.shard.size} ranks: make it with dp_shard=1")
-        self.mesh, self.at = mesh, mesh.coordinates
-        self.zero = zero if mesh.shard.size > 1 or offload_parameters else 0  # a single rank shards nothing
+        self.mesh, self.at, self.options = mesh, mesh.coordinates, options
+        # Without offloading, a single rank shards nothing.
+        self.zero = options.zero if mesh.shard.size > 1 or options.offload_parameters else 0
         self.device = torch.device(device)
-        self.state, self._offload_parameters, self._training = state or StateMemory(self.device), offload_parameters, training
-        self._separate_embedding_grad = separate_embedding_grad
+        self.state = state or StateMemory(self.device)
         self.weight_grads, self.log = WeightGradQueue(), TransferLog()
-        self.reducer = GradientReducer(mesh, self.log, reduce_dtype, powersgd)
+        self.reducer = GradientReducer(mesh, self.log, options.reduce_dtype, powersgd)
         self.weights: dict[str, Weight] = {}
         owners = {name: mesh.domain(name).owners for name in dict.fromkeys(spec.domain for spec in specs)}
-        layouts = bucket_layout(specs, self.at, owners, bucket_bytes)
-        master_dtype = torch.promote_types(dtype, torch.float32)
-        dtypes = _Dtypes(dtype, master_dtype, grad_dtype or master_dtype)
+        layouts = bucket_layout(specs, self.at, owners, options.bucket_bytes)
+        master_dtype = torch.promote_types(options.dtype, torch.float32)
+        dtypes = _Dtypes(options.dtype, master_dtype, options.grad_dtype or master_dtype)
         self.buckets = [self._allocate(layout, dtypes) for layout in layouts]
         for bucket in self.buckets:
             if bucket.gradients is not None:
@@ -109,7 +120,7 @@ class ParameterStore:
     def _make_gatherer(self, layouts: Sequence[Bucket]) -> WeightGatherer:
         by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
         if self.zero == 3:
-            collective = Uploads(self.device) if self._offload_parameters else all_gather
+            collective = Uploads(self.device) if self.options.offload_parameters else all_gather
             return ShardGatherer(self.buckets, by_unit, self.log, collective)
         return WeightGatherer(self.buckets, by_unit, self.zero > 0, self.log)
 
@@ -120,7 +131,7 @@ class ParameterStore:
         start, stop = layout.part(domain.shard.rank, domain.shard.size) if divided else (0, layout.size)
         shard = self._allocate_shard(stop - start, dtypes.weights) if self.zero == 3 else None
         own = weights[start:stop] if shard is None else shard
-        trains = layout.trainable and self._training
+        trains = layout.trainable and self.options.training
         # With the same dtype and device the weights themselves are the masters.
         in_place = not trains or (dtypes.master == dtypes.weights and own.device.type == self.state.device.type)
         master = own if in_place else self.state.zeros(stop - start, dtypes.master)
@@ -128,7 +139,7 @@ class ParameterStore:
         bucket = BucketBuffers(layout, domain, weights, gradients, start, stop, master, shard)
         for slot in layout.slots:
             # Frozen weights require grad, too: else no input of the first adapted layer would, and autograd would skip its backward.
-            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(self._training)
+            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(self.options.training)
             weight = Weight(slot.spec, tensor, dtypes.gradients if trains else None, self.weight_grads)
             self.weights[slot.spec.name] = weight
             if gradients is not None:
@@ -140,7 +151,7 @@ class ParameterStore:
         return bucket
 
     def _allocate_shard(self, count: int, dtype: torch.dtype) -> Tensor:
-        if self._offload_parameters:
+        if self.options.offload_parameters:
             return pinned_zeros(count, dtype, self.device)
         return torch.zeros(count, dtype=dtype, device=self.device)
 
@@ -149,7 +160,7 @@ class ParameterStore:
         return GradientBucket.allocate(layout, self.mesh.domain(layout.domain), zero, dtype, self.device, self.reducer)
 
     def _separates(self, layout: Bucket) -> bool:
-        return self._separate_embedding_grad and any(slot.spec.contributions > 1 for slot in layout.slots)
+        return self.options.separate_embedding_grad and any(slot.spec.contributions > 1 for slot in layout.slots)
 
     # ---- the values of weights
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite import checkpoint
-from tests.distributed import jobs_saving
-from tests.distributed.configs import SINGLE, config_of
-from tests.distributed.layouts import Case
-from tests.distributed.pool import RankError, RankPool
+from tests.distributed.support import jobs_saving
+from tests.distributed.support.configs import SINGLE, config_of
+from tests.distributed.support.layouts import Case
+from tests.distributed.support.pool import RankError, RankPool
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {

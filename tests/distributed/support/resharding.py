@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from megalite.optimizer.adamw import STATE
 from megalite.training.verify import global_tensors
-from tests.distributed.configs import SINGLE, config_of
-from tests.distributed.jobs_training import make_trainer
-from tests.distributed.layouts import Case
-from tests.distributed.pool import RankPool
+from tests.distributed.support.configs import SINGLE, config_of
+from tests.distributed.support.jobs_training import make_trainer
+from tests.distributed.support.layouts import Case
+from tests.distributed.support.pool import RankPool
 
 BATCH = 24
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": True, "dropout": 0.1}

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.configs import SINGLE, config_of
-from tests.distributed.jobs import mesh_of
-from tests.distributed.layouts import OPTIONS, Case, with_layers
-from tests.distributed.pool import RankContext, RankPool
+from tests.distributed.support.configs import SINGLE, config_of
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.layouts import OPTIONS, Case, with_layers
+from tests.distributed.support.pool import RankContext, RankPool
 
 SHARE = 0.15  # of the places where a delay is possible
 CLIP = 1.1  # what gradient norms pass within a few steps: ranks that run ahead are right at first, and then wrong
@@ -96,7 +96,7 @@ def prove_undisturbed(layout: str, steps: int, seeds: range, longest_s: float, p
     case = with_layers({**SINGLE, **MODEL, **LAYOUTS[layout]})
     world, config = case["tp"] * case["pp"] * case["dp"], config_of(case, prefix)
     config["train"] |= {"steps": steps, "grad_clip": CLIP}
-    timeout = 60.0 + 5.0 * steps
+    timeout = 300.0 + 5.0 * steps
     expected = ranks.run(world, delayed_job, config, steps, 0, 0.0, timeout=timeout)
     for seed in seeds:
         got = ranks.run(world, delayed_job, config, steps, seed, longest_s, timeout=timeout)

@@ -2,7 +2,8 @@
 
 Starting ranks is what makes distributed tests slow, so it is paid once: a fork server imports torch while pytest collects, ranks are
 forked from it when first needed and stay, and their process group stays as long as the world size does (a dispatch then takes under a
-millisecond). A job that fails or hangs may leave its peers inside a collective, so the pool then kills all ranks and forks new ones.
+millisecond). What one process runs alone, such as the reference of a layout, has a process of its own, so that the group of the others
+stays. A job that fails or hangs may leave its peers inside a collective, so the pool then kills all ranks and forks new ones.
 
 This module imports no torch at its top: `start_fork_server` must run before pytest's own import of torch, so that the two overlap.
 """
@@ -28,8 +29,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 MAX_WORLD = 8
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "numpy", "pytest"]
-GROUP_TIMEOUT = timedelta(seconds=240)
+ALONE = 0  # the generation of every world of one; groups count from 1
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "numpy", "pytest", "megalite.training.trainer"]
+GROUP_TIMEOUT = timedelta(seconds=600)
 GRACE_S = 1.0  # time for the other ranks' errors, or for stacks to be written, before the ranks are killed
 LOG_TAIL = 6000  # characters of a rank's output in an error
 
@@ -136,12 +138,13 @@ class RankPool:
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
+        self._alone: list[_Rank] = []  # the process of worlds of one
         self._generation = 0
         self._world = 0
         self._store: Any = None
         self._logs = tempfile.TemporaryDirectory(prefix="rank_pool_")
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Run `function(context, *args)` on ranks 0 … world - 1 and return their results in rank order.
 
         Args:
@@ -154,11 +157,10 @@ class RankPool:
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"world = {world}: the pool has 1 to {MAX_WORLD} ranks")
         job = pickle.dumps((function, args))
-        if world != self._world:
+        if world not in (1, self._world):
             self._world, self._generation = world, self._generation + 1
-        self._start(world)
-        message = pickle.dumps((self._generation, world, job))
-        ranks = self._ranks[:world]
+        ranks = self._start(world)
+        message = pickle.dumps((self._generation if world > 1 else ALONE, world, job))
         try:
             for rank in ranks:
                 rank.pipe.send_bytes(message)
@@ -167,19 +169,22 @@ class RankPool:
             self.stop()
             raise
 
-    def _start(self, world: int) -> None:
+    def _start(self, world: int) -> list[_Rank]:
+        """The processes of a world; those that are missing are forked."""
         if self._store is None:
             import torch.distributed as dist
 
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
         context = multiprocessing.get_context("forkserver")
-        for rank in range(len(self._ranks), world):
+        ranks, name = (self._ranks, "rank") if world > 1 else (self._alone, "alone")
+        for rank in range(len(ranks), world):
             ours, theirs = context.Pipe()
-            log = Path(self._logs.name) / f"rank{rank}.log"
+            log = Path(self._logs.name) / f"{name}{rank}.log"
             process = context.Process(target=_serve, args=(rank, theirs, self._store.port, str(log)), daemon=True)
             process.start()
             theirs.close()
-            self._ranks.append(_Rank(process, ours, log))
+            ranks.append(_Rank(process, ours, log))
+        return ranks[:world]
 
     def _collect(self, ranks: list[_Rank], timeout: float) -> list[Any]:
         """Wait for every rank's answer; after a first error, only a moment longer for those of the others."""
@@ -215,13 +220,14 @@ class RankPool:
 
     def stop(self) -> None:
         """Kill every rank; the next run forks new ones."""
-        for rank in self._ranks:
+        ranks = self._ranks + self._alone
+        for rank in ranks:
             rank.process.kill()
-        for rank in self._ranks:
+        for rank in ranks:
             rank.process.join()
             rank.process.close()
             rank.pipe.close()
-        self._ranks, self._world = [], 0
+        self._ranks, self._alone, self._world = [], [], 0
 
     def close(self) -> None:
         self.stop()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import RankContext
+from tests.distributed.support.pool import RankContext
 
 
 def place(context: RankContext) -> tuple[int, int, int]:
