@@ -1,4 +1,4 @@
-"""Who is where in a mesh, drawn: what a run prints at its start, and `python -m megalite.mesh --tp 2 --pp 2 --dp 2`."""
+"""Prints a mesh as text: at the start of a run, and for `python -m megalite.mesh --tp 2 --pp 2 --dp 2`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalite.mesh import PRODUCTS
 
 
 def describe(layout: Layout) -> str:
-    """The mesh as text: a row per (pp, dp, cp), with the tp ranks in it."""
+    """The mesh as text: a row per (pp, dp, cp), with its tp ranks."""
     lines = [f"{layout.world} ranks: pp {layout.pp} × dp {layout.dp} × cp {layout.cp} × tp {layout.tp}"]
     for pp, dp, cp in product(range(layout.pp), range(layout.dp), range(layout.cp)):
         ranks = [layout.rank({"pp": pp, "dp": dp, "cp": cp, "tp": tp}) for tp in range(layout.tp)]

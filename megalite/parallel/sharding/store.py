@@ -44,17 +44,18 @@ class _Dtypes:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """How a rank keeps its parameters.
+    """How a rank stores its parameters.
 
     Attributes:
-        zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone, 2 its gradients alone too,
-            3 its weights alone too, except those in use.
+        zero: ZeRO stage. 0: every dp rank keeps everything of every bucket; 1: optimizer state is sharded; 2: gradients, too;
+            3: weights, too, except those in use.
         dtype: compute precision.
-        grad_dtype: what gradients accumulate in; by default at least fp32.
-        reduce_dtype: what gradients are cast to before they are sent over data parallelism; by default they are sent as they accumulate.
-        offload_parameters: with 3, shards of weights are stored in CPU memory; then they are freed after use on a single rank, too.
+        grad_dtype: accumulate dtype of gradients; default: `dtype`, but at least fp32.
+        reduce_dtype: communication dtype of data-parallel gradient reductions; default: the accumulate dtype.
+        bucket_bytes: see `bucket_layout`.
         separate_embedding_grad: see `Weight.separate_embedding_grad`.
-        training: False holds weights alone, in `dtype`: no gradient buffers and no masters.
+        offload_parameters: with zero 3, store shards of weights in CPU memory. A single rank then also frees its weights after use.
+        training: False allocates only weights, in `dtype`: no gradient buffers and no master weights.
     """
 
     zero: int = 0
@@ -71,9 +72,9 @@ class ParameterStore:
     """Every stored tensor of one pipeline rank.
 
     Args:
-        specs: its stored tensors, in the model's order.
+        specs: the stored tensors of the rank, in the model's order.
         powersgd: compresses the reductions of gradients, with zero 0 and 1.
-        state: where master weights and the optimizer's moments are stored; by default next to the weights.
+        state: memory for master weights and the optimizer's moments; default: the device of the weights.
 
     Attributes:
         weights: every stored tensor by name, for the model.
@@ -99,6 +100,7 @@ class ParameterStore:
         if options.zero == 0 and mesh.shard.size > 1:
             raise ValueError(f"zero = 0 shares nothing, but the mesh's shard axis has {mesh.shard.size} ranks: make it with dp_shard=1")
         self.mesh, self.at, self.options = mesh, mesh.coordinates, options
+        # Without offloading, a single rank shards nothing.
         self.zero = options.zero if mesh.shard.size > 1 or options.offload_parameters else 0
         self.device = torch.device(device)
         self.state = state or StateMemory(self.device)
@@ -130,12 +132,13 @@ class ParameterStore:
         shard = self._allocate_shard(stop - start, dtypes.weights) if self.zero == 3 else None
         own = weights[start:stop] if shard is None else shard
         trains = layout.trainable and self.options.training
+        # With the same dtype and device the weights themselves are the masters.
         in_place = not trains or (dtypes.master == dtypes.weights and own.device.type == self.state.device.type)
         master = own if in_place else self.state.zeros(stop - start, dtypes.master)
         gradients = self._allocate_gradients(layout, dtypes.gradients) if trains else None
         bucket = BucketBuffers(layout, domain, weights, gradients, start, stop, master, shard)
         for slot in layout.slots:
-            # Frozen weights are part of the graph, too: it must reach the adapters behind them.
+            # Frozen weights require grad, too: else no input of the first adapted layer would, and autograd would skip its backward.
             tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(self.options.training)
             weight = Weight(slot.spec, tensor, dtypes.gradients if trains else None, self.weight_grads)
             self.weights[slot.spec.name] = weight
