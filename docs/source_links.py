@@ -1,4 +1,4 @@
-"""MkDocs hook: the site has pages alone, so a page's links to source files become their paths; in a checkout they lead there."""
+"""MkDocs hook: replaces links to source files, which are valid in a checkout but not on the site, by the files' paths."""
 
 from __future__ import annotations
 
