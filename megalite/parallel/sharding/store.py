@@ -98,7 +98,7 @@ class ParameterStore:
     ):
         options = options or StoreOptions()
         if options.zero == 0 and mesh.shard.size > 1:
-            raise ValueError(f"zero = 0 shares nothing, but the mesh's shard axis has {mesh.shard.size} ranks: make it with dp_shard=1")
+            raise ValueError(f"zero = 0 shards nothing, but the mesh's shard axis has {mesh.shard.size} ranks: create it with dp_shard=1")
         self.mesh, self.at, self.options = mesh, mesh.coordinates, options
         # Without offloading, a single rank shards nothing.
         self.zero = options.zero if mesh.shard.size > 1 or options.offload_parameters else 0
