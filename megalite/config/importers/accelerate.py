@@ -1,4 +1,5 @@
-"""Accelerate's default_config.yaml. Meanings and defaults: its commands/config/cluster.py, config_args.py and utils/dataclasses.py."""
+"""Accelerate's default_config.yaml. Meanings and defaults are those of its commands/config/cluster.py, config_args.py and
+utils/dataclasses.py."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from megalite.config.importers.verdict import Row, Source, Table, Verdict, each,
 PLUGIN, FSDP, SIZES = "deepspeed_config.", "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 MARK = "distributed_type"
 LINKED = f"{PLUGIN}deepspeed_config_file"
-TYPES = ("MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "NO", "FALSE")  # YAML reads a bare no as false
+TYPES = ("MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "NO", "FALSE")  # YAML reads an unquoted no as false
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 STRATEGIES |= {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2, "TRUE": 3, "FALSE": 2}  # by number, and FSDP2's reshard_after_forward
 
 
 def linked_file(source: Source) -> str | None:
-    """The DeepSpeed file that a configuration names."""
+    """The DeepSpeed file named by a configuration, or None."""
     return source.get(LINKED) if source.word(MARK) == "DEEPSPEED" and source.word(LINKED) not in ("NONE", "") else None
 
 
 def ranks(source: Source) -> int | None:
-    """Data-parallel ranks: the ranks of a tensor-parallel group share their data."""
+    """Number of data-parallel ranks, processes / tp; None if it is not known."""
     processes, tp = source.size("num_processes"), source.size(f"{SIZES}tp_size") or 1
     return processes // tp if processes and processes % tp == 0 and source.word(MARK) in TYPES else None
 
@@ -38,7 +39,7 @@ def _processes(value: Any, source: Source) -> Verdict:
 
 
 def _strategy(value: Any, source: Source) -> Verdict:
-    """HYBRID shards within a machine, and replicates over machines."""
+    """HYBRID shards within a machine and replicates over machines."""
     name, machines = word(value), source.size("num_machines") or 1
     if name not in STRATEGIES:
         return lost("it is no known strategy: set parallel.zero (3 is FULL_SHARD) and parallel.dp_shard")
@@ -51,7 +52,7 @@ def _strategy(value: Any, source: Source) -> Verdict:
 
 
 def _offload(value: Any, source: Source) -> Verdict:
-    """FSDP updates parameters where they lie: with them, the optimizer's state is on the CPU."""
+    """FSDP updates parameters where they are stored: if they are offloaded, so is the optimizer state."""
     if word(value) not in ("TRUE", "FALSE"):
         return lost(deepspeed.BOOLEAN)
     if word(value) == "FALSE":
@@ -104,8 +105,8 @@ TABLE: Table = {
 
 
 def table(source: Source) -> Table:
-    """What becomes of this file's keys: a section is read under its own distributed_type alone, and a DeepSpeed file that is named
-    takes the place of the keys beside its name."""
+    """The rows for this file's keys: a section is read only under its own distributed_type, and a named DeepSpeed file replaces the other
+    keys of its section."""
     rows = dict(TABLE)
     for key in source.leaves:
         for section, kind in ((PLUGIN, "DEEPSPEED"), ("fsdp_config.", "FSDP")):
@@ -119,7 +120,7 @@ def table(source: Source) -> Table:
 
 
 def defaults(source: Source) -> dict[str, Any]:
-    """What Accelerate shards with where the file does not say."""
+    """Accelerate's default sharding, for keys that the file does not have."""
     kind = source.word(MARK)
     if kind == "FSDP" and f"{FSDP}reshard_after_forward" not in source.leaves:
         return {f"{FSDP}sharding_strategy": "FULL_SHARD"}

@@ -1,5 +1,5 @@
-"""DeepSpeed's ds_config.json. Meanings and defaults: its docs/_pages/config-json.md, runtime/config.py, runtime/zero/config.py and
-runtime/lr_schedules.py."""
+"""DeepSpeed's ds_config.json. Meanings and defaults are those of its docs/_pages/config-json.md, runtime/config.py, runtime/zero/config.py
+and runtime/lr_schedules.py."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megalite.config.schema import ConfigError
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ZERO, ADAM, WARMUP = "zero_optimization.", "optimizer.params.", "scheduler.params."
 MARKS = (*BATCH, ZERO[:-1], "gradient_clipping", "fp16.enabled", "bf16.enabled", "optimizer.type", "scheduler.type")
-"""What a DeepSpeed configuration has some of, and no other file."""
+"""Keys that identify a DeepSpeed configuration: it has some of them, and no other file has."""
 OFF = ("fp16", "bf16", "bfloat16", "tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "amp", "elasticity")
-"""Sections that are off unless they say `enabled`."""
+"""Sections that are off unless they set `enabled`."""
 
 
 def batch_sizes(source: Source) -> dict[str, int]:
-    """The options that follow from train = micro * accumulation * ranks. Raises ConfigError where that can not hold."""
+    """The options that follow from train = micro * accumulation * ranks. Raises ConfigError if that cannot hold."""
     train, micro, steps = map(source.size, BATCH)
     if BATCH[2] not in source.leaves and not (train and micro):
-        steps = 1  # DeepSpeed's default, where it can not infer it
+        steps = 1  # DeepSpeed's default, if it cannot infer it
     known = {name: size for name, size in zip((*BATCH[1:], "ranks"), (micro, steps, source.dp), strict=True) if size}
     product, complete = math.prod(known.values()), len(known) == 3
     if train and (train != product if complete else train % product):
@@ -65,7 +65,7 @@ def _weight_decay(value: Any, source: Source) -> Verdict:
 
 
 def offload_parameters(stage: str, default: int) -> Row:
-    """Parameters to the CPU, under the stage that has it."""
+    """The row of a parameter-offload key. stage: the key of the ZeRO stage, which must be 3; default: its default."""
 
     def judge(value: Any, source: Source) -> Verdict:
         if word(value) in ("NONE", "FALSE"):
@@ -80,7 +80,7 @@ def offload_parameters(stage: str, default: int) -> Row:
 
 
 def nvme_path(device: str) -> Row:
-    """The directory of what lies on disk, where something does."""
+    """The row of an offload directory. device: the key of the device; the directory is used only if that is NVME."""
     away = harmless("nothing goes to disk")
     return Row(lambda value, source: honoured({"parallel.offload_dir": value}) if source.word(device) == "NVME" else away)
 
@@ -174,7 +174,7 @@ TABLE: Table = {
 
 
 def table(source: Source) -> Table:
-    """What becomes of this file's keys: parameters of another optimizer than Adam are not AdamW's, and what is off says nothing."""
+    """The rows for this file's keys: parameters of optimizers other than Adam are lost, and keys of sections that are off are harmless."""
     rows, name = dict(TABLE), source.get("optimizer.type", "AdamW")
     for key in source.leaves:
         if key.startswith(ADAM) and word(name) not in ("ADAM", "ADAMW"):
@@ -186,13 +186,13 @@ def table(source: Source) -> Table:
 
 
 def _sections(key: str) -> list[str]:
-    """The sections around a key, from outside."""
+    """The sections that contain a key, outermost first."""
     return [key[:end] for end, letter in enumerate(key) if letter == "."]
 
 
 def defaults(source: Source) -> dict[str, Any]:
-    """DeepSpeed's defaults where ours differ. An optimizer and a schedule have theirs where the file chooses one."""
-    found = {} if type(source.get(ZERO[:-1])) is bool else {f"{ZERO}stage": 0}  # true was stage 1, once
+    """DeepSpeed's defaults that differ from ours; those of the optimizer and the schedule if the file chooses one."""
+    found = {} if type(source.get(ZERO[:-1])) is bool else {f"{ZERO}stage": 0}  # in old versions true meant stage 1
     if f"{ADAM}max_grad_norm" not in source.leaves:
         found["gradient_clipping"] = 0
     found |= {ADAM + key: value for key, value in default_adam(source).items()}
