@@ -30,12 +30,12 @@ def ranks(source: Source) -> int | None:
 def _type(value: Any, source: Source) -> Verdict:
     if word(value) not in TYPES:
         return lost("runs use CUDA GPUs or CPUs: set parallel.tp, pp, dp and zero")
-    return honoured({"parallel.zero": 0}) if word(value).startswith("MULTI") else harmless("its section, if it has one, says how")
+    return honoured({"parallel.zero": 0}) if word(value).startswith("MULTI") else harmless("its section, if there is one, determines it")
 
 
 def _processes(value: Any, source: Source) -> Verdict:
     known = ranks(source)
-    return honoured({"parallel.dp": known}) if known else lost("how many of them share no model is not known: set parallel.dp")
+    return honoured({"parallel.dp": known}) if known else lost("how many of them are data-parallel is not known: set parallel.dp")
 
 
 def _strategy(value: Any, source: Source) -> Verdict:
@@ -47,7 +47,7 @@ def _strategy(value: Any, source: Source) -> Verdict:
     if not name.startswith(("HYBRID", "4", "5")) or (source.dp and machines == 1):
         return honoured(zero)
     if source.dp is None or source.dp % machines:
-        return honoured(zero, "this is its ZeRO stage alone: set parallel.dp_shard to the number of ranks on one machine")
+        return honoured(zero, "this is only its ZeRO stage: set parallel.dp_shard to the number of ranks on one machine")
     return honoured(zero | {"parallel.dp_shard": source.dp // machines})
 
 
@@ -60,7 +60,7 @@ def _offload(value: Any, source: Source) -> Verdict:
     strategy = source.get(f"{FSDP}reshard_after_forward", source.get(f"{FSDP}sharding_strategy", "FULL_SHARD"))
     if STRATEGIES.get(word(strategy)) == 3:
         return honoured({"parallel.offload": "cpu", "parallel.offload_parameters": True})
-    return honoured({"parallel.offload": "cpu"}, "the optimizer's state alone: weights leave the device with parallel.zero: 3 only")
+    return honoured({"parallel.offload": "cpu"}, "only the optimizer state: weights are offloaded with parallel.zero: 3 only")
 
 
 LAUNCH = "it is for the launcher: torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
@@ -97,7 +97,7 @@ TABLE: Table = {
     f"{SIZES}dp_shard_size": sets("parallel.dp_shard"),
     f"{SIZES}dp_replicate_size": never("it is parallel.dp / parallel.dp_shard"),
     **each(SIZES, "cp_size sp_size", only("1", "parallel.tp with parallel.sequence_parallel is nearest")),
-    "use_cpu": only("FALSE", "a run takes the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
+    "use_cpu": only("FALSE", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
     **each("", "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network gpu_ids", never(LAUNCH)),
     **each("", "main_training_function enable_cpu_affinity debug", never("it concerns Accelerate's own start")),
     **each("", "tpu_use_cluster tpu_use_sudo", only("FALSE", "there are no TPUs here", "it is off")),
@@ -111,11 +111,11 @@ def table(source: Source) -> Table:
     for key in source.leaves:
         for section, kind in ((PLUGIN, "DEEPSPEED"), ("fsdp_config.", "FSDP")):
             if key.startswith(section) and source.word(MARK) != kind:
-                rows[key] = never(f"Accelerate reads it under distributed_type {kind} alone")
+                rows[key] = never(f"Accelerate reads it under distributed_type {kind} only")
             elif key.startswith(PLUGIN) and linked_file(source):
-                rows[key] = never("the DeepSpeed file that deepspeed_config_file names says it")
+                rows[key] = never("the DeepSpeed file named by deepspeed_config_file replaces it")
     if linked_file(source) and source.word("mixed_precision") in ("NO", "FALSE"):
-        rows["mixed_precision"] = never("the DeepSpeed file that deepspeed_config_file names says it")
+        rows["mixed_precision"] = never("the DeepSpeed file named by deepspeed_config_file replaces it")
     return rows
 
 

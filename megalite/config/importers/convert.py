@@ -121,7 +121,7 @@ def _judge(found: Imported, table: Table, source: Source, defaults: dict[str, An
         if value in (None, {}, []):
             verdict = harmless("it is empty")
         elif row is None:
-            verdict = lost("there is nothing like it here")
+            verdict = lost("it has no counterpart here")
         elif value == "auto":
             found.remark(prefix + key, "open", row.option or "")
             continue
@@ -147,7 +147,7 @@ def _settle_auto(found: Imported) -> None:
         if not option:
             kind, why = "harmless", "it is left open, and nothing here depends on it"
         elif option in found.options:
-            kind, why = "harmless", f"{found.setter(option)} says {option}"
+            kind, why = "harmless", f"{found.setter(option)} sets {option}"
         else:
             why = f"set {option}, or leave it at {show(attrgetter(option)(Config()))}"
         found.remarks[place] = Remark(key, value, kind, why)
