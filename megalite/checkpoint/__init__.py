@@ -1,7 +1,7 @@
-"""The topology-free checkpoint: global tensors by name and coordinates, whatever mesh wrote them or reads them.
+"""The topology-free checkpoint: global tensors by name and coordinates, independent of the meshes that write and read them.
 
-api.py is where to start: what a checkpoint is, and saving, loading, listing and pruning. manifest.py is the file that describes it.
-May import megalite.parallel (specs) and what is below; torch.distributed.checkpoint only where a checkpoint is written or read.
+Start at api.py: what a checkpoint is, and saving, loading, listing and pruning. manifest.py is the file that describes it.
+May import megalite.parallel (specs) and what is below; imports torch.distributed.checkpoint only to write or read a checkpoint.
 """
 
 from megalite.checkpoint.api import history, latest, load, manifest_of, prune, save

@@ -1,4 +1,4 @@
-"""One rank acts, or all do, and every rank knows how it went: nobody waits for a rank that has failed."""
+"""Actions of one rank or of all ranks whose result or error every rank learns, so that no rank waits for one that has failed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ Result = TypeVar("Result")
 
 
 def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 alone and return its result on every rank. Collective, apart from what training says to each other.
+    """Run `action` on rank 0 only and return its result on every rank.
+
+    Collective over `mesh.saving`, a process group of its own, so that it does not interleave with the collectives of training.
 
     Raises:
-        CheckpointError: on every rank, when it failed on rank 0.
+        CheckpointError: on every rank, if `action` failed on rank 0.
     """
     outcome: list[Any] = [None, None]  # result, error
     cause: Exception | None = None
@@ -42,7 +44,7 @@ def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
 
 @contextmanager
 def named(what: str, mesh: Mesh) -> Iterator[None]:
-    """A failure of torch's object collectives, which have an error of no kind of their own, becomes a CommunicationError."""
+    """Convert a failure of torch's object collectives, which raise a plain RuntimeError, to a CommunicationError. what: the operation."""
     try:
         yield
     except CheckpointError:
@@ -57,10 +59,10 @@ def named(what: str, mesh: Mesh) -> Iterator[None]:
 
 @contextmanager
 def raise_on_all_ranks(mesh: Mesh, kind: type[Exception] = ConfigError) -> Iterator[None]:
-    """Every rank runs the block, which must not communicate. Collective.
+    """Run the block on every rank; it must not communicate. Collective over the world.
 
     Raises:
-        kind: on every rank, the first rank's that raised one in the block.
+        kind: on every rank, the error of the first rank whose block raised one.
     """
     problem: Exception | None = None
     try:

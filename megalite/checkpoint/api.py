@@ -1,13 +1,13 @@
-"""The topology-free checkpoint: global tensors by name and coordinates, whatever mesh wrote them or reads them.
+"""The topology-free checkpoint: global tensors by name and coordinates, independent of the meshes that write and read them.
 
-A checkpoint is a directory: files with the bytes of tensors, and a manifest that says which bytes are which rectangle of which global
-tensor (`manifest`). It appears under its name only when all of it is on disk, so a run killed at any moment leaves the one before.
+A checkpoint is a directory with files of tensor data and a manifest that lists which bytes are which rectangle of which global tensor
+(`manifest`). It is renamed to its name only when all of it is on disk, so a run killed at any moment leaves the previous one intact.
 
-    checkpoints/step_00000100/     whole, unless a disk or a hand has damaged it: then it says so
+    checkpoints/step_00000100/     complete; damage by a disk or a user is detected when it is read
     checkpoints/latest             text: step_00000100
-    checkpoints/.step_…            saves under way, or dead: removed by the next save
+    checkpoints/.step_…            saves in progress, or interrupted: removed by the next save
 
-`save`, `history` and `prune` are collective: rank 0 touches names and every rank learns its result or its error.
+`save`, `history` and `prune` are collective: rank 0 changes names in the file system, and every rank learns its result or its error.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> None:
-    """Write a checkpoint and publish it under `directory`, replacing the one that is there. Collective over the world.
+    """Write a checkpoint and publish it as `directory`, replacing an existing one. Collective over the world.
 
-    Where `directory` is named as a step (`step_name`), `latest` beside it then names it.
+    If `directory` has the name of a step (`step_name`), `latest` in the same directory is updated to name it.
 
     Args:
         rectangles: this rank's; over all ranks each element of each tensor exactly once.
-        state: what json can hold; that of rank 0 is stored.
+        state: JSON data; that of rank 0 is stored.
 
     Raises:
-        CheckpointError: on every rank, when any of them could not write; nothing is published then, and nothing of it stays on the disk.
+        CheckpointError: on every rank, if any rank could not write; then nothing is published, and its files are removed.
     """
-    from megalite.checkpoint import tensors  # torch.distributed.checkpoint costs 0.65 s: imported on first use
+    from megalite.checkpoint import tensors  # importing torch.distributed.checkpoint costs 0.65 s: only on first use
 
     try:
         temporary = on_rank_0(mesh, lambda: directories.begin(directory))
@@ -55,13 +55,13 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
 
 
 def load(source: Path | Manifest, rectangles: Sequence[Rectangle], convert: bool = False) -> None:
-    """Fill every rectangle from a checkpoint, reading and checking only the stored chunks that it overlaps. Not collective.
+    """Fill every rectangle from a checkpoint; reads and verifies only the stored chunks that overlap the rectangles. Not collective.
 
-    source: its directory, or its manifest where that has been read already.
-    convert: also from tensors of another dtype, as for weights that start a run; one that is resumed must not change its precision.
+    source: the checkpoint's directory, or its manifest if that has been read already.
+    convert: convert tensors of another dtype, as for the initial weights of a run; a resumed run must not change its precision.
 
     Raises:
-        DamagedError: naming the file that is not what was saved; some rectangles may have been filled by then.
+        DamagedError: naming the damaged file; some rectangles may have been filled by then.
         CheckpointError: naming each tensor that is missing, or has another global shape or dtype.
     """
     from megalite.checkpoint import tensors
@@ -70,16 +70,16 @@ def load(source: Path | Manifest, rectangles: Sequence[Rectangle], convert: bool
 
 
 def manifest_of(directory: Path) -> Manifest:
-    """What a checkpoint holds. Raises DamagedError where it is none or its manifest is not what was saved."""
+    """The manifest of a checkpoint. Raises DamagedError if the directory is not a checkpoint or its manifest is damaged."""
     directories.check(directory)
     return Manifest.of(directory)
 
 
 def history(checkpoints: Path, mesh: Mesh) -> tuple[list[Path], str | None]:
-    """The checkpoints that a run may continue from, newest first, and what is strange about `latest`, if anything is.
+    """The checkpoints that a run may resume from, newest first, and a warning about `latest`, or None. Collective.
 
-    Rank 0 looks and tells the others, to whom a shared file system may show something older. Nobody else may use the directory: a
-    checkpoint that a dead save had moved aside gets its name back.
+    Rank 0 lists them and broadcasts the result, since a shared file system may show older content on other hosts. No other process may use
+    the directory: a checkpoint that an interrupted save had moved away is renamed back.
     """
 
     def look() -> tuple[list[Path], str | None]:
@@ -90,15 +90,15 @@ def history(checkpoints: Path, mesh: Mesh) -> tuple[list[Path], str | None]:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """The newest published checkpoint, or None, for who only looks: a run may be using the directory."""
+    """The newest published checkpoint, or None. Changes nothing, so a run may be using the directory."""
     found, _ = directories.history(checkpoints)
     return found[0] if found else None
 
 
 def prune(checkpoints: Path, keep: int, mesh: Mesh, keep_every: int | None = None, spare: Path | None = None) -> None:
-    """Remove checkpoints older than the newest `keep`, but for steps that are multiples of `keep_every`, and for `spare`.
+    """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`, and except `spare`. Collective.
 
-    Counted are those of which no file is missing or cut off, up to `latest`: the last one that can be used is never removed.
+    Only checkpoints up to `latest` of which no file is missing or truncated count as kept: the last usable one is never removed.
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep = {keep}: at least one checkpoint must stay. Leave the option out to keep all.")

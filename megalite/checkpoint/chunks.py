@@ -1,4 +1,4 @@
-"""Parts of tensors become bytes of a file, with checksums. Needs nothing of DCP, which takes long to import."""
+"""Writes parts of tensors to a file, with checksums. Does not import torch.distributed.checkpoint (DCP), which is slow to import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalite.checkpoint.manifest import ALIGNMENT, Chunk, crc32c
 
 
 def append(file: BinaryIO, offsets: tuple[int, ...], part: Tensor) -> Chunk:
-    """Write a part of a global tensor, contiguous, on any device, which begins there at `offsets`, at the end of a file."""
+    """Append a part of a global tensor to a file. part: contiguous, on any device; offsets: its first element in the global tensor."""
     start, data = file.tell(), part.detach().cpu().view(-1).view(torch.uint8).numpy()
     filling = bytes(-len(data) % ALIGNMENT)
     file.write(data.data)
@@ -23,9 +23,9 @@ def append(file: BinaryIO, offsets: tuple[int, ...], part: Tensor) -> Chunk:
 
 
 def _start_writing(file: BinaryIO, start: int) -> None:
-    """Set the disk to work on what has been written since `start`: the kernel would wait for gigabytes, and the last sync for all of them.
+    """Start writing to disk what was appended since `start`. Otherwise the kernel waits for gigabytes, and the final sync for all of it.
 
-    Linux writes pages that are said to be needed no more; a cache full of what nobody reads would push out what training needs, too.
+    POSIX_FADV_DONTNEED makes Linux write the pages, and keeps them from evicting cached pages that training needs.
     """
     if hasattr(os, "posix_fadvise"):
         file.flush()

@@ -1,10 +1,10 @@
 """Names of checkpoints and their atomic publication. Everything here runs on one rank.
 
-Each change that others could see is one rename, after what it shows has reached the disk:
+Each visible change is one rename, after the content has been synced to disk:
 
-    .NAME.saving   → NAME             a save becomes a checkpoint; its manifest has been written last
-    NAME           → .NAME.replaced   (moved aside just before, where NAME is saved again; moved back if the save dies in between)
-    NAME           → .NAME.deleted    pruned: a half-removed directory never carries the name of a checkpoint, nor has it a manifest
+    .NAME.saving   → NAME             a save becomes a checkpoint; its manifest is written last
+    NAME           → .NAME.replaced   just before, if NAME is saved again; renamed back if the save is interrupted in between
+    NAME           → .NAME.deleted    pruned: a partly removed directory never has the name of a checkpoint, nor a manifest
     .latest.new    → latest
 """
 
@@ -30,7 +30,7 @@ def step_name(step: int) -> str:
 
 
 def step_number(name: str) -> int | None:
-    """The step in a checkpoint's name, or None where it has none."""
+    """The step in a checkpoint's name, or None if it is not the name of a step."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -40,14 +40,14 @@ def _hidden(directory: Path, kind: str) -> Path:
 
 
 def check(directory: Path) -> None:
-    """Raise DamagedError where there is no checkpoint."""
+    """Raise DamagedError if the directory is not a checkpoint."""
     if not (directory / MANIFEST).is_file():
         why = f"it has no {MANIFEST}" if directory.is_dir() else "there is no such directory"
         raise DamagedError(f"{directory} is not a checkpoint: {why}")
 
 
 def begin(directory: Path) -> Path:
-    """Clear what dead saves have left and make the directory that is written into until it is published."""
+    """Remove what interrupted saves have left, and create the directory to write into until it is published."""
     if directory.exists() and not (directory / MANIFEST).is_file() and not _is_ours(directory):
         raise CheckpointError(f"{directory} exists and is not a checkpoint: save under another name, or remove it")
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -58,12 +58,12 @@ def begin(directory: Path) -> Path:
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether nothing but what is left of a checkpoint is in it."""
+    """Whether the directory has only files of a checkpoint: the remains of one, which may be overwritten."""
     return directory.is_dir() and all(_OURS.fullmatch(path.name) for path in directory.iterdir())
 
 
 def _clear_leftovers(directory: Path) -> None:
-    """Only those of this name, and of every step where this is one: other files beside a checkpoint are not ours."""
+    """Remove leftovers of this name and, if it is a step, of every step; other files in the parent directory are not ours."""
     for path in list(directory.parent.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
         if match and (match[1] == directory.name or (step_number(match[1]) is not None and step_number(directory.name) is not None)):
@@ -72,27 +72,27 @@ def _clear_leftovers(directory: Path) -> None:
 
 
 def _restore(directory: Path) -> None:
-    """Put back a checkpoint that a save had moved aside before it died."""
+    """Rename back a checkpoint that an interrupted save had moved away."""
     replaced = _hidden(directory, "replaced")
     if replaced.exists() and not directory.exists():
         replaced.rename(directory)
 
 
 def restore(checkpoints: Path) -> None:
-    """Put back what saves that died had moved aside."""
+    """Rename back all checkpoints that interrupted saves had moved away."""
     for path in list(checkpoints.glob(".*.replaced")):
         _restore(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")))
 
 
 def discard(temporary: Path, directory: Path) -> None:
-    """Undo a save that failed: its room on the disk is free again, and what it was to replace has its name again."""
+    """Undo a failed save: remove its files, and rename back the checkpoint that it was to replace."""
     remove(temporary)
     _restore(directory)
 
 
 def publish(temporary: Path, directory: Path, manifest: str) -> None:
-    """Give a completely written save its name, and make `latest` name it where it is a step."""
-    write_synced(temporary / MANIFEST, manifest)
+    """Rename a completely written save to its name, and update `latest` if it is a step."""
+    write_synced(temporary / MANIFEST, manifest)  # last: a directory without a manifest is not a checkpoint
     _sync_directory(temporary)
     replaced = _hidden(directory, "replaced")
     if directory.exists():
@@ -108,9 +108,9 @@ def publish(temporary: Path, directory: Path, manifest: str) -> None:
 
 
 def history(checkpoints: Path) -> tuple[list[Path], str | None]:
-    """What a run may continue from, newest first: the checkpoint that `latest` names and all before it; and what is strange about `latest`.
+    """The checkpoint that `latest` names and all earlier ones, newest first; and a warning about `latest`, or None.
 
-    Steps after it belong to a future that was abandoned by resuming earlier: they are left to be overwritten.
+    Later steps were abandoned when the run resumed from an earlier one; they are ignored until they are overwritten.
     """
     file, warning = checkpoints / LATEST, None
     steps = {number: path for path in checkpoints.glob("step_*") if (number := step_number(path.name)) is not None}
@@ -122,14 +122,14 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
         name = error.strerror or str(error)
     newest = step_number(name)
     if newest not in steps:
-        warning, newest = f"{file} is damaged: expected the name of a checkpoint that is there, found {name!r}", None
+        warning, newest = f"{file} is damaged: expected the name of an existing checkpoint, found {name!r}", None
     elif newest < max(steps):
-        warning = f"{file} names {name}: what is newer, up to {step_name(max(steps))}, is left aside"
+        warning = f"{file} names {name}: newer checkpoints, up to {step_name(max(steps))}, are ignored"
     return [steps[number] for number in sorted(steps, reverse=True) if newest is None or number <= newest], warning
 
 
 def prune(checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None) -> None:
-    """Remove what is older than the newest `keep` that look whole, but for multiples of `keep_every`, and for `spare`."""
+    """Remove checkpoints older than the newest `keep` that are complete, except multiples of `keep_every`, and except `spare`."""
     whole = 0
     for path in history(checkpoints)[0]:
         if whole < keep:
@@ -149,14 +149,14 @@ def _looks_whole(directory: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory tree, its manifest first; what can not be removed now is left to the next save."""
+    """Remove a directory tree, its manifest first; what cannot be removed now is removed by the next save."""
     with suppress(OSError):
         (directory / MANIFEST).unlink()
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file and wait until its content, though not yet its name, is on the disk."""
+    """Write a file and wait until its content is on disk (its name is after `_sync_directory`)."""
     with open(path, "w") as file:
         file.write(text)
         file.flush()
@@ -164,7 +164,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Names reach the disk with their directory, not with their files."""
+    """Wait until the names in a directory are on disk: syncing a file does not sync its name."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

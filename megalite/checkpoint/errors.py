@@ -4,11 +4,11 @@ from pathlib import Path
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint can not be written, found or used; the message names the file, what was expected and what was found."""
+    """A checkpoint cannot be written, found or used; the message names the file, what was expected and what was found."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was saved: something of it is missing, cut off or changed. An older one may be used in its place."""
+    """A part of a checkpoint is missing, truncated or changed. An older checkpoint may be used instead."""
 
 
 def damaged(path: Path, expected: str, found: str) -> DamagedError:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, whether it is whole, how two differ, and its tensors in one file. One tensor is in memory at a time."""
+"""Describes, verifies, compares and consolidates checkpoints. One tensor is in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16":
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest one of a run's directory or of its checkpoints/ directory."""
+    """The checkpoint at `path`: `path` itself, or the newest one of a run's directory or of its checkpoints/ directory."""
     for directory in (path, path / "checkpoints"):
         if (directory / "latest").is_file() and (newest := checkpoint.latest(directory)) is not None:
             return newest
     return path
 
 
-# ---- all of a run
+# ---- all checkpoints of a run
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint of a run. `problem`: what a look at its manifest and at the sizes of its files has found."""
+    """One checkpoint of a run. `problem`: damage visible from its manifest and the sizes of its files, or None."""
 
     name: str
     step: int
@@ -44,7 +44,7 @@ class Entry:
 
 
 def entries(path: Path) -> list[Entry]:
-    """The checkpoints of a run's directory, or of its checkpoints/ directory, in order. Raises CheckpointError where there are none."""
+    """The checkpoints of a run's directory, or of its checkpoints/ directory, in order. Raises CheckpointError if there are none."""
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = sorted((number, each) for each in folder.glob("step_*") if (number := checkpoint.step_number(each.name)) is not None)
     if not steps:
@@ -66,7 +66,7 @@ def _entry(directory: Path, step: int, latest: bool) -> Entry:
     return Entry(directory.name, step, latest, sum(manifest.files.values()), len(manifest.tensors), problem)
 
 
-# ---- one of them
+# ---- one checkpoint
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
 
 
 def damages(manifest: Manifest) -> list[str]:
-    """Read every byte; the first damage of each file."""
+    """The first damage of each file. Reads every byte."""
     found = []
     for file in manifest.files:
         try:
@@ -99,7 +99,7 @@ def damages(manifest: Manifest) -> list[str]:
 
 
 def whole(manifest: Manifest, tensor: StoredTensor) -> NDArray[np.uint8]:
-    """A tensor's bytes as [*shape, bytes of an element]: of any dtype, also those that numpy does not know."""
+    """A tensor's bytes, [*shape, bytes per element]; works for dtypes that numpy does not have."""
     size = sum(chunk.bytes for chunk in tensor.chunks) // max(prod(tensor.shape), 1)
     values = np.empty((*tensor.shape, size), np.uint8)
     for chunk, data in manifest.read(tensor.chunks):
@@ -108,12 +108,12 @@ def whole(manifest: Manifest, tensor: StoredTensor) -> NDArray[np.uint8]:
     return values
 
 
-# ---- two of them
+# ---- two checkpoints
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same, bit for bit, in both: how, and by how much (relative to the largest absolute value of the first)."""
+    """A tensor that is not bitwise equal in both: how it differs, and by how much (relative to the largest absolute value of the first)."""
 
     tensor: str
     what: str
@@ -121,7 +121,7 @@ class Difference:
     relative: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers that JSON does not know become null."""
+        """Plain data; NaN and infinities, which JSON does not have, become null."""
         return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in asdict(self).items()}
 
 
@@ -148,13 +148,13 @@ def _distance(x: NDArray[np.uint8], y: NDArray[np.uint8], dtype: str) -> tuple[f
     return largest, largest / scale if scale else float("inf")
 
 
-# ---- out of it
+# ---- consolidation
 
 
 def consolidate(manifest: Manifest, output: Path, optimizer: bool) -> int:
-    """Write whole tensors into one safetensors file, which has its name only when it is complete; returns its size.
+    """Write whole tensors to one safetensors file, which is renamed to `output` when it is complete. Returns its size in bytes.
 
-    Weights alone have the names that the model gives them; with `optimizer` all tensors have those of the checkpoint (weight/NAME …).
+    Without `optimizer` it has the weights, by their names in the model; with it all tensors, by those in the checkpoint (weight/NAME …).
     """
     names = [name for name in manifest.tensors if optimizer or name.startswith(WEIGHT)]
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(manifest.state.get("step", ""))}}

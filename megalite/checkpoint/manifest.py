@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint: its state, and for every tensor which bytes of which file hold which part of it. Imports no torch.
+"""The manifest of a checkpoint: its state, and the file, bytes and checksum of every part of every tensor. Imports no torch.
 
     {"format": 1, "state": {…}, "files": {"rank_00000.bin": 128}, "tensors": {NAME: {"dtype": "float32", "shape": [8, 4], "chunks": [
      {"offsets": [0, 0], "sizes": [8, 4], "file": "rank_00000.bin", "offset": 0, "bytes": 128, "crc32c": "8a9136aa"}]}},
      "crc32c": "1b9ca2d7"}
 
-A chunk is a rectangle, row-major. Each is filled up with zeros to a multiple of 128 bytes, which its checksum includes, and the next
-follows: no byte of a file goes unchecked. The last checksum is that of all text before it.
+A chunk is a rectangle, row-major. Each is padded with zeros to a multiple of 128 bytes, which its checksum includes, and the next follows:
+every byte of a file is covered by a checksum. The last checksum is that of all text before it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _END = ', "crc32c": "%08x"}\n'
 
 
 def crc32c(*parts: bytes | NDArray[np.uint8]) -> int:
-    """The checksum (Castagnoli's polynomial, for which processors have an instruction) of parts that follow each other."""
-    import google_crc32c  # 30 ms, needed by saves and loads alone
+    """The CRC-32C (Castagnoli polynomial, for which CPUs have an instruction) of the concatenated parts."""
+    import google_crc32c  # costs 30 ms, and only saves and loads need it
 
     value = 0
     for part in parts:
@@ -41,7 +41,7 @@ def crc32c(*parts: bytes | NDArray[np.uint8]) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a global tensor and where its bytes are."""
+    """A rectangle of a global tensor and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -52,20 +52,20 @@ class Chunk:
 
     @property
     def extent(self) -> int:
-        """Bytes with those that fill it up."""
+        """Number of bytes, padding included."""
         return -(-self.bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    dtype: str  # as torch names it: float32
+    dtype: str  # torch's name, for example float32
     shape: tuple[int, ...]
     chunks: list[Chunk]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint that can be read: `state` as it was saved, tensors by global name, files with their sizes in bytes."""
+    """A checkpoint to read: `state` as saved, tensors by global name, files with their sizes in bytes."""
 
     directory: Path
     state: dict[str, Any]
@@ -74,7 +74,7 @@ class Manifest:
 
     @staticmethod
     def of(directory: Path) -> Manifest:
-        """Read it. Raises DamagedError, and CheckpointError where another version has written it."""
+        """Read the manifest of a directory. Raises DamagedError, or CheckpointError if its format is another version's."""
         path = directory / MANIFEST
         try:
             raw = path.read_bytes()
@@ -98,7 +98,7 @@ class Manifest:
             yield from tensor.chunks
 
     def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
-        """Each of the chunks with its bytes, checked; file by file, one in memory at a time. Raises DamagedError."""
+        """Each chunk with its bytes, verified; file by file, one chunk in memory at a time. Raises DamagedError."""
         for name, own in groupby(sorted(chunks, key=lambda chunk: (chunk.file, chunk.offset)), key=lambda chunk: chunk.file):
             with self._opened(name) as file:
                 for chunk in own:
@@ -116,7 +116,7 @@ class Manifest:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:
-        """A file of the size that it should have; what the disk can not read counts as damage too."""
+        """Open a file and check its size. Raises DamagedError, also for read errors of the disk."""
         path, expected = self.directory / name, f"{self.files[name]:,} bytes"
         try:
             with open(path, "rb") as file:
@@ -128,13 +128,13 @@ class Manifest:
             raise damaged(path, expected, error.strerror or str(error)) from None
 
     def check_files(self) -> None:
-        """Raise DamagedError where a file is missing or has another size: a look that costs nothing."""
+        """Raise DamagedError if a file is missing or has another size. Reads no data."""
         for name in self.files:
             with self._opened(name):
                 pass
 
     def verify(self, rank: int = 0, size: int = 1) -> int:
-        """Check the rank-th of `size` shares of all bytes, and return how many those are. Raises DamagedError."""
+        """Verify the rank-th of `size` shares of all bytes and return the number of bytes of the share. Raises DamagedError."""
         self.check_files()
         own = sorted(self.chunks(), key=lambda chunk: (chunk.file, chunk.offset))[rank::size]
         return sum(chunk.extent for chunk, _ in self.read(own))

@@ -1,7 +1,7 @@
-"""Saves of a run: at once, or in the background while training goes on.
+"""Saves of a run: synchronous, or in the background while training continues.
 
-A save in the background holds training up only for a copy of this rank's rectangles. One thread then does what a save does, and talks to
-the other ranks through a group of its own (`mesh.saving`), so that nothing meets what training says. One is under way at most.
+A background save blocks training only while it copies this rank's rectangles. A thread then writes them, and communicates through a process
+group of its own (`mesh.saving`), so that its collectives do not interleave with those of training. At most one save is in progress.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ class Save:
 
     directory: Path
     started: float
-    held: float = 0.0  # how long training stood still
+    held: float = 0.0  # how long it blocked training
     durable: float = 0.0  # until it was published
-    error: Exception | None = None  # why it was not
-    rollback_safe: bool = True  # whether a run may return to it
+    error: Exception | None = None  # why it was not published
+    rollback_safe: bool = True  # whether a run may roll back to it
 
 
 class Saver:
-    """Saves, and then removes what `checkpoint.keep` does not keep. `newest` is the last sound one published here, or that resumed from."""
+    """Saves checkpoints, and removes those that `checkpoint.keep` does not keep.
+
+    `newest` is the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run resumed from.
+    """
 
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
         self.mesh, self.options = mesh, options
         self.newest: Path | None = None
-        self._memory: Tensor | None = None  # staging, used again by every save
+        self._memory: Tensor | None = None  # staging memory, reused by every save
         self._thread: Thread | None = None
         self._ended: list[Save] = []
 
@@ -52,12 +55,12 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def reserve(self, rectangles: Sequence[Rectangle]) -> None:
-        """Take and touch the memory for copies now: at the first save that would hold training up for several times as long as a copy."""
+        """Allocate and touch the staging memory now; at the first save it would block training several times as long as a copy does."""
         if self.options.async_save:
             self._staged(rectangles)
 
     def begin(self, directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], rollback_safe: bool = True) -> Save:
-        """Save what is in the rectangles now, which may change once this returns. Collective. Errors are those of `take_ended`."""
+        """Save the current content of the rectangles, which may change once this returns. Collective. `take_ended` returns errors."""
         save = Save(directory, perf_counter(), rollback_safe=rollback_safe)
         if self.options.async_save:
             self.wait()
@@ -69,13 +72,13 @@ class Saver:
         return save
 
     def wait(self) -> None:
-        """Return when no save is under way."""
+        """Wait until no save is in progress."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def take_ended(self) -> list[Save]:
-        """The saves that have ended since the last call, in order, well or with an error."""
+        """The saves that have ended since the last call, in order, successful or with an error."""
         ended = self._ended[:]
         del self._ended[: len(ended)]
         return ended
@@ -89,12 +92,12 @@ class Saver:
                 self.newest = save.directory
             if options.keep is not None:
                 checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every, spare=self.newest)
-        except Exception as error:  # told by whoever asks what has ended
+        except Exception as error:  # reported by the caller of `take_ended`: this may run on the thread
             save.error = error
         self._ended.append(save)
 
     def _staged(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """Copies of the rectangles that nobody changes until the next save, complete when this returns."""
+        """Copies of the rectangles in staging memory, which is not changed before the next save; complete when this returns."""
         import torch
 
         starts, total = [], 0

@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint (DCP) writes and reads files here: raw bytes, one file a rank, checksums, and no pickle anywhere."""
+"""Storage for torch.distributed.checkpoint (DCP): raw bytes, one file per rank, with checksums and without pickle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalite.checkpoint.manifest import Chunk, Manifest, StoredTensor
 
 
 class _Plain:
-    """What DCP asks of storage for which every plan is right as it is."""
+    """DCP's storage methods that leave plans unchanged."""
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -36,7 +36,7 @@ class _Plain:
 
 
 class Writer(_Plain, StorageWriter):
-    """Writes this rank's file from the tensors' own memory. `tensors` is the table of all ranks, known to the first of them in the end."""
+    """Writes this rank's file directly from the tensors' memory. `tensors` has those of all ranks, on rank 0 after `finish`."""
 
     def __init__(self, directory: Path, rank: int):
         self.path = directory / f"rank_{rank:05d}.bin"
@@ -70,7 +70,7 @@ class Writer(_Plain, StorageWriter):
 
 
 class Reader(_Plain, StorageReader):
-    """Reads whole chunks, which is what checksums are of, and takes from each what is needed of it."""
+    """Reads and verifies whole chunks, since a checksum covers a whole chunk, and copies the parts that are needed."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest

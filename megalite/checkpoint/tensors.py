@@ -1,6 +1,6 @@
-"""Rectangles of global tensors in and out of torch.distributed.checkpoint (DCP), which plans who writes and who reads what.
+"""Writes and reads rectangles of global tensors with torch.distributed.checkpoint (DCP), which plans what each rank writes and reads.
 
-DCP asks a value of the state dict for its chunks only where it is a tensor, so all rectangles of one global tensor are shown to it as one
+DCP asks a value of the state dict for its chunks only if it is a tensor, so all rectangles of one global tensor are passed to it as one
 wrapper subclass without data of its own.
 """
 
@@ -31,12 +31,12 @@ from megalite.checkpoint.storage import Reader, Writer
 from megalite.mesh import MeshAxis
 from megalite.parallel.spec import Rectangle
 
-LARGEST_CHUNK = 64 << 20  # bytes: who reads a part of a chunk reads and checks all of it
-NAMED_PROBLEMS = 5  # how many misfits a message names
+LARGEST_CHUNK = 64 << 20  # bytes; reading a part of a chunk reads and verifies all of it
+NAMED_PROBLEMS = 5  # problems listed in a message
 
 
 class _GlobalTensor(torch.Tensor):
-    """A global tensor of which this process holds some rectangles. It answers DCP's three questions and nothing else."""
+    """A global tensor of which this process holds some rectangles. Implements only DCP's three protocol methods."""
 
     parts: list[Rectangle]
 
@@ -62,14 +62,14 @@ class _GlobalTensor(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(part.offsets), part.tensor.size()) for part in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The rectangle at an offset. While loading the index counts this process's rectangles; while saving, those of all ranks."""
+        """The rectangle at an offset. The index counts this process's rectangles when loading, those of all ranks when saving."""
         if index.index is not None and index.index < len(self.parts) and torch.Size(self.parts[index.index].offsets) == index.offset:
             return self.parts[index.index].tensor
         return next(part.tensor for part in self.parts if torch.Size(part.offsets) == index.offset)
 
 
 def _global_tensors(rectangles: Sequence[Rectangle]) -> dict[str, Tensor]:
-    """One entry per global name. Empty rectangles hold nothing, and two of them could share their offset with a real one: left out."""
+    """One entry per global name. Empty rectangles are left out: their offset could equal that of another rectangle."""
     by_name: dict[str, list[Rectangle]] = {}
     for part in rectangles:
         if part.tensor.numel():
@@ -78,7 +78,7 @@ def _global_tensors(rectangles: Sequence[Rectangle]) -> dict[str, Tensor]:
 
 
 def _blocks(part: Rectangle) -> Iterator[Rectangle]:
-    """A rectangle as chunks of at most `LARGEST_CHUNK`, cut along its first dimension that can be cut. They share its memory."""
+    """A rectangle as chunks of at most `LARGEST_CHUNK` bytes, split along its first dimension of size > 1; views of its memory."""
     dim = next((dim for dim, size in enumerate(part.tensor.shape) if size > 1), None)
     if dim is None or part.tensor.nbytes <= LARGEST_CHUNK:
         yield part
@@ -94,7 +94,7 @@ def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Refuses plans that do not store every element exactly once: DCP drops a repeated chunk, and checks one process's plan not at all."""
+    """Refuses plans that do not store every element exactly once: DCP drops a repeated chunk, and does not check one process's plan."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         first: dict[str, TensorWriteData] = {}
@@ -119,7 +119,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Names everything that does not fit, with what was expected and what was found. With `convert`, any dtype fits."""
+    """Reports every tensor that does not fit, with what was expected and found. With `convert`, any dtype fits."""
 
     def __init__(self, convert: bool):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -143,7 +143,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis) -> dict[str, StoredTensor]:
-    """Store every rank's rectangles in `directory`, on disk when this returns, and return what rank 0 knows of all. Collective."""
+    """Write every rank's rectangles to `directory` and sync them to disk; returns the tensors of all ranks on rank 0. Collective."""
     blocks = [block for part in rectangles for block in _blocks(part)]
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer = Writer(directory, world.rank)
@@ -153,7 +153,7 @@ def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis) -> 
 
 
 def read(manifest: Manifest, rectangles: Sequence[Rectangle], convert: bool) -> None:
-    """Fill the rectangles, see `checkpoint.load`. Every process reads for itself, so one that fails leaves nobody waiting."""
+    """Fill the rectangles, see `checkpoint.load`. Not collective, so no rank waits for one that fails."""
     planner = _LoadPlanner(convert)
     with _clear_errors(f"could not load {manifest.directory}: "):
         dcp_load(_global_tensors(rectangles), storage_reader=Reader(manifest), planner=planner, no_dist=True)
@@ -161,7 +161,7 @@ def read(manifest: Manifest, rectangles: Sequence[Rectangle], convert: bool) -> 
 
 @contextmanager
 def _clear_errors(what: str = "") -> Iterator[None]:
-    """DCP's exception, which quotes every rank's traceback, becomes one line a rank; its remark on missing process groups is dropped."""
+    """Convert DCP's exception, which quotes every rank's traceback, to one line per rank; suppress its warning about missing groups."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

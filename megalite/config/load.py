@@ -133,7 +133,7 @@ def unknown(name: str, source: str, known: list[str], dashes: str = "") -> Confi
 
 @dataclass
 class Arguments:
-    """The command line, taken apart."""
+    """The parsed command line."""
 
     files: list[str] = field(default_factory=list)
     overrides: dict[str, str] = field(default_factory=dict)

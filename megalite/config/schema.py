@@ -33,7 +33,7 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
-    """The model. Fields have the names of Hugging Face's LlamaConfig where it has them."""
+    """The model. Fields have the names of Hugging Face's LlamaConfig, if it has them."""
 
     preset: str | None = None
     """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b or llama-3-70b. Other fields of this section override it."""
@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def vocabulary(self) -> int:
-        """The vocabulary size. Raises ValueError where it is not known yet."""
+        """The vocabulary size. Raises ValueError if it is not known yet."""
         if self.vocab_size is None:
             raise ValueError("model.vocab_size is not set: it comes from the training data, or must be given")
         return self.vocab_size

@@ -1,4 +1,4 @@
-"""How well a model predicts: log-probabilities of tokens (scoring.py), of texts (perplexity.py), and the tasks of lm-evaluation-harness.
+"""Log-probabilities of tokens (scoring.py), perplexity of texts (perplexity.py), and tasks of lm-evaluation-harness (harness.py).
 
 logits.py compares a checkpoint with transformers. May import megalite.generation, huggingface and what is below.
 """

@@ -1,8 +1,8 @@
-"""A model as lm-evaluation-harness sees it (https://github.com/EleutherAI/lm-evaluation-harness, Gao et al.), so that its tasks run here.
+"""An adapter of a model for lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness, Gao et al.), to run its tasks.
 
-The harness turns a task into requests: how likely is this continuation, how likely is this text, how does this go on. Its own base class
-splits a context and its continuation into tokens; what is here answers from the model, by the rules of the harness's own adapter for
-transformers (HFLM), so that both give the same numbers. `lm_eval` is imported by the functions that need it, and only there.
+The harness converts a task to requests: the log-likelihood of a continuation, that of a text, or a generated continuation. Its base class
+tokenizes a context and its continuation; this module computes the answers, by the rules of the harness's adapter for transformers (HFLM),
+so that both give the same numbers. `lm_eval` is imported only by the functions that need it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megalite.evaluation.scoring import Progress, Row, score
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.sources import ModelSource, end_tokens, opening
 
-MAX_TOKENS = 256  # of a generation, where its task does not say
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the names under which it may say so
+MAX_TOKENS = 256  # tokens to generate, if the task does not set it
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the option names that set it
 OPTIONS = {"until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS}
 
 
 class Answers:
-    """What the harness asks of a language model. `as_harness_model` joins it with the harness's base class."""
+    """The harness's interface of a language model. `as_harness_model` combines it with the harness's base class."""
 
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int, progress: Progress | None = None):
-        super().__init__()  # of the harness
+        super().__init__()  # the harness's base class
         self._answering, self._tokenizer, self._batch_size, self._progress = model, tokenizer, batch_size, progress
         self._opening = opening(model.source, tokenizer)
         self.max_length = model.longest
@@ -44,11 +44,11 @@ class Answers:
         return self._tokenizer.eos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Special tokens that are spelled out in the string are text."""
+        """Tokens of a string; special tokens spelled out in it are encoded as text."""
         return [*([] if add_special_tokens is False else self._opening), *self._tokenizer.encode(string)]
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
-        """Of requests (their strings, the context's tokens, the continuation's): log-probability, and whether greedy decoding gives it."""
+        """The log-probability of each continuation, and whether greedy decoding gives it. A request: strings, context and continuation."""
         rows = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
@@ -59,7 +59,7 @@ class Answers:
         return [(each.log_probability, each.greedy) for each in score(self._answering, rows, self._batch_size, self._progress)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """The log-probability of each whole text, each window as long as the model allows and without overlap (but the last)."""
+        """The log-probability of each whole text, in windows of the model's maximum length without overlap (except the last)."""
         texts = [
             list(windows([self.prefix_token_id, *self.tok_encode(each.args[0])], self.max_length, self.max_length)) for each in requests
         ]
@@ -67,7 +67,7 @@ class Answers:
         return [sum(next(found).log_probability for _ in rows) for rows in texts]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """How each text goes on, up to where one of its stops begins. Requests with equal options are answered together."""
+        """The continuation of each text, up to the first of its stop texts. Requests with equal options are batched."""
         alike: dict[str, list[int]] = {}
         for number, each in enumerate(requests):
             alike.setdefault(json.dumps(each.args[1], sort_keys=True), []).append(number)
@@ -102,7 +102,7 @@ class Answers:
 
 
 class _Reply:
-    """The text of an answer while it grows. As in the harness, its tokens are decoded without those of the question."""
+    """The text of an answer while it is generated. As in the harness, its tokens are decoded without those of the context."""
 
     def __init__(self, tokenizer: Tokenizer, stops: list[str], ends: Collection[int]):
         self._tokenizer, self._stops, self._ends = tokenizer, stops, ends
@@ -120,12 +120,12 @@ class _Reply:
 
 
 def document_start(source: ModelSource, tokenizer: Tokenizer) -> int:
-    """The token before a text that nothing precedes: BOS where there is one, unless the model's training documents had none, else EOS."""
+    """The token before a text without context: BOS if there is one and the model's training documents had it, else EOS."""
     return tokenizer.eos if tokenizer.bos is None or source.trained_here else tokenizer.bos
 
 
 def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
-    """How a task wants its tokens drawn. Raises ConfigError where that is not possible here."""
+    """The sampling that a task's options ask for. Raises ConfigError for an option that is not supported."""
     unknown = sorted(options.keys() - OPTIONS)
     if unknown:
         raise ConfigError(
@@ -138,7 +138,7 @@ def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
 
 
 def as_harness_model() -> type[Any]:
-    """`Answers` as a subclass of lm_eval.api.model.LM. Raises ConfigError where the harness is not installed."""
+    """`Answers` as a subclass of lm_eval.api.model.LM. Raises ConfigError if the harness is not installed."""
     try:
         from lm_eval.api.model import TemplateLM
     except ImportError as error:
@@ -147,7 +147,7 @@ def as_harness_model() -> type[Any]:
 
 
 def run(model: Answers, tasks: Sequence[str], *, include_path: Path | None, num_fewshot: int | None, limit: int | None) -> dict[str, Any]:
-    """The harness's results on the tasks. What it prints goes to stderr. Raises ConfigError where a task is unknown."""
+    """The harness's results on the tasks. Its output is redirected to stderr. Raises ConfigError if a task is unknown."""
     from lm_eval import simple_evaluate
 
     with redirect_stdout(sys.stderr):
@@ -160,11 +160,11 @@ def run(model: Answers, tasks: Sequence[str], *, include_path: Path | None, num_
             )
         options: dict[str, Any] = {"num_fewshot": num_fewshot, "limit": limit, "task_manager": manager, "log_samples": False}
         found: dict[str, Any] | None = simple_evaluate(model=model, tasks=list(tasks), **options)
-    return found or {"results": {}}  # it has results on the first rank of each machine
+    return found or {"results": {}}  # only the first rank of each machine gets results
 
 
 def _manager(tasks: Sequence[str], include_path: Path | None) -> Any:
-    """What knows the tasks. The harness needs many seconds to read its own thousands: not where a folder has all that are asked for."""
+    """The harness's task manager. Indexing the harness's own thousands of tasks costs many seconds: skipped if `include_path` has all."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:

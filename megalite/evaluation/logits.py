@@ -1,4 +1,4 @@
-"""Logits of a checkpoint against those of transformers on the same tokens, position by position."""
+"""Compares the logits of a checkpoint with those of transformers on the same tokens, position by position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs on one input: the largest absolute difference of logits at each position, and the largest absolute logit."""
+    """The result for one input: the largest absolute difference of logits at each position, and the largest absolute logit."""
 
     name: str
     worst: list[float]
@@ -40,7 +40,7 @@ class Comparison:
 def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, rows: int) -> list[Comparison]:
     """Compare in fp32 on one process: `rows` rows of `tokens` random tokens, then each text through the tokenizer of `hf`.
 
-    Raises CheckpointError or ConfigError where one of the two can not be loaded.
+    Raises CheckpointError or ConfigError if one of the two cannot be loaded.
     """
     manifest = checkpoint.manifest_of(directory)
     model = model_of(manifest)
@@ -57,7 +57,7 @@ def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, row
 
 
 def rounding(directory: Path, hf: Path) -> str | None:
-    """What to say of a difference where the directory holds fewer digits than the checkpoint computes with; None where it does not."""
+    """An explanation of a difference, if the directory has a lower precision than the checkpoint; else None."""
     manifest, dtype = checkpoint.manifest_of(directory), hf_config(hf).get("torch_dtype")
     weights = [stored.dtype for name, stored in manifest.tensors.items() if name.startswith(WEIGHT)]
     if dtype not in ("bfloat16", "float16") or not {"float32", "float64"}.intersection(weights):
@@ -84,14 +84,14 @@ def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
 
 
 def _their_logits(hf: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' logits, [rows, tokens, vocabulary] for each input."""
+    """The logits of transformers, [rows, tokens, vocabulary] for each input."""
     from transformers import AutoModelForCausalLM
 
     try:
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
         opened: Any = AutoModelForCausalLM.from_pretrained(str(hf), local_files_only=True, **options)
         model, report = opened
-    except Exception as error:  # transformers raises whatever its parts do
+    except Exception as error:  # transformers raises exceptions of many types
         raise ConversionError(f"transformers can not open {hf}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from None
     wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[0]}" for kind, keys in report.items() if keys and kind != "error_msgs"]
     if wrong:
@@ -101,7 +101,7 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_stage(manifest: Manifest) -> Stage:
-    """The whole model of a checkpoint in this process, in fp32, for forward passes alone."""
+    """The whole model of a checkpoint in this process, in fp32, for forward passes only."""
     if "config" not in manifest.state:
         raise CheckpointError(f"{manifest.directory} holds no configuration")
     config = for_inference(from_dict(manifest.state["config"]))
@@ -114,6 +114,6 @@ def load_stage(manifest: Manifest) -> Stage:
 @torch.no_grad()
 def our_logits(stage: Stage, ids: Tensor) -> Tensor:
     """Logits of ids [rows, tokens]: [rows, tokens, vocabulary]."""
-    tokens = ids.t().contiguous()
+    tokens = ids.t().contiguous()  # [tokens, rows]
     state = stage.forward_state(Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
     return stage.logits(tokens, state)[..., : stage.model_config.vocabulary].transpose(0, 1)

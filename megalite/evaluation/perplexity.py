@@ -1,13 +1,13 @@
 """Perplexity of texts under sliding windows: every token is predicted once, most of them with a long context.
 
 A text of n tokens t(1) … t(n) follows a token t(0) that begins a document. With windows of N tokens and a stride of S, the first window
-predicts t(1) … t(N). Each further one predicts the S tokens that follow those already predicted, the last what remains, and sees the N
-tokens that end before its last target; so each token but the first N is predicted from N − S + 1 to N tokens. Then
+predicts t(1) … t(N). Each further window predicts the next S tokens (the last one the rest) and has as inputs the N tokens before its last
+target, so each token except the first N is predicted from N − S + 1 to N tokens. Then
 
     loss = − Σ ln p(t(i) | its context) / n,    perplexity = exp(loss),    bits per byte = loss · n / (ln 2 · bytes of the text in UTF-8)
 
 The windows are those of transformers' guide on perplexity (https://huggingface.co/docs/transformers/perplexity), and, for S = N, those of
-lm-evaluation-harness. What a small stride costs is time: N / S times that of S = N.
+lm-evaluation-harness. A smaller stride costs N / S times the time of S = N.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megalite.config.schema import ConfigError
 from megalite.evaluation.scoring import Progress, Row, score
 from megalite.generation.language_model import LanguageModel
 
-HIGHEST = 700.0  # loss of a token: a float holds no higher perplexity
+HIGHEST = 700.0  # loss per token; the perplexity of a higher one overflows a float
 
 
 @dataclass(frozen=True)
 class Text:
-    """What was measured on a text, or on several together: its tokens and bytes, and minus the log-probability of all of its tokens."""
+    """The result for a text, or for several together: number of tokens and bytes, and the negative log-probability of all tokens."""
 
     name: str
     tokens: int
@@ -49,12 +49,12 @@ class Text:
 
 
 def together(texts: Sequence[Text]) -> Text:
-    """All tokens of several texts, each of which began anew."""
+    """The combined result of several texts, each of which was predicted on its own."""
     return Text("total", *(sum(getattr(text, name) for text in texts) for name in ("tokens", "bytes", "nats")))
 
 
 def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Row]:
-    """Rows of at most `length` inputs that score every token but the first once."""
+    """Rows of at most `length` inputs that score every token except the first once."""
     done, last = 0, len(tokens) - 1
     while done < last:
         stop = min(done + (stride if done else length), last)
@@ -73,8 +73,8 @@ def measure(
     batch_size: int,
     progress: Progress | None = None,
 ) -> Text:
-    """tokens: the one that begins a document, then those of the text, which has `size` bytes. Raises ConfigError where
-    there is no perplexity."""
+    """The perplexity of a text. tokens: the one that begins a document, then those of the text; size: bytes of the text. Raises ConfigError
+    if the loss is not finite or too large."""
     rows = list(windows(tokens, length, stride))
     nats = -math.fsum(each.log_probability for each in score(model, rows, batch_size, progress))
     if not nats < HIGHEST * (len(tokens) - 1):

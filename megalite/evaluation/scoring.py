@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, from which every measure here is computed."""
+"""Log-probabilities of given tokens, from which all measures of this package are computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Progress = Callable[[int, int], None]  # rows done, rows in all
 
 
 class Row(NamedTuple):
-    """Tokens of which the last ones, `scored` in number, are scored, each given all before it. The last one never enters the model."""
+    """Tokens of which the last `scored` are scored, each given all before it. The last token is never an input of the model."""
 
     tokens: Sequence[int]
     scored: int
@@ -20,17 +20,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """The log-probability (natural logarithm) of a row's scored tokens together, and whether each is the most likely one at its place."""
+    """The summed log-probability (natural logarithm) of a row's scored tokens, and whether each is the most likely at its position."""
 
     log_probability: float
     greedy: bool
 
 
 def score(model: LanguageModel, rows: Sequence[Row], batch_size: int, progress: Progress | None = None) -> list[Score]:
-    """The rows' scores, in their order; sums are taken in fp64. Collective over the model's ranks, with the same rows on each.
+    """The scores of the rows, in order, summed in fp64. Collective over the model's ranks, with the same rows on each.
 
-    Rows that differ in their last token alone, as answers of one token to a question do, go through the model once. Batches are made of
-    rows of similar length, the longest first: little is padded, and where memory does not suffice, that shows at once.
+    Rows that differ only in their last token, as one-token answers to a question, share one pass through the model. Batches have rows of
+    similar length, the longest first: padding is small, and if memory does not suffice, the first batch fails.
     """
     sharing: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
@@ -47,7 +47,7 @@ def score(model: LanguageModel, rows: Sequence[Row], batch_size: int, progress: 
 
 
 def _score_batch(model: LanguageModel, inputs: list[tuple[int, ...]], columns: dict[int, int], rows: Sequence[Row]) -> dict[int, Score]:
-    """columns: the number of each row that is scored → the place of its inputs in the batch."""
+    """The scores of one batch. columns: number of a row → column of its inputs in the batch."""
     places, targets = [], list[int]()
     for number, column in columns.items():
         tokens, count = rows[number]

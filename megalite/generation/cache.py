@@ -1,11 +1,11 @@
-"""Keys and values of the tokens that a model has read: a further token of a row then costs one position, not the whole row.
+"""The key-value cache: keys and values of the tokens that a model has read, so that the next token of a row costs one position.
 
-Position p of a row lies in slot p mod slots. A layer whose attention sees a sliding window has no more slots than that: a token takes the
-place of the one that has just left the window. So what the next token of a row sees is the first min(length, slots) slots, whatever the
-layer. In which order they lie does not matter: keys are rotated before they are kept.
+Position p of a row is stored in slot p mod slots. A layer with a sliding window has as many slots as the window: a token overwrites the
+one that has just left the window. So the next token of a row attends to the first min(length, slots) slots in every layer. Their order does
+not matter: keys are rotated before they are stored.
 
-Rows may have different lengths. Prompts are read with the attention of training, padded behind their ends, where no token looks.
-Nothing here communicates: each tp rank keeps the heads that it computes, each stage its layers.
+Rows may have different lengths. Prompts are read with the attention of training, padded after their ends, where causal attention never
+looks. Nothing here communicates: each tp rank stores the heads that it computes, each stage its layers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ROUND_UP = 64
 
 
 def padded(length: int) -> int:
-    """A length rounded up. Few shapes occur then: rotary tables and the kernels of products, made for a shape, are used again."""
+    """A length rounded up to a multiple of ROUND_UP: with few shapes, rotary tables and matrix-product kernels are reused."""
     return -(-length // ROUND_UP) * ROUND_UP
 
 
 class _Kept(NamedTuple):
-    """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim]; the last slot takes what is not to be kept."""
+    """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim]; the last slot is written with what is discarded."""
 
     keys: Tensor
     values: Tensor
@@ -42,19 +42,19 @@ class _Kept(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where the tokens of one pass go in layers with one number of slots, and what they see there."""
+    """Where the tokens of one pass are stored in layers with one number of slots, and which slots they attend to."""
 
     rows: Tensor  # [batch, 1]
     slot: Tensor  # [batch, seq]
-    empty: Tensor | None  # [batch, 1, 1, used slots]: which hold nothing yet; None for prompts, which see only themselves
+    empty: Tensor | None  # [batch, 1, 1, used slots]: slots not written yet; None for prompts, which attend only to themselves
 
 
 class KeyValueCache:
-    """What one stage keeps of a batch of rows, in memory that is allocated once.
+    """The cache of one stage for a batch of rows; its memory is allocated once.
 
     Args:
-        rows: how many.
-        capacity: positions of a row, at most.
+        rows: number of rows.
+        capacity: maximum number of positions of a row.
     """
 
     def __init__(self, stage: Stage, rows: int, capacity: int, device: torch.device):
@@ -65,25 +65,25 @@ class KeyValueCache:
             slots = min(layer.model_config.window(layer.layer) or capacity, capacity)
             shape = (rows, layer.kv_heads, slots + 1, layer.model_config.head_size)
             self._layers[layer.layer] = _Kept(*(torch.zeros(shape, dtype=stage.dtype, device=device) for _ in range(2)))
-        self._places: dict[int, _Place] = {}  # by number of slots, for the pass under way
+        self._places: dict[int, _Place] = {}  # by number of slots, for the current pass
 
     @property
     def nbytes(self) -> int:
         return sum(kept.keys.nbytes + kept.values.nbytes for kept in self._layers.values())
 
     def begin_prompts(self, lengths: list[int], padded: int) -> None:
-        """The next pass reads every row from its beginning, `lengths` tokens each, padded to one length. What was kept is forgotten."""
+        """Prepare for a pass that reads every row from its beginning, `lengths` tokens each, padded to one length. Clears the cache."""
         stop = self._column(lengths)
         position = torch.arange(padded, device=self.device)
 
         def place(slots: int) -> tuple[Tensor, None]:
-            last = (position < stop) & (position >= stop - slots)
-            return torch.where(last, position % slots, slots), None
+            last = (position < stop) & (position >= stop - slots)  # [rows, padded]
+            return torch.where(last, position % slots, slots), None  # padding and what the window has left go to the last slot
 
         self._begin(place)
 
     def begin_tokens(self, positions: list[int]) -> None:
-        """The next pass reads one token of each row, at these positions; everything before them has been read."""
+        """Prepare for a pass that reads one token of each row, at these positions; all earlier positions have been read."""
         position = self._column(positions)
 
         def place(slots: int) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class KeyValueCache:
         return torch.tensor(numbers, device=self.device).unsqueeze(1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """Keep k and v [seq, batch, kv_heads/tp, head_dim], and what q [seq, batch, heads/tp, head_dim] sees: the same shape as q.
+        """Store k and v [seq, batch, kv_heads/tp, head_dim]; return the attention output of q [seq, batch, heads/tp, head_dim], same shape.
 
         options: those of the attention operation.
         """
@@ -115,7 +115,7 @@ class KeyValueCache:
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, scale: float, softcap: float | None) -> Tensor:
     """softmax(scale · q kᵀ) v for one query of each row, q [1, batch, heads, head_dim]; scores in at least fp32."""
-    query = q[0].unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, heads of a group, head_dim]
+    query = q[0].unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, heads per kv_head, head_dim]
     scores = (query @ keys.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -131,7 +131,7 @@ class CachedState(ForwardState):
 
 
 class CachedAttention(nn.Module):
-    """Stands in for a layer's attention: with a `CachedState` through its cache, otherwise as it is."""
+    """Replaces a layer's attention: attends through the cache of a `CachedState`, and is the layer's own attention otherwise."""
 
     def __init__(self, attention: Attention):
         super().__init__()

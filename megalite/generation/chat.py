@@ -1,7 +1,7 @@
 """A conversation on the terminal, through a chat template.
 
-Every turn reads the whole conversation again: a template may render earlier turns otherwise than it did (some leave out what the model
-thought), and reading is fast beside writing. Rank 0 has the terminal; what is typed there goes to all.
+Every turn reads the whole conversation again: a template may render earlier turns differently later (some drop the model's reasoning), and
+reading is fast compared with generating. Rank 0 reads the terminal and broadcasts the input to all ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def converse(
     system: str | None,
     show: Callable[[str], object],
 ) -> None:
-    """Answer what is typed, line by line, until the input ends. Where the model's context is full, the oldest turns are forgotten.
+    """Answer the input line by line until it ends. When the model's context is full, the oldest turns are dropped.
 
-    Raises DataError where the template can not write the conversation.
+    Raises DataError if the template cannot render the conversation.
     """
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no text become U+FFFD
+        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 becomes U+FFFD
     beginning = [{"role": "system", "content": system}] if system else []
     turns: list[Message] = []
     ends = {*ends, *_end_of_turn(tokenizer, template)}
@@ -52,8 +52,8 @@ def converse(
 
 
 def _end_of_turn(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
-    """The token that the template puts behind what the assistant says, where it is none of words."""
-    with suppress(DataError):  # a template that does not show where a turn ends
+    """The token that the template puts after the assistant's content, if it decodes to no text; empty if there is none."""
+    with suppress(DataError):  # a template in which the end of a turn cannot be located
         if not tokenizer.decode([end := template.end_of_turn()]).strip():
             return [end]
     return []

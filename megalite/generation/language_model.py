@@ -1,10 +1,11 @@
-"""Text from a trained model: the weights of any source spread over tensor- and pipeline-parallel ranks, next-token logits, generation.
+"""Text generation: the weights of any source over tensor- and pipeline-parallel ranks, next-token logits, generation.
 
-Every rank runs the same calls in the same order (SPMD). Tokens and lengths are known to all, so that nobody asks for a shape; what travels:
+Every rank runs the same calls in the same order (SPMD). Tokens and lengths are known on all ranks, so shapes are not communicated. Forward
+passes only; they communicate
 
-    each pass     activations up the pipeline, stage by stage, through the mesh's forward channel, and what tp sums within a stage
-    its end       the parts of the vocabulary, gathered over tp on the last stage
-    each draw     the last stage's first rank draws, and tells the token to all: no rounding can make two ranks disagree
+    in each pass   activations from stage to stage, through the mesh's forward channel, and the tp reductions within a stage
+    at its end     the parts of the vocabulary's logits, all-gathered over tp on the last stage
+    at each draw   the last stage's first rank draws the tokens and broadcasts them: rounding cannot make two ranks disagree
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ from megalite.parallel.collectives import Work, all_gather, message
 
 __all__ = ["LanguageModel", "Sampling"]
 
-CHUNK = 512  # tokens whose logits are in memory at once where tokens are scored
+CHUNK = 512  # tokens whose logits exist at a time when tokens are scored
 
 Rows = Sequence[Sequence[int]]
 
 
 class LanguageModel:
-    """This rank's part of a model, for forward passes alone: no gradients, no optimizer state. Calls are collective over the mesh.
+    """This rank's part of a model, for forward passes only: no gradients, no optimizer state. Calls are collective over the mesh.
 
     Args:
-        name: a checkpoint that any topology wrote, a run's directory for its newest one, or hf:DIR.
-        tp, pp: the layout, which must fill the ranks that were started.
-        precision: fp32, bf16 or fp64, in which the weights are kept, too.
-        mesh: of that layout, where there is one already (`build.make_mesh`).
+        name: a checkpoint written by any topology, a run's directory (its newest checkpoint), or hf:DIR.
+        tp, pp: the layout; tp · pp must be the number of ranks.
+        precision: fp32, bf16 or fp64, of the weights and of the computation.
+        mesh: an existing mesh of that layout (`build.make_mesh`).
 
     Raises:
-        CheckpointError: it can not be read; while weights are read, on every rank.
-        ConfigError: it has no model of ours, or one that does not fit on the layout.
+        CheckpointError: the source cannot be read; on every rank, if reading weights fails.
+        ConfigError: the source has no supported model, or one that does not fit the layout.
     """
 
     def __init__(
@@ -76,19 +77,19 @@ class LanguageModel:
 
     @property
     def longest(self) -> int:
-        """Tokens that the model sees at most."""
+        """Maximum number of tokens in the model's context."""
         return self.config.model.max_position_embeddings
 
     # ---- generation
 
     def continuations(self, prompts: Rows, count: int, sampling: Sampling, *, vocab_size: int | None = None) -> Iterator[list[int]]:
-        """The next token of every row, `count` times or as long as they are asked for, by all ranks alike. Prompts are not empty.
+        """Yield the next token of every row, `count` times or until the caller stops, after the same token on all ranks.
 
-        A row that does not fit into `longest` positions any more goes on with the later half of what was seen, read from position 0 on.
-        vocab_size: only tokens below it are drawn, where the tokenizer knows fewer than the model.
+        A row that exceeds `longest` positions continues with the later half of its context, read again from position 0.
+        prompts: each has at least one token. vocab_size: only tokens below it are drawn, for a tokenizer with fewer tokens than the model.
         """
         rows = [list(prompt) for prompt in prompts]
-        starts = [max(len(row) - self.longest, 0) for row in rows]  # of what is seen of each
+        starts = [max(len(row) - self.longest, 0) for row in rows]  # where the context of each row starts
         cache = self.new_cache(len(rows), min(self.longest, max(map(len, rows)) + count))
         logits = self.read(cache, [row[start:] for row, start in zip(rows, starts, strict=True)])
         for step in range(count):
@@ -100,11 +101,11 @@ class LanguageModel:
                 logits = self._next(cache, rows, starts)
 
     def continuation(self, prompt: Sequence[int], count: int, sampling: Sampling, *, vocab_size: int | None = None) -> Iterator[int]:
-        """`continuations` of one row."""
+        """`continuations` for one row."""
         return (token for (token,) in self.continuations([prompt], count, sampling, vocab_size=vocab_size))
 
     def _next(self, cache: KeyValueCache, rows: Rows, starts: list[int]) -> Tensor | None:
-        """Logits of what follows rows whose last token has not been read yet; moves the starts of those that have become too long."""
+        """Logits of the token after each row, whose last token has not been read yet; moves the starts of rows that are too long now."""
         lengths = [len(row) - start for row, start in zip(rows, starts, strict=True)]
         if max(lengths) <= self.longest:
             return self.extend(cache, [row[-1] for row in rows], [length - 1 for length in lengths])
@@ -118,7 +119,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def read(self, cache: KeyValueCache, rows: Rows) -> Tensor | None:
-        """Read rows from their beginning into the cache. Logits of the token after each, [rows, vocabulary]; None off the last stage."""
+        """Read rows from their beginning into the cache. Returns logits of the next tokens, [rows, vocabulary], on the last stage."""
         lengths = [len(row) for row in rows]
         tokens, state = self._padded(rows)
         cache.begin_prompts(lengths, len(tokens))
@@ -130,7 +131,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def extend(self, cache: KeyValueCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
-        """Read one more token of each row, at these positions. Logits of the token after each as from `read`."""
+        """Read one more token of each row, at these positions. Returns logits as `read`."""
         read, where = torch.tensor([[tokens], [positions]], device=self.device)  # [1, rows] each
         microbatch = Microbatch(read, read, where, self._samples(len(tokens)))
         cache.begin_tokens(list(positions))
@@ -143,7 +144,7 @@ class LanguageModel:
         tokens = torch.empty(len(positions), dtype=torch.int64, device=self.device)
         if self.mesh.rank == self._speaker:
             assert logits is not None
-            numbers = [uniform(sampling.seed, row, position) for row, position in enumerate(positions)]
+            numbers = [uniform(sampling.seed, row, position) for row, position in enumerate(positions)]  # independent of the batch
             tokens = draw(logits[:, :vocab_size], sampling, numbers)
         return self._told(tokens, "drawn tokens").tolist()
 
@@ -151,9 +152,9 @@ class LanguageModel:
 
     @torch.no_grad()
     def logits(self, rows: Rows) -> Tensor | None:
-        """Logits after each token of each row, [longest row, rows, vocabulary], of no meaning behind a row's end; None off the last stage.
+        """Logits after each token, [longest row, rows, vocabulary], undefined after a row's end; None except on the last stage.
 
-        The whole logits exist at once; where only some are wanted, `log_probabilities` takes less memory.
+        All logits exist at once; if only some are needed, `log_probabilities` takes less memory.
         """
         tokens, state = self._padded(rows)
         x = self._activations(tokens, state)
@@ -161,10 +162,10 @@ class LanguageModel:
 
     @torch.no_grad()
     def log_probabilities(self, rows: Rows, places: Sequence[tuple[int, int]], targets: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of each target: its log-probability after rows[row][: position + 1], and whether no other token is more likely there.
+        """For each target, its log-probability after rows[row][: position + 1], and whether it is the most likely token there.
 
-        places: (position, row) of each target. Returns two tensors [targets] on every rank, the first in at least fp32. Of the logits only
-        those at the places are computed.
+        places: (position, row) of each target. Returns two tensors [targets] on every rank, the first in at least fp32. Only the logits at
+        `places` are computed.
         """
         tokens, state = self._padded(rows)
         x = self._activations(tokens, state)
@@ -183,7 +184,7 @@ class LanguageModel:
     # ---- passes
 
     def _padded(self, rows: Rows) -> tuple[Tensor, ForwardState]:
-        """Rows side by side, [seq, rows], padded behind their ends, where causal attention never looks."""
+        """Rows as columns, [seq, rows], padded after their ends, which causal attention never reads."""
         longest = max(map(len, rows))
         if longest > self.longest or not all(rows):
             raise ValueError(f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}")
@@ -193,11 +194,11 @@ class LanguageModel:
         return tokens, self._stage.forward_state(microbatch, step=0, training=False)
 
     def _samples(self, rows: int) -> Tensor:
-        """Keys of dropout, of which there is none."""
+        """Placeholders for the sample indices, the keys of dropout: inference has no dropout."""
         return torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     def _activations(self, tokens: Tensor, state: ForwardState) -> Tensor | None:
-        """The last stage's activations [seq, rows, hidden], before the head; None on the others."""
+        """The last stage's activations [seq, rows, hidden], before the head; None on the other stages. Communicates between stages."""
         stage, pipeline = self._stage, self.mesh.pp
         x = tokens
         if stage.embedding is None:
@@ -216,13 +217,13 @@ class LanguageModel:
         message(getattr(dist, operation), x, peer, channel, "activations of a pass", self.mesh.activity).wait()
 
     def _logits(self, x: Tensor) -> Tensor:
-        """[seq, rows, vocabulary] of the last stage's activations, without padded columns."""
+        """Logits [seq, rows, vocabulary] of the last stage's activations, without padded columns. All-gather over tp."""
         assert self._stage.head is not None
         parts = all_gather(self._stage.head.logits(x).unsqueeze(0), self.mesh.tp).wait()  # [tp, seq, rows, vocabulary/tp]
         return parts.movedim(0, -2).flatten(-2)[..., : self.config.model.vocabulary]
 
     def _told(self, x: Tensor, what: str) -> Tensor:
-        """What the speaker says, on every rank."""
+        """The speaker's `x`, on every rank. Broadcast over the world."""
         import torch.distributed as dist
 
         world = self.mesh.world

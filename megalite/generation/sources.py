@@ -1,4 +1,4 @@
-"""Where a model comes from, a checkpoint of ours or a Hugging Face directory, and what comes with it: tokenizer, chat template, ends."""
+"""Sources of models, a checkpoint of ours or a Hugging Face directory, with their tokenizer, chat template and end tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megalite.data.tokenizers import Tokenizer
 from megalite.huggingface.convert import HF, Source, origin, starting_weights
 from megalite.parallel.spec import Rectangle
 
-TIMEOUT = "24h"  # a conversation waits for its user; where a rank dies, what started the ranks ends the others
+TIMEOUT = "24h"  # a conversation waits for its user; if a rank dies, the launcher ends the others
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class ModelSource:
 
     Attributes:
         name: the checkpoint's directory, or hf:DIR.
-        config: what it was trained with; of a Hugging Face directory the model alone.
-        step: after which it was saved; 0 where that is not known.
-        read: fills a rank's rectangles of the weights, reading no more than their bytes. Raises CheckpointError.
-        companions: the Hugging Face directory with tokenizer and generation settings that came with the weights, where there is one.
+        config: its training configuration; for a Hugging Face directory only the model.
+        step: the step after which it was saved; 0 if that is not known.
+        read: fills a rank's rectangles of the weights, reading only their bytes. Raises CheckpointError.
+        companions: the Hugging Face directory with the tokenizer and generation settings that came with the weights, or None.
     """
 
     name: str
@@ -49,15 +49,16 @@ class ModelSource:
 
     @cached_property
     def trained_here(self) -> bool:
-        """Whether our own training data alone made it what it is: documents that each end with EOS, and begin with nothing.
+        """Whether the model was trained only on our training data, whose documents end with EOS and have no token at their beginning.
 
-        What was fine-tuned here has learned before how its tokenizer begins texts, and is asked as its export would be.
+        A model fine-tuned from Hugging Face weights has learned how its tokenizer begins texts, and is prompted as its export would be.
         """
         return self.config.data.train is not None and not _began_elsewhere(self.config)
 
 
 def open_source(name: Path | str) -> ModelSource:
-    """What a checkpoint, a run's directory (its newest one) or hf:DIR holds. Raises CheckpointError or ConfigError. Reads no weights."""
+    """The model of a checkpoint, a run's directory (its newest checkpoint) or hf:DIR. Reads no weights. Raises CheckpointError or
+    ConfigError."""
     if str(name).startswith(HF):
         directory = Path(str(name).removeprefix(HF))
         model = replace(Source.of(directory).model, init_from=str(name))
@@ -74,7 +75,7 @@ def open_source(name: Path | str) -> ModelSource:
 
 
 def _began_elsewhere(config: Config) -> bool:
-    """Whether a run's weights came from a Hugging Face model at first, by whatever runs in between that can still be read."""
+    """Whether a run's weights originate from a Hugging Face model, directly or through other runs whose checkpoints can still be read."""
     while (start := config.model.init_from) is not None:
         if start.startswith(HF):
             return True
@@ -88,7 +89,7 @@ def _began_elsewhere(config: Config) -> bool:
 
 
 def for_inference(config: Config, *, tp: int = 1, pp: int = 1, precision: str = "fp32") -> Config:
-    """The same model for forward passes alone, on a layout of its own; on what it was trained does not matter."""
+    """The configuration of the same model for forward passes only, on its own layout, independent of the layout of training."""
     train = replace(config.train, global_batch_size=1, micro_batch_size=1, recompute="none", compile=False, grad_dtype="wide")
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)
@@ -97,7 +98,7 @@ def for_inference(config: Config, *, tp: int = 1, pp: int = 1, precision: str = 
 
 
 def check_layout(config: Config) -> None:
-    """Raise ConfigError where a model does not fit on its layout."""
+    """Raise ConfigError if a model does not fit its layout."""
     facts = RuleContext(model=config.model, parallel=config.parallel, world_size=ParallelDims.of(config).world)
     for rule in (*numbers.RULES, *model_rules.RULES, *parallel_rules.RULES):
         if rule.broken(facts):
@@ -105,9 +106,9 @@ def check_layout(config: Config) -> None:
 
 
 def tokenizer_of(source: ModelSource, name: str | None) -> Tokenizer:
-    """The tokenizer that is given by name, else that of the training data, else the one that came with the weights.
+    """The tokenizer given by name, else that of the training data, else the one that came with the weights.
 
-    Raises ConfigError where there is none or it does not fit.
+    Raises ConfigError if there is none or it does not fit the model.
     """
     found = tokenizing.load(name) if name is not None else _own_tokenizer(source)
     vocabulary = source.config.model.vocabulary
@@ -120,7 +121,7 @@ def tokenizer_of(source: ModelSource, name: str | None) -> Tokenizer:
 
 
 def _training_data(source: ModelSource) -> str | None:
-    """PREFIX of the token file that a model was trained on, the first where there are several."""
+    """PREFIX of the token file that a model was trained on; the first one if there are several."""
     train = source.config.data.train
     return train if train is None or isinstance(train, str) else next(iter(train), None)
 
@@ -137,12 +138,12 @@ def _own_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
-    """What stands before a prompt: BOS where the tokenizer sets one and the model has learned from texts that begin with it."""
+    """The tokens before a prompt: BOS if the tokenizer adds one and the model was trained on texts that begin with it."""
     return [tokenizer.bos] if tokenizer.adds_bos and tokenizer.bos is not None and not source.trained_here else []
 
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's EOS, and those that generation_config.json, or else config.json, names."""
+    """The tokens that end a text: the tokenizer's EOS, and those in generation_config.json or else config.json."""
     named = None
     for file in ("generation_config.json", "config.json"):
         if named is None and source.companions is not None and (source.companions / file).is_file():
@@ -151,9 +152,10 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: Path | None) -> ChatTemplate:
-    """How the model is spoken to: as the file says, else as in its training data, else as its tokenizer says, else by our default.
+    """The model's chat template: that of the file, else of its training data, else of its tokenizer, else our default.
 
-    named: whether the tokenizer was given by name, and takes its own template with it. Raises ConfigError where a file can not be read.
+    named: whether the tokenizer was given by name, whose own template then goes before that of the training data. Raises ConfigError if a
+    file cannot be read.
     """
     prefix = None if named else _training_data(source)
     if file is not None:

@@ -1,4 +1,4 @@
-"""The text of what a model says, piece by piece: whole characters alone, and nothing of a text that stops it."""
+"""The text of a model's reply, piece by piece: whole characters only, and nothing of a stop text."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from megalite.data.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from megalite.generation.language_model import LanguageModel, Sampling
 
-CONTEXT = 8  # tokens of the prompt that are decoded with the first one: by itself it may lose its leading space
-LONGEST_CHARACTER = 4  # bytes in UTF-8, and tokens where each is a byte
-UNFINISHED = "\ufffd"  # what bytes that are no whole character decode to
+CONTEXT = 8  # tokens of the prompt that are decoded with the first token: decoded alone it may lose its leading space
+LONGEST_CHARACTER = 4  # bytes in UTF-8, and tokens if each is a byte
+UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
 
 
 class Reply:
-    """What a model says to a prompt.
+    """A model's reply to a prompt.
 
     Args:
-        ends: tokens that end it, and are no text.
-        stops: texts that end it where they begin, wherever tokens are cut.
+        ends: tokens that end it, and are not part of its text.
+        stops: texts before which it ends, independent of token boundaries.
 
     Attributes:
-        tokens: all that were drawn, the one that ended it included.
-        text: what may be shown so far.
+        tokens: all drawn tokens, including the one that ended it.
+        text: the text that may be shown so far.
         ended: whether a token of `ends` has ended it; `stopped`: whether a text of `stops` has.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], ends: Collection[int] = (), stops: Sequence[str] = ()):
         self._tokenizer, self._ends, self._stops = tokenizer, ends, stops
-        self._read = list(prompt[-CONTEXT:])  # decoded: context for what follows
+        self._read = list(prompt[-CONTEXT:])  # already decoded; context for the tokens after them
         self._unread: list[int] = []
-        self._held = ""  # decoded, but it may be the beginning of a stop text
+        self._held = ""  # decoded, but possibly the beginning of a stop text
         self.tokens: list[int] = []
         self.text, self.ended, self.stopped = "", False, False
 
@@ -41,7 +41,7 @@ class Reply:
         return self.ended or self.stopped
 
     def push(self, token: int) -> str:
-        """Add a token; returns what can be shown now: mostly its own text, less or more where something was held back."""
+        """Add a token and return the text that can be shown now: mostly its own, less or more if text is or was held back."""
         self.tokens.append(token)
         if token in self._ends:
             self.ended = True
@@ -54,14 +54,14 @@ class Reply:
         return self._show(new)
 
     def finish(self) -> str:
-        """No token follows any more; returns the rest of the text."""
+        """End the reply and return the rest of its text."""
         shown = self._show(self._decoded()) if self._unread else ""
         rest, self._held, self._unread = self._held, "", []
         self.text += rest
         return shown + rest
 
     def _decoded(self) -> str:
-        """The text of the tokens that have not been read."""
+        """The text of the unread tokens."""
         return self._tokenizer.decode(self._read + self._unread)[len(self._tokenizer.decode(self._read)) :]
 
     def _show(self, new: str) -> str:
@@ -74,7 +74,7 @@ class Reply:
         return shown
 
     def _beginning_of_stop(self, text: str) -> int:
-        """How many characters at the end of a text are the first ones of a stop text."""
+        """Number of characters at the end of a text that are the beginning of a stop text."""
         return max((size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
 
 
@@ -89,7 +89,7 @@ def reply_to(
     stops: Sequence[str] = (),
     show: Callable[[str], object] = lambda piece: None,
 ) -> list[Reply]:
-    """Replies of at most `count` tokens to prompts, which are not empty, all at once. `show` gets the pieces of the first one's text.
+    """Replies of at most `count` tokens to a batch of non-empty prompts. `show` is called with the pieces of the first reply's text.
 
     Collective, with the same arguments on every rank.
     """

@@ -1,4 +1,4 @@
-"""Hugging Face models in and out: names.py maps tensors, convert.py weights and checkpoints, adapters.py LoRA adapters as PEFT has them.
+"""Import and export of Hugging Face models: names.py maps tensors, convert.py converts checkpoints, adapters.py LoRA adapters of PEFT.
 
-May import megalite.build, checkpoint, model and what is below. Imports transformers nowhere: its files are read and written directly.
+May import megalite.build, checkpoint, model and what is below. Does not import transformers: its files are read and written directly.
 """

@@ -1,11 +1,11 @@
-"""Adapters (LoRA) in PEFT's form: out of a checkpoint, and into a run that starts from them.
+"""Adapters (LoRA) in PEFT's format: export from a checkpoint, and import into a run that starts from them.
 
-PEFT has one A and one B for each module of a Hugging Face model, in float of any width:
+PEFT has one A and one B for each module of a Hugging Face model, in any floating-point dtype:
 
     base_model.model.MODULE.lora_A.weight  [rank, in]        base_model.model.MODULE.lora_B.weight  [out, rank]
 
-Where a module joins n of our projections (Phi-3's qkv_proj, GPT-2's c_attn), theirs have rank n · r: A is our A's above each other, and B
-has our B's as blocks on its diagonal. The way in also takes one A of rank r for all of them, which each of our projections then copies.
+If a module fuses n of our projections (Phi-3's qkv_proj, GPT-2's c_attn), its adapter has rank n · r: A is our A's concatenated by rows,
+and B is block-diagonal with our B's. An import also accepts a single A of rank r for all of them, which each of our projections copies.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ _FREE = """peft_type task_type peft_version auto_mapping base_model_name_or_path
     alpha_pattern use_rslora target_modules exclude_modules layers_to_transform layers_pattern lora_dropout fan_in_fan_out bias
     init_lora_weights runtime_config ensure_weight_tying megatron_core qalora_group_size eva_config loftq_config corda_config
     lora_ga_config"""
-"""Settings that are read, or that do not change what an adapter computes; each other one must be off."""
+"""Settings that are read, or that do not change what an adapter computes; any other setting must be off."""
 STARTS_FROM_W = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the weights as they are: other ones (pissa, olora …) change what the adapter belongs to."""
+"""Values of init_lora_weights that leave the base weights unchanged; others (pissa, olora …) change the weights that the adapter adapts."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module of theirs, and our weights in it that have adapters, each with its place."""
+    """A Hugging Face module, and our adapted weights that are stored in it, each with its place."""
 
     name: str
     weights: dict[str, Place]
 
     @property
     def keys(self) -> tuple[str, str]:
-        """Their names of A and B."""
+        """PEFT's names of A and B."""
         return f"base_model.model.{self.name}.lora_A.weight", f"base_model.model.{self.name}.lora_B.weight"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs of the whole module."""
+        """Number of outputs and inputs of the whole module."""
         place = next(iter(self.weights.values()))
         outputs, inputs = reversed(place.shape) if place.transposed else place.shape
         return outputs, inputs
@@ -70,13 +70,13 @@ class Module:
         return any(place.transposed for place in self.weights.values())
 
     def rows(self, weight: str) -> slice:
-        """Outputs of the module that are those of one of our weights."""
+        """The module's outputs that belong to one of our weights."""
         place = self.weights[weight]
         return slice(place.start, place.start + place.size)
 
 
 def modules_of(found: dict[str, Place], weights: Iterable[str]) -> list[Module]:
-    """Their modules that hold our adapted weights."""
+    """The Hugging Face modules that hold our adapted weights."""
     grouped: dict[str, dict[str, Place]] = {}
     for name in weights:
         grouped.setdefault(_module(found[name]), {})[name] = found[name]
@@ -87,13 +87,13 @@ def _module(place: Place) -> str:
     return place.theirs.removesuffix(".weight")
 
 
-# ---- out
+# ---- export
 
 
 def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
-    """Write the adapters of a checkpoint as a PEFT directory; returns what was written, for people.
+    """Write the adapters of a checkpoint as a PEFT directory; returns a summary for display.
 
-    Raises ConfigError or CheckpointError before the directory has its name.
+    Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
     """
     if target.exists():
         raise ConversionError(f"{target} exists already. Give another name, or remove it.")
@@ -111,7 +111,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     base = start.removeprefix(HF) if start.startswith(HF) else model.from_hf
     temporary = target.with_name(f".{target.name}.new")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # what an export that died has left
+        shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
         temporary.mkdir(parents=True)
         with closing(NewFile(temporary / FILES[0], {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})) as file:
             for name, value in tensors.items():
@@ -127,7 +127,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
 
 
 def _joined(module: Module, adapters: Adapters) -> tuple[Tensor, Tensor]:
-    """Their A and B of a module."""
+    """PEFT's A and B of a module: [ranks, in] and [out, ranks], where ranks = rank · number of our weights in it."""
     pairs, rank = [adapters.pairs[name] for name in module.weights], adapters.lora.rank
     a = torch.cat([a for a, _ in pairs])
     b = a.new_zeros(module.shape[0], len(a))
@@ -159,17 +159,17 @@ def _settings(modules: Sequence[Module], found: dict[str, Place], lora: LoraConf
 
 
 def _target(name: str, others: set[str]) -> str:
-    """The shortest end of a module's name by which PEFT finds no module without adapter: its last word, but for GPT-2's two c_proj."""
+    """The shortest suffix of a module's name that matches no module without an adapter: the last word, except for GPT-2's two c_proj."""
     words = name.split(".")
     ends = (".".join(words[start:]) for start in reversed(range(len(words))))
     return next(end for end in ends if not any(other.endswith(f".{end}") for other in others))
 
 
-# ---- in
+# ---- import
 
 
 def starting_weights(config: Config) -> Read:
-    """What fills a rank's rectangles where a run starts from hf:DIR or from an adapter. Raises CheckpointError where it is called."""
+    """The function that fills a rank's rectangles when a run starts from hf:DIR or from an adapter; it raises CheckpointError."""
     base = converting.starting_weights(config.model)
     if config.lora.init_from is not None:
         return partial(_fill, config, base)
@@ -194,9 +194,9 @@ def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) ->
 
 
 class PeftAdapter:
-    """A PEFT directory, read as the adapters of a run: our A's and B's by name. Raises ConversionError where it is not of their form.
+    """A PEFT directory read as the adapters of a run: our A's and B's by name. Raises ConversionError if it does not fit them.
 
-    What it adds to its weights is kept: where its alpha / rank is not that of the run, B is scaled.
+    The product that it adds to the weights is preserved: if its alpha / rank differs from the run's, B is scaled.
     """
 
     def __init__(self, config: Config, start: Path):
@@ -219,7 +219,7 @@ class PeftAdapter:
             )
 
     def _misfits(self, module: Module) -> Iterator[str]:
-        """What of a module's A and B the run's adapters can not take over."""
+        """What of a module's A and B does not fit the run's adapters."""
         a, b = (self.tensors[key] for key in module.keys)
         rank, count, (outputs, inputs) = self.lora.rank, len(module.weights), module.shape
         if (*a.shape, *b.shape) != (len(a), inputs, outputs, len(a)):
@@ -230,19 +230,19 @@ class PeftAdapter:
             yield f"{module.name} adapts outputs that are not among lora.targets"
 
     def _outside(self, module: Module, b: Tensor, blocks: bool) -> bool:
-        """Whether B has something outside the rows of our projections or, with `blocks`, outside the block on its diagonal of each."""
+        """Whether B is nonzero outside the rows of our projections or, with `blocks`, outside their blocks on its diagonal."""
         rank, rest = self.lora.rank, b.clone()
         for index, name in enumerate(module.weights):
             rest[module.rows(name), slice(index * rank, (index + 1) * rank) if blocks else slice(None)] = 0
         return bool(rest.any())
 
     def _scale(self, module: Module, rank: int) -> float:
-        """What PEFT multiplies a module's B A by."""
+        """PEFT's factor on a module's B A."""
         alpha = _by_pattern(self.settings.get("alpha_pattern"), module.name, self.settings["lora_alpha"])
         return float(alpha / (rank**0.5 if self.settings.get("use_rslora") else rank))
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of our tensors, [rank, in] or [out, rank]."""
+        """One of our tensors: A [rank, in] or B [out, rank]."""
         module, weight = self._where[name]
         a, b = (self.tensors[key] for key in module.keys)
         rank, index = self.lora.rank, list(module.weights).index(weight)
@@ -255,12 +255,12 @@ class PeftAdapter:
 
 
 def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """PEFT's own rule: the first pattern that the end of the module's name matches."""
+    """The value of the first pattern that matches the end of the module's name, as in PEFT."""
     return next((value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
-    """adapter_config.json. Raises ConversionError where the adapter computes something else than LoRA."""
+    """adapter_config.json. Raises ConversionError if the adapter is not plain LoRA."""
     path = directory / SETTINGS
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""ModelConfig → Hugging Face config.json, by the families that `megalite.config.families` reads. Imports no torch."""
+"""ModelConfig → Hugging Face config.json, for the families in `megalite.config.families`. Imports no torch."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,10 +10,10 @@ _DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 
 
 def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any]:
-    """The config.json of a model, in the form that every transformers version reads; the first family that can say it by default.
+    """The config.json of a model, readable by every version of transformers. family: by default the first that can express the model.
 
-    Raises ConfigError naming the first field that the family can not express. Dropouts that a family lacks are left out:
-    they do not change what the trained model computes.
+    Raises ConfigError naming the first field that the family cannot express. Dropouts that a family does not have are left out: they do not
+    change what the trained model computes.
     """
     if family is None:
         reasons = {name: misfit(model, row) for name, row in families().rows.items()}
@@ -28,7 +28,7 @@ def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any
 
 
 def misfit(model: ModelConfig, row: Family) -> str | None:
-    """Why a family can not express a model: the first field that does not come back from its config.json. None where it can."""
+    """Why a family cannot express a model: the first field that does not survive the round trip through its config.json. None if it can."""
     mapped = {ours for names in row.fields.values() for ours in names}
     try:
         again = ModelConfig(**from_hf_config(_write(model, row)))
@@ -42,7 +42,7 @@ def misfit(model: ModelConfig, row: Family) -> str | None:
 
 
 def meaning(model: ModelConfig) -> dict[str, Any]:
-    """Every field with what it means where it is left out: models of equal meaning compute the same."""
+    """Every field with its defaults resolved: models of equal meaning compute the same."""
     layers = range(model.num_hidden_layers)
     local = [layer for layer in layers if model.window(layer) is not None]
     values = asdict(model) | {
@@ -62,7 +62,7 @@ def _write(model: ModelConfig, row: Family) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": row.model_type, "architectures": [row.architecture]}
     config |= {theirs: values[ours[0]] for theirs, ours in row.fields.items()}
     if model.head_dim is None and "head_dim" not in row.defaults:
-        config.pop("head_dim", None)  # transformers derives the same; its Qwen2 does not have the field
+        config.pop("head_dim", None)  # transformers derives the same value; its Qwen2 does not have the field
     if model.position == "rope" and row.rope:
         scaling = model.rope_scaling or {"rope_type": "default"}
         config |= {"rope_theta": model.rope_theta, "rope_scaling": model.rope_scaling}  # transformers 4 and most other readers
@@ -75,7 +75,7 @@ def _write(model: ModelConfig, row: Family) -> dict[str, Any]:
 
 
 def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
-    """The window of a model's `meaning`."""
+    """The sliding-window fields. values: a model's `meaning`."""
     window, local = values["sliding_window"], values["sliding_window_layers"]
     if row.window == "every_layer":
         return {"sliding_window": window}

@@ -1,10 +1,10 @@
-"""Hugging Face directory ↔ checkpoint, and a run that starts from such a directory. One block of a tensor is in memory at a time.
+"""Hugging Face directory ↔ checkpoint, and runs that start from such a directory. One block of a tensor is in memory at a time.
 
-    import     their tensors, as views of mapped files, are written block by block behind each other under a manifest of ours
-    export     each stored chunk is copied to its place in a mapped file of theirs
-    a start    each rank copies the parts that it keeps out of the mapped files
+    import     the tensors, views of memory-mapped files, are appended block by block to one file, described by a manifest
+    export     each stored chunk is written to its place in a safetensors file
+    start      each rank copies its parts out of the memory-mapped files
 
-A checkpoint that was imported keeps config.json, tokenizer and generation settings in `huggingface/`, for the way back.
+An imported checkpoint stores config.json, tokenizer and generation settings in `huggingface/`, for a later export.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from megalite.parallel.spec import Rectangle, parameter_count
 WEIGHT = "weight/"
 HF = "hf:"
 COMPANIONS = "huggingface"  # directory in a checkpoint
-BLOCK = 64 << 20  # bytes of a chunk at most, as for checkpoints that training writes
-SHARD = 5_000_000_000  # bytes of a file of theirs at most, unless one tensor has more
-NAMED = 5  # how many misfits a message names
+BLOCK = 64 << 20  # maximum bytes of a chunk, as in checkpoints of training
+SHARD = 5_000_000_000  # maximum bytes of an exported file, unless one tensor is larger
+NAMED = 5  # problems listed in a message
 FREE_TO_CHANGE = (
     *("max_position_embeddings", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_layers"),
     *("initializer_range", "embedding_dropout", "attention_dropout", "residual_dropout"),
 )
-"""Fields in which a run may differ from the model whose weights it starts from: contexts are extended, dropout is a matter of training."""
+"""Fields in which a run may differ from the model whose weights it starts from: to extend the context, or to train with dropout."""
 
 
-# ---- what a directory of theirs holds
+# ---- a Hugging Face directory
 
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face directory whose weights are all there: our model, its family, and where our tensors lie in theirs."""
+    """A complete Hugging Face directory: our model, its family, and the places of our tensors in its tensors."""
 
     directory: Path
     model: ModelConfig
@@ -70,7 +70,7 @@ class Source:
 
     @staticmethod
     def of(directory: Path) -> Source:
-        """Open it without reading weights. Raises ConfigError where we do not have its model, ConversionError where a file is damaged."""
+        """Open it without reading weights. Raises ConfigError if its model is not supported, ConversionError if a file is damaged."""
         config = hf_config(directory)
         model, family = ModelConfig(**from_hf_config(config)), str(config["model_type"])
         if model.vocab_size is None:
@@ -80,13 +80,13 @@ class Source:
         return Source(directory, model, family, weights, _bound(weights, places(model, family), family, model.tie_word_embeddings))
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of our tensors, as a view of theirs."""
+        """One of our tensors, as a view of the stored one."""
         place = self.places[name]
         return place.view(self.weights[place.theirs])
 
 
 def _check(model: ModelConfig) -> None:
-    """Raise ConfigError where the model's fields do not fit each other."""
+    """Raise ConfigError if the model's fields do not fit each other."""
     facts = RuleContext(model=model)
     for rule in (*numbers.RULES, *model_rules.RULES):
         if rule.broken(facts):
@@ -94,9 +94,9 @@ def _check(model: ModelConfig) -> None:
 
 
 def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -> dict[str, Place]:
-    """The places under the names that are stored. Raises ConversionError naming what is missing, misshapen, or without a meaning."""
+    """The places with the stored names. Raises ConversionError naming tensors that are missing, of another shape, or unknown."""
     names, base = FAMILY_NAMES[family], FAMILY_NAMES[family].base
-    bare = not any(name.startswith(base) for name in weights)  # files of the model without its head leave its name out
+    bare = not any(name.startswith(base) for name in weights)  # files of a model without its head do not have the prefix
 
     def stored(name: str) -> str:
         return name.removeprefix(base) if bare else name
@@ -121,17 +121,17 @@ def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
 
 
-# ---- a start
+# ---- start of a run
 
 
 def starting_weights(model: ModelConfig) -> Callable[[Sequence[Rectangle]], None] | None:
-    """What fills a rank's rectangles where model.init_from is hf:DIR, reading only their bytes; None where it is not."""
+    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not."""
     name = model.init_from or ""
     return partial(_fill, model, Path(name.removeprefix(HF))) if name.startswith(HF) else None
 
 
 def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) -> None:
-    """Raises ConversionError where the directory's model is not the run's, or can not be read."""
+    """Fill a rank's rectangles. Raises ConversionError if the directory's model is not the run's, or cannot be read."""
     try:
         source = Source.of(directory)
     except ConfigError as error:
@@ -150,13 +150,13 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
 
 
-# ---- in
+# ---- import
 
 
 def import_model(source: Path, directory: Path) -> dict[str, Any]:
-    """Write a Hugging Face directory's weights as a checkpoint, with their dtype; returns what was written, for people.
+    """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for display.
 
-    Raises ConfigError or CheckpointError before anything is published.
+    Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
     """
     if directory.exists():
         raise ConversionError(f"{directory} exists already. Give another name, or remove it.")
@@ -176,7 +176,7 @@ def import_model(source: Path, directory: Path) -> dict[str, Any]:
 
 
 def _store(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, StoredTensor]:
-    """Append every tensor in chunks of whole rows."""
+    """Write every tensor in chunks of whole rows."""
     stored = {}
     with open(path, "wb") as file:
         for name, tensor in tensors:
@@ -195,7 +195,7 @@ def _summary(model: ModelConfig, family: str, dtypes: Iterable[str]) -> dict[str
     return {"family": family, "parameters": parameter_count(model_specs(model)), "dtypes": sorted(set(dtypes))}
 
 
-# ---- out
+# ---- export
 
 
 def export_model(
@@ -207,11 +207,11 @@ def export_model(
     dtype: torch.dtype | None = None,
     shard: int = SHARD,
 ) -> dict[str, Any]:
-    """Write a checkpoint's weights as a Hugging Face directory; returns what was written, for people.
+    """Write a checkpoint's weights as a Hugging Face directory; returns a summary for display.
 
-    like: a Hugging Face directory whose family, token ids, tokenizer and generation settings go with the weights; by default that which
-    the checkpoint came from, where it did. dtype: by default that of each stored tensor.
-    Raises ConfigError or CheckpointError before the directory has its name.
+    like: a Hugging Face directory whose family, token ids, tokenizer and generation settings are exported with the weights; by default the
+    one that the checkpoint came from, if any. dtype: by default that of each stored tensor. shard: maximum bytes of a file.
+    Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
     """
     if target.exists():
         raise ConversionError(f"{target} exists already. Give another name, or remove it.")
@@ -231,7 +231,7 @@ def export_model(
     config |= {"torch_dtype": name_of(max(dtypes.values(), key=lambda each: each.itemsize))}
     temporary = target.with_name(f".{target.name}.new")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # what an export that died has left
+        shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
         temporary.mkdir(parents=True)
         _write_weights(temporary, manifest, stored, found, dtypes, shard)
         directories.write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
@@ -246,7 +246,7 @@ def export_model(
 
 
 def model_of(manifest: Manifest) -> ModelConfig:
-    """The model that a checkpoint holds. Raises CheckpointError where it does not say."""
+    """The model of a checkpoint. Raises CheckpointError if it holds no configuration."""
     if "config" not in manifest.state:
         raise CheckpointError(
             f"{manifest.directory} holds no configuration. Give one that {command('train')} or {command('convert')} wrote."
@@ -255,7 +255,8 @@ def model_of(manifest: Manifest) -> ModelConfig:
 
 
 def origin(directory: Path, model: ModelConfig) -> Path | None:
-    """The directory with what a model came with: in the checkpoint, in the one that it started from, or in Hugging Face's own."""
+    """The directory of a model's config.json and tokenizer: in the checkpoint, in the one that it started from, or the Hugging Face
+    directory. None if there is none."""
     start = model.init_from or ""
     started = Path(start.removeprefix(HF)) if start.startswith(HF) else Path(start or directory) / COMPANIONS
     places_to_look = [directory / COMPANIONS, started, *([Path(model.from_hf)] if model.from_hf else [])]
@@ -263,14 +264,14 @@ def origin(directory: Path, model: ModelConfig) -> Path | None:
 
 
 def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
-    """The family of the model that this one came from, where it is still one of those; None leaves the choice open."""
+    """The family of the model that this one came from, if that family can still express it; else None."""
     name = base.get("model_type")
     rows = families().rows
     return name if name in rows and misfit(model, rows[name]) is None else None
 
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, Place]:
-    """Where a model's tensors lie in the family that it came from, or in the first that can express it; `directory` is its checkpoint's."""
+    """The places of a model's tensors in the family that it came from, or in the first that can express it. directory: the checkpoint's."""
     like = origin(directory, model)
     return places(model, to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
 
@@ -290,7 +291,7 @@ def _write_weights(
     dtypes: dict[str, torch.dtype],
     limit: int,
 ) -> None:
-    """The safetensors files and, where there are several, their index."""
+    """Write the safetensors files and, if there are several, their index."""
     adapters, shards = Adapters(manifest), list(_shards(found, dtypes, limit))
     names = [SAFETENSORS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     index = {}
@@ -307,7 +308,7 @@ def _write_weights(
 
 
 def _shards(found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int) -> Iterator[dict[str, list[str]]]:
-    """Their tensors in files of at most `limit` bytes, each with the names of ours that it consists of."""
+    """The files, each of at most `limit` bytes: name of a Hugging Face tensor → names of our tensors in it."""
     joined: dict[str, list[str]] = {}
     for name, place in found.items():
         joined.setdefault(place.theirs, []).append(name)
@@ -323,7 +324,7 @@ def _shards(found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int)
 
 
 def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTensor], found: dict[str, Place], dtype: torch.dtype) -> None:
-    """One of their tensors, adapters merged: chunk by chunk where all chunks are whole rows, otherwise put together in memory first."""
+    """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are whole rows, otherwise assembled in memory first."""
     place = found[next(iter(parts))]
     by_rows = not place.transposed and all(chunk.sizes[1:] == each.shape[1:] for each in parts.values() for chunk in each.chunks)
     whole = None if by_rows else torch.empty(place.shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face directory, mapped into memory: a page of a file is read when it is touched, and takes no memory of its own."""
+"""Memory-mapped weights of a Hugging Face directory: a page of a file is read when it is accessed, and needs no memory of the process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 class ConversionError(CheckpointError):
-    """A Hugging Face directory can not be read or written; the message names file and tensor."""
+    """A Hugging Face directory cannot be read or written; the message names the file and the tensor."""
 
 
 class SafetensorsFile:
-    """One file: 8 bytes with the length of a JSON header, the header, and the bytes of all tensors. Raises ConversionError."""
+    """One safetensors file: 8 bytes with the length of a JSON header, the header, and the data of all tensors. Raises ConversionError."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -54,7 +54,7 @@ class SafetensorsFile:
                 raise ConversionError(f"{self.path}: {name} is of type {letters}. Quantised weights are not handled; take those in bf16.")
             if not 0 <= start <= stop or stop - start != prod(shape) * DTYPES[letters].itemsize:
                 raise ConversionError(
-                    f"{self.path} is damaged: {name}, {letters} {list(shape)}, can not lie in bytes {start:,} to {stop:,}"
+                    f"{self.path} is damaged: {name}, {letters} {list(shape)}, can not occupy bytes {start:,} to {stop:,}"
                 )
 
     @property
@@ -72,7 +72,7 @@ class SafetensorsFile:
         letters, shape, start, stop = self._entries[name]
         part = self._bytes[self._start + start : self._start + stop]
         if (self._start + start) % DTYPES[letters].itemsize:
-            part = part.clone()  # old files do not align their data
+            part = part.clone()  # old files do not align their data, which a view in another dtype needs
         return part.view(DTYPES[letters]).view(shape)
 
 
@@ -82,17 +82,17 @@ def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, 
 
 
 class PickledFile:
-    """A file of torch.save, of which nothing but tensors is read: a pickle could run any code. Raises ConversionError."""
+    """A file written by torch.save, of which only tensors are read: a pickle could run any code. Raises ConversionError."""
 
     def __init__(self, path: Path):
         _size_of(path)
         try:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError and more for a file it can not read
+        except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError and others for a file that it cannot read
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConversionError(f"{path} can not be read as tensors alone, and code is not run: {reason}") from None
         if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-            raise ConversionError(f"{path} holds something else than tensors by name")
+            raise ConversionError(f"{path} holds something other than tensors by name")
         self._tensors: dict[str, Tensor] = found
 
     @property
@@ -107,7 +107,7 @@ class PickledFile:
 
 
 class Weights(Mapping[str, Tensor]):
-    """All tensors of a directory, from one file or from those that an index lists; of the first of `names` that is there."""
+    """All tensors of a directory, from one file or from those listed in an index. names: file names in order of preference."""
 
     def __init__(self, directory: Path, names: Sequence[str] = (SAFETENSORS, PICKLED)):
         self.directory = directory
@@ -143,7 +143,7 @@ def _size_of(path: Path) -> int:
 
 
 def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """File → the tensors that the index says it holds; none without an index. Raises ConversionError."""
+    """File → its tensors according to the index; an empty list without an index. Raises ConversionError."""
     for single in names:
         index = directory / f"{single}{INDEX}"
         if index.is_file():
@@ -166,12 +166,12 @@ def _shards(index: Path) -> dict[str, list[str]]:
 
 
 class NewFile:
-    """A safetensors file of given tensors, whose parts are written in any order."""
+    """A new safetensors file with given tensors, whose parts may be written in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end, starts = 0, {}
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda each: -each[1][0].itemsize):  # every tensor is aligned
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda each: -each[1][0].itemsize):  # aligns every tensor
             starts[name], end = end, end + prod(shape) * dtype.itemsize
             header[name] = {"dtype": LETTERS[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
         text = json.dumps(header).encode()
@@ -181,12 +181,12 @@ class NewFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, values: Tensor, first: int = 0) -> None:
-        """Write contiguous values, in the dtype of that tensor, from its element `first` on."""
+        """Write contiguous values, of the tensor's dtype, at its element `first`."""
         self._file.seek(self._starts[name] + first * values.itemsize)
         self._file.write(values.view(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Return when all of it is on the disk."""
+        """Sync the file to disk and close it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,4 +1,4 @@
-"""The adapters of a checkpoint (LoRA), and what they make of the weights that they adapt: W + alpha / rank · B A, in fp32 at least."""
+"""The adapters of a checkpoint (LoRA), and their merge into the adapted weights: W + alpha / rank · B A, in at least fp32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalite.model.parameters import model_specs
 
 
 def adapted(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Names of the weights that have adapters, in the model's order."""
+    """Names of the weights with adapters, in the order of the model."""
     return [segment.name for spec in model_specs(model) for segment in spec.segments if lora.adapts(segment.role)]
 
 
@@ -24,7 +24,7 @@ def adapter_names(weight: str) -> tuple[str, str]:
 
 
 class Adapters:
-    """The adapters of a checkpoint by the weight that they adapt: A [rank, in] and B [out, rank], as stored. None without lora.rank."""
+    """The adapters of a checkpoint by adapted weight: A [rank, in] and B [out, rank], in their stored dtype. Empty without lora.rank."""
 
     def __init__(self, manifest: Manifest):
         config = from_dict(manifest.state["config"])
@@ -37,7 +37,7 @@ class Adapters:
         return torch.from_numpy(whole(self.manifest, stored)).view(getattr(torch, stored.dtype)).squeeze(-1)
 
     def merged(self, name: str, chunk: Chunk, values: Tensor) -> Tensor:
-        """A chunk's values with what its adapter adds."""
+        """A chunk's values plus its part of alpha / rank · B A; unchanged if the weight has no adapter."""
         if name not in self.pairs:
             return values
         a, b = self.pairs[name]

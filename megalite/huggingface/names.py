@@ -1,7 +1,7 @@
-"""Where each of our tensors lies in a Hugging Face model: one table a family, which import, export and check all follow.
+"""The place of each of our tensors in a Hugging Face model: one table per family, used by import, export and check.
 
-A table gives, for each of their modules, ours; of weight and bias the model has what it has. Several of ours are joined, in this order,
-in a fused module of theirs, and a transposed module stores its matrix [in, out].
+A table maps each Hugging Face module to our modules; each has a weight, a bias or both. A fused module holds several of ours, in this
+order, and a transposed module stores its matrix as [in, out]. In this package `theirs` is a Hugging Face name or tensor, `ours` megalite's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Names:
 
     Attributes:
         ends: modules outside the layers.
-        layers: what their layers' names begin with; `layer` continues.
-        base: the name of the model without its head, which files of that model alone leave out.
-        transposed: modules whose matrix is stored [in, out].
-        ignored: ends of names that hold no weights (masks and frequencies, which older versions stored).
+        layers: prefix of the layers' names.
+        layer: modules of one layer.
+        base: prefix of the model without its head, which files of such a model do not have.
+        transposed: modules whose matrix is stored as [in, out].
+        ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
     """
 
     ends: dict[str, str]
@@ -76,28 +77,28 @@ FAMILY_NAMES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our tensors lies: rows [start, start + size) of theirs, or these columns of it where it is transposed."""
+    """The place of one of our tensors: rows [start, start + size) of a Hugging Face tensor, or these columns if it is transposed."""
 
     theirs: str
-    shape: tuple[int, ...]  # of their tensor
+    shape: tuple[int, ...]  # of the Hugging Face tensor
     start: int
     size: int
     transposed: bool
 
     @property
     def numel(self) -> int:
-        """Elements of our tensor."""
+        """Number of elements of our tensor."""
         return self.size * prod(self.shape) // self.shape[1 if self.transposed else 0]
 
     def view(self, theirs: Tensor) -> Tensor:
-        """Our tensor, as a view of theirs."""
+        """Our tensor, as a view of the Hugging Face tensor."""
         if self.transposed:
             return theirs.narrow(1, self.start, self.size).t()
         return theirs.narrow(0, self.start, self.size)
 
 
 def places(model: ModelConfig, family: str) -> dict[str, Place]:
-    """Our global name → its place, for every weight of a model that the family can express; in the order of the model's units."""
+    """Our global name → its place, for every weight of a model that the family can express, in the order of the model's units."""
     names = FAMILY_NAMES[family]
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
     found: dict[str, Place] = {}
@@ -113,7 +114,7 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
 
 
 def _modules(names: Names, layers: int) -> Iterator[tuple[str, list[str]]]:
-    """Their modules, and ours in each."""
+    """Each Hugging Face module with our modules in it."""
     for theirs, ours in names.ends.items():
         yield theirs, [ours]
     for layer in range(layers):
@@ -122,7 +123,7 @@ def _modules(names: Names, layers: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def _joined(theirs: str, parts: dict[str, tuple[int, ...]], transposed: bool) -> dict[str, Place]:
-    """The places of the tensors that one of theirs consists of."""
+    """The places of our tensors that one Hugging Face tensor consists of."""
     sizes = [shape[0] for shape in parts.values()]
     width = next(iter(parts.values()))[1:]
     whole = (*width, sum(sizes)) if transposed else (sum(sizes), *width)

@@ -1,4 +1,4 @@
-"""What lies beside the weights of a Hugging Face directory: tokenizer and generation settings."""
+"""Files next to the weights of a Hugging Face directory: tokenizer and generation settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PATTERNS = "tokenizer* special_tokens_map.json added_tokens.json vocab.* merges
 
 
 def companions(directory: Path) -> list[Path]:
-    """The files that belong to a model whatever its weights become."""
+    """The files of a model that do not depend on its weights."""
     return sorted({path for pattern in _PATTERNS.split() for path in directory.glob(pattern) if path.is_file()})
 
 
 def check_vocabulary(directory: Path, vocabulary: int) -> None:
-    """Raise ConversionError where the tokenizer beside a model knows ids that the model does not."""
+    """Raise ConversionError if the tokenizer in a model's directory has ids at or above the model's vocabulary size."""
     for name, read in _LARGEST.items():
         path = directory / name
         if not path.is_file():

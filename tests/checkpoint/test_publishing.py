@@ -121,7 +121,7 @@ def test_rank_0_alone_decides_what_is_latest(ranks: RankPool, tmp_path: Path) ->
     assert ranks.run(3, jobs.latest_seen_by, [here, stale, tmp_path]) == ["['step_00000002'] None"] * 3
     assert ranks.run(3, jobs.latest_seen_by, [tmp_path, stale, here]) == ["[] None"] * 3
     for message in ranks.run(3, jobs.latest_seen_by, [broken, stale, here]):
-        assert message == f"[] {broken / 'latest'} is damaged: expected the name of a checkpoint that is there, found 'step_9'"
+        assert message == f"[] {broken / 'latest'} is damaged: expected the name of an existing checkpoint, found 'step_9'"
 
 
 def test_prune_keeps_the_newest_and_never_latest_nor_an_abandoned_future(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         f"knows token {VOCAB}, but vocab_size is {VOCAB}: the tokenizer is larger than the model's vocabulary",
     ),
     "pickle with code": (lambda d: pickled(d, {"model.norm.weight": Code()}), "can not be read as tensors alone, and code is not run"),
-    "pickle of something else": (lambda d: pickled(d, [1, 2]), "holds something else than tensors by name"),
+    "pickle of something else": (lambda d: pickled(d, [1, 2]), "holds something other than tensors by name"),
     "pickle cut off": (lambda d: (pickled(d, {}), (d / "pytorch_model.bin").write_bytes(b"PK")), "can not be read as tensors alone"),
 }
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's and Accelerate's configurations → ours. convert.py is where to start. May import megalite.config alone."""
+"""Conversion of DeepSpeed and Accelerate configurations to ours; start at convert.py. May import only megalite.config."""

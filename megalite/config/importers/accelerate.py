@@ -1,4 +1,5 @@
-"""Accelerate's default_config.yaml. Meanings and defaults: its commands/config/cluster.py, config_args.py and utils/dataclasses.py."""
+"""Accelerate's default_config.yaml. Meanings and defaults are those of its commands/config/cluster.py, config_args.py and
+utils/dataclasses.py."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from megalite.config.importers.verdict import Row, Source, Table, Verdict, each,
 PLUGIN, FSDP, SIZES = "deepspeed_config.", "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 MARK = "distributed_type"
 LINKED = f"{PLUGIN}deepspeed_config_file"
-TYPES = ("MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "NO", "FALSE")  # YAML reads a bare no as false
+TYPES = ("MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "NO", "FALSE")  # YAML reads an unquoted no as false
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 STRATEGIES |= {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2, "TRUE": 3, "FALSE": 2}  # by number, and FSDP2's reshard_after_forward
 
 
 def linked_file(source: Source) -> str | None:
-    """The DeepSpeed file that a configuration names."""
+    """The DeepSpeed file named by a configuration, or None."""
     return source.get(LINKED) if source.word(MARK) == "DEEPSPEED" and source.word(LINKED) not in ("NONE", "") else None
 
 
 def ranks(source: Source) -> int | None:
-    """Data-parallel ranks: the ranks of a tensor-parallel group share their data."""
+    """Number of data-parallel ranks, processes / tp; None if it is not known."""
     processes, tp = source.size("num_processes"), source.size(f"{SIZES}tp_size") or 1
     return processes // tp if processes and processes % tp == 0 and source.word(MARK) in TYPES else None
 
@@ -29,16 +30,16 @@ def ranks(source: Source) -> int | None:
 def _type(value: Any, source: Source) -> Verdict:
     if word(value) not in TYPES:
         return lost("runs use CUDA GPUs or CPUs: set parallel.tp, pp, dp and zero")
-    return honoured({"parallel.zero": 0}) if word(value).startswith("MULTI") else harmless("its section, if it has one, says how")
+    return honoured({"parallel.zero": 0}) if word(value).startswith("MULTI") else harmless("its section, if there is one, determines it")
 
 
 def _processes(value: Any, source: Source) -> Verdict:
     known = ranks(source)
-    return honoured({"parallel.dp": known}) if known else lost("how many of them share no model is not known: set parallel.dp")
+    return honoured({"parallel.dp": known}) if known else lost("how many of them are data-parallel is not known: set parallel.dp")
 
 
 def _strategy(value: Any, source: Source) -> Verdict:
-    """HYBRID shards within a machine, and replicates over machines."""
+    """HYBRID shards within a machine and replicates over machines."""
     name, machines = word(value), source.size("num_machines") or 1
     if name not in STRATEGIES:
         return lost("it is no known strategy: set parallel.zero (3 is FULL_SHARD) and parallel.dp_shard")
@@ -46,12 +47,12 @@ def _strategy(value: Any, source: Source) -> Verdict:
     if not name.startswith(("HYBRID", "4", "5")) or (source.dp and machines == 1):
         return honoured(zero)
     if source.dp is None or source.dp % machines:
-        return honoured(zero, "this is its ZeRO stage alone: set parallel.dp_shard to the number of ranks on one machine")
+        return honoured(zero, "this is only its ZeRO stage: set parallel.dp_shard to the number of ranks on one machine")
     return honoured(zero | {"parallel.dp_shard": source.dp // machines})
 
 
 def _offload(value: Any, source: Source) -> Verdict:
-    """FSDP updates parameters where they lie: with them, the optimizer's state is on the CPU."""
+    """FSDP updates parameters where they are stored: if they are offloaded, so is the optimizer state."""
     if word(value) not in ("TRUE", "FALSE"):
         return lost(deepspeed.BOOLEAN)
     if word(value) == "FALSE":
@@ -59,7 +60,7 @@ def _offload(value: Any, source: Source) -> Verdict:
     strategy = source.get(f"{FSDP}reshard_after_forward", source.get(f"{FSDP}sharding_strategy", "FULL_SHARD"))
     if STRATEGIES.get(word(strategy)) == 3:
         return honoured({"parallel.offload": "cpu", "parallel.offload_parameters": True})
-    return honoured({"parallel.offload": "cpu"}, "the optimizer's state alone: weights leave the device with parallel.zero: 3 only")
+    return honoured({"parallel.offload": "cpu"}, "only the optimizer state: weights are offloaded with parallel.zero: 3 only")
 
 
 LAUNCH = "it is for the launcher: torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
@@ -96,7 +97,7 @@ TABLE: Table = {
     f"{SIZES}dp_shard_size": sets("parallel.dp_shard"),
     f"{SIZES}dp_replicate_size": never("it is parallel.dp / parallel.dp_shard"),
     **each(SIZES, "cp_size sp_size", only("1", "parallel.tp with parallel.sequence_parallel is nearest")),
-    "use_cpu": only("FALSE", "a run takes the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
+    "use_cpu": only("FALSE", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
     **each("", "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network gpu_ids", never(LAUNCH)),
     **each("", "main_training_function enable_cpu_affinity debug", never("it concerns Accelerate's own start")),
     **each("", "tpu_use_cluster tpu_use_sudo", only("FALSE", "there are no TPUs here", "it is off")),
@@ -104,22 +105,22 @@ TABLE: Table = {
 
 
 def table(source: Source) -> Table:
-    """What becomes of this file's keys: a section is read under its own distributed_type alone, and a DeepSpeed file that is named
-    takes the place of the keys beside its name."""
+    """The rows for this file's keys: a section is read only under its own distributed_type, and a named DeepSpeed file replaces the other
+    keys of its section."""
     rows = dict(TABLE)
     for key in source.leaves:
         for section, kind in ((PLUGIN, "DEEPSPEED"), ("fsdp_config.", "FSDP")):
             if key.startswith(section) and source.word(MARK) != kind:
-                rows[key] = never(f"Accelerate reads it under distributed_type {kind} alone")
+                rows[key] = never(f"Accelerate reads it under distributed_type {kind} only")
             elif key.startswith(PLUGIN) and linked_file(source):
-                rows[key] = never("the DeepSpeed file that deepspeed_config_file names says it")
+                rows[key] = never("the DeepSpeed file named by deepspeed_config_file replaces it")
     if linked_file(source) and source.word("mixed_precision") in ("NO", "FALSE"):
-        rows["mixed_precision"] = never("the DeepSpeed file that deepspeed_config_file names says it")
+        rows["mixed_precision"] = never("the DeepSpeed file named by deepspeed_config_file replaces it")
     return rows
 
 
 def defaults(source: Source) -> dict[str, Any]:
-    """What Accelerate shards with where the file does not say."""
+    """Accelerate's default sharding, for keys that the file does not have."""
     kind = source.word(MARK)
     if kind == "FSDP" and f"{FSDP}reshard_after_forward" not in source.leaves:
         return {f"{FSDP}sharding_strategy": "FULL_SHARD"}

@@ -1,7 +1,7 @@
-"""DeepSpeed's ds_config.json and Accelerate's default_config.yaml → our options. Pure: trees in, values and reasons out.
+"""DeepSpeed's ds_config.json and Accelerate's default_config.yaml → our options. Pure functions of the files' content.
 
-A table for each, one row a key, says what becomes of the keys that those files have; a key without a row has no counterpart here.
-Every key of a file is honoured, or remarked upon, or both.
+A table for each format has one row per key; a key without a row has no counterpart here. Every key of a file sets options, or has a remark,
+or both.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from megalite.config.rules import RULES
 from megalite.config.schema import Config, ConfigError
 
 NEEDS = {"train.global_batch_size": ("train.micro_batch_size", "parallel.dp"), "optimizer.warmup_steps": ("train.steps",)}
-"""Options whose rules look at others: while the file leaves one of those open, a broken rule says what is still to be set."""
+"""Option → other options that its rules read: if the file leaves one of those open, a violated rule is reported as what is still to be
+set."""
 
 
 class Remark(NamedTuple):
-    """A key that is not simply honoured, and why."""
+    """A key that is not fully honoured, and why."""
 
     key: str
     value: Any
@@ -34,8 +35,8 @@ class Remark(NamedTuple):
 
 @dataclass
 class Imported:
-    """What a file comes to: our options, section.key → value; the options that each key sets; remarks on keys; and the keys' values,
-    those included that the file leaves out."""
+    """The result for a file: our options, section.key → value; the options that each key sets; remarks on keys; and the values of keys,
+    including defaults of keys that the file does not have."""
 
     format: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Imported:
     values: dict[str, Any] = field(default_factory=dict)
 
     def set(self, key: str, options: dict[str, Any]) -> None:
-        """Take over what a key sets. Raises ConfigError where another key has set something else."""
+        """Set the options of a key. Raises ConfigError if another key has set a different value."""
         for option, value in options.items():
             if self.options.setdefault(option, value) != value:
                 found = f"{show(self.options[option])} by {self.setter(option)} and {show(value)} by {key}"
@@ -59,7 +60,7 @@ class Imported:
         self.remarks.append(Remark(key, self.values[key], kind, why))
 
     def drop(self, option: str, why: str) -> None:
-        """Take an option back; what set it is lost."""
+        """Remove an option; the keys that set it are marked as lost."""
         del self.options[option]
         for key in [key for key, names in self.honoured.items() if option in names]:
             self.honoured[key].remove(option)
@@ -80,15 +81,15 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def linked_file(tree: Any) -> str | None:
-    """The DeepSpeed file that an Accelerate configuration names, a path from the directory that it lies in."""
+    """The DeepSpeed file named by an Accelerate configuration, a path relative to the configuration's directory; None if there is none."""
     return accelerate.linked_file(Source(leaves_of(tree)))
 
 
 def convert(tree: Any, dp: int | None = None, linked: Any = None) -> Imported:
-    """What a file's content comes to.
+    """Convert a file's content.
 
-    dp: number of data-parallel ranks, where the file does not say it; linked: content of the file that `linked_file` names.
-    Raises ConfigError where the content is of neither format, or contradicts itself.
+    dp: number of data-parallel ranks, if the file does not have it; linked: content of the file that `linked_file` names.
+    Raises ConfigError if the content has neither format, or contradicts itself.
     """
     leaves = leaves_of(tree)
     if accelerate.MARK in leaves:
@@ -112,7 +113,7 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None) -> Imported:
 
 
 def _judge(found: Imported, table: Table, source: Source, defaults: dict[str, Any], prefix: str = "") -> None:
-    """Give every leaf, and every default that is left out, its place in `found`."""
+    """Add every leaf of the file, and every default of a key that it does not have, to `found`."""
     for key, value in (defaults | source.leaves).items():
         found.values[prefix + key] = value
         sections = [f"{key[:end]}.*" for end, letter in enumerate(key) if letter == "."]
@@ -120,7 +121,7 @@ def _judge(found: Imported, table: Table, source: Source, defaults: dict[str, An
         if value in (None, {}, []):
             verdict = harmless("it is empty")
         elif row is None:
-            verdict = lost("there is nothing like it here")
+            verdict = lost("it has no counterpart here")
         elif value == "auto":
             found.remark(prefix + key, "open", row.option or "")
             continue
@@ -138,22 +139,23 @@ def _judge(found: Imported, table: Table, source: Source, defaults: dict[str, An
 
 
 def _settle_auto(found: Imported) -> None:
-    """`auto` leaves an option to the program that reads the file, here to whoever runs it, unless another key sets it."""
+    """Complete the remarks on `auto`, which leaves an option to the program that reads the file: here to the user, unless another key sets
+    it."""
     for place, (key, value, kind, option) in enumerate(found.remarks):
         if kind != "open":
             continue
         if not option:
             kind, why = "harmless", "it is left open, and nothing here depends on it"
         elif option in found.options:
-            kind, why = "harmless", f"{found.setter(option)} says {option}"
+            kind, why = "harmless", f"{found.setter(option)} sets {option}"
         else:
             why = f"set {option}, or leave it at {show(attrgetter(option)(Config()))}"
         found.remarks[place] = Remark(key, value, kind, why)
 
 
 def _check(found: Imported) -> None:
-    """Take back what is of a wrong type or what a rule forbids, so that a run accepts the rest; where the rule hangs on what the file
-    leaves open, say what is to be set."""
+    """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule depends on options that the
+    file leaves open, report what is to be set."""
     parser = build_parser()
     for option, value in [*found.options.items()]:
         whole = int(value) if isinstance(value, float) and value.is_integer() and "int" in str(OPTIONS[option].type) else value

@@ -1,5 +1,5 @@
-"""DeepSpeed's ds_config.json. Meanings and defaults: its docs/_pages/config-json.md, runtime/config.py, runtime/zero/config.py and
-runtime/lr_schedules.py."""
+"""DeepSpeed's ds_config.json. Meanings and defaults are those of its docs/_pages/config-json.md, runtime/config.py, runtime/zero/config.py
+and runtime/lr_schedules.py."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megalite.config.schema import ConfigError
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ZERO, ADAM, WARMUP = "zero_optimization.", "optimizer.params.", "scheduler.params."
 MARKS = (*BATCH, ZERO[:-1], "gradient_clipping", "fp16.enabled", "bf16.enabled", "optimizer.type", "scheduler.type")
-"""What a DeepSpeed configuration has some of, and no other file."""
+"""Keys that identify a DeepSpeed configuration: it has some of them, and no other file has."""
 OFF = ("fp16", "bf16", "bfloat16", "tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "amp", "elasticity")
-"""Sections that are off unless they say `enabled`."""
+"""Sections that are off unless they set `enabled`."""
 
 
 def batch_sizes(source: Source) -> dict[str, int]:
-    """The options that follow from train = micro * accumulation * ranks. Raises ConfigError where that can not hold."""
+    """The options that follow from train = micro * accumulation * ranks. Raises ConfigError if that cannot hold."""
     train, micro, steps = map(source.size, BATCH)
     if BATCH[2] not in source.leaves and not (train and micro):
-        steps = 1  # DeepSpeed's default, where it can not infer it
+        steps = 1  # DeepSpeed's default, if it cannot infer it
     known = {name: size for name, size in zip((*BATCH[1:], "ranks"), (micro, steps, source.dp), strict=True) if size}
     product, complete = math.prod(known.values()), len(known) == 3
     if train and (train != product if complete else train % product):
@@ -57,7 +57,7 @@ def _minimum(value: Any, source: Source) -> Verdict:
     lr = source.get(f"{ADAM}lr", adam["lr"]) if adam else None
     if {type(lr), type(value)} <= {int, float}:
         return honoured({"optimizer.min_lr": rounded(value * lr)})
-    return lost("it is a share of a learning rate that the file leaves open: set optimizer.min_lr")
+    return lost("it is a fraction of a learning rate that the file leaves open: set optimizer.min_lr")
 
 
 def _weight_decay(value: Any, source: Source) -> Verdict:
@@ -65,7 +65,7 @@ def _weight_decay(value: Any, source: Source) -> Verdict:
 
 
 def offload_parameters(stage: str, default: int) -> Row:
-    """Parameters to the CPU, under the stage that has it."""
+    """The row of a parameter-offload key. stage: the key of the ZeRO stage, which must be 3; default: its default."""
 
     def judge(value: Any, source: Source) -> Verdict:
         if word(value) in ("NONE", "FALSE"):
@@ -80,17 +80,17 @@ def offload_parameters(stage: str, default: int) -> Row:
 
 
 def nvme_path(device: str) -> Row:
-    """The directory of what lies on disk, where something does."""
-    away = harmless("nothing goes to disk")
+    """The row of an offload directory. device: the key of the device; the directory is used only if that is NVME."""
+    away = harmless("nothing is offloaded to disk")
     return Row(lambda value, source: honoured({"parallel.offload_dir": value}) if source.word(device) == "NVME" else away)
 
 
 DEVICES = {"NONE": "none", "CPU": "cpu", "NVME": "disk", "TRUE": "cpu", "FALSE": "none"}
-GATHERING = "whole layers are gathered, the next one while one computes (parallel.zero3_reshard, parallel.bucket_mb)"
+GATHERING = "whole layers are gathered, the next one while the current one computes (parallel.zero3_reshard, parallel.bucket_mb)"
 WHOLE = "a checkpoint holds the whole model, and any layout loads it"
-TRANSFERS = "how data is moved to and from CPU memory or disk is not switched"
+TRANSFERS = "transfers to and from CPU memory or disk have no options"
 PROFILE = "profiling.timeline shows what ran when; metrics.jsonl has each step's time and memory"
-DIVIDED = "the loss is divided before the backward, so that gradients are only ever added"
+DIVIDED = "the loss is divided before the backward, so that gradients are only summed"
 BOOLEAN = "it is neither true nor false"
 OFFLOAD = sets("parallel.offload", DEVICES, "parallel.offload is none, cpu or disk")
 STAGE = sets("parallel.zero", {str(stage): stage for stage in range(4)}, "the stages of ZeRO are 0, 1, 2 and 3")
@@ -102,19 +102,19 @@ TABLE: Table = {
     "steps_per_print": sets("logging.interval"),
     "zero_optimization": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, BOOLEAN),
     f"{ZERO}stage": STAGE,
-    f"{ZERO}reduce_bucket_size": sets("parallel.bucket_mb", roughly="here it is a bucket's greatest size, in MB of fp32", scale=4e-6),
+    f"{ZERO}reduce_bucket_size": sets("parallel.bucket_mb", roughly="here it is the maximum size of a bucket, in MB of fp32", scale=4e-6),
     f"{ZERO}offload_optimizer.device": OFFLOAD,
     f"{ZERO}offload_optimizer.nvme_path": nvme_path(f"{ZERO}offload_optimizer.device"),
-    f"{ZERO}offload_optimizer.ratio": only("1", "all of the optimizer's state is offloaded, or none"),
+    f"{ZERO}offload_optimizer.ratio": only("1", "all of the optimizer state is offloaded, or none"),
     f"{ZERO}offload_param.device": offload_parameters(f"{ZERO}stage", 0),
     f"{ZERO}cpu_offload": OFFLOAD,
     f"{ZERO}cpu_offload_param": offload_parameters(f"{ZERO}stage", 0),
     **each(ZERO, "offload_optimizer.* offload_param.* cpu_offload_use_pin_memory", never(TRANSFERS)),
     f"{ZERO}mics_shard_size": Row(lambda size, _: harmless("it is off") if size == -1 else honoured({"parallel.dp_shard": size})),
-    f"{ZERO}zero_hpz_partition_size": only("1", "parallel.dp_shard is nearest: it shares all states out within groups"),
+    f"{ZERO}zero_hpz_partition_size": only("1", "parallel.dp_shard is nearest: it shards all states within groups"),
     **each(f"{ZERO}zero_quantized_", "weights gradients nontrainable_weights", only("FALSE", "parallel.reduce_dtype: bf16 is nearest")),
-    f"{ZERO}stage3_param_persistence_threshold": only("0", "small tensors are shared out like large ones"),
-    **each(ZERO, "overlap_comm contiguous_gradients reduce_scatter round_robin_gradients", never("it is not switched: it is always done")),
+    f"{ZERO}stage3_param_persistence_threshold": only("0", "small tensors are sharded like large ones"),
+    **each(ZERO, "overlap_comm contiguous_gradients reduce_scatter round_robin_gradients", never("it is always on, without an option")),
     **each(ZERO, "allgather_partitions allgather_bucket_size sub_group_size", never(GATHERING)),
     **each(f"{ZERO}stage3_", "max_live_parameters max_reuse_distance prefetch_bucket_size model_persistence_threshold", never(GATHERING)),
     **each(f"{ZERO}stage3_gather_", "16bit_weights_on_model_save fp16_weights_on_model_save", never(WHOLE)),
@@ -156,25 +156,25 @@ TABLE: Table = {
     **each(WARMUP, "warmup_min_lr warmup_min_ratio", only("0", "warm-up starts at 0: set optimizer.warmup_steps to fit")),
     f"{WARMUP}last_batch_iteration": only("-1", "a run starts at step 0; checkpoint.load resumes one"),
     "tensorboard.enabled": sets("logging.tensorboard", {"TRUE": True}, BOOLEAN),
-    **each("tensorboard.", "output_path job_name", only("", "logs lie in the run's directory: set run.dir and run.name")),
+    **each("tensorboard.", "output_path job_name", only("", "logs are stored in the run's directory: set run.dir and run.name")),
     "wandb.enabled": only("TRUE", BOOLEAN, "wandb.project turns it on"),
     "wandb.project": sets("logging.wandb"),
     **each("", "wall_clock_breakdown memory_breakdown dump_state flops_profiler.* comms_logger.*", only("FALSE", PROFILE, "it is off")),
-    "activation_checkpointing.*": only("FALSE", "train.recompute alone says which activations are kept", "it is off"),
+    "activation_checkpointing.*": only("FALSE", "train.recompute determines which activations are kept", "it is off"),
     "aio.*": never(TRANSFERS),
     "checkpoint.*": never(WHOLE),
-    "elasticity.*": only("FALSE", "start again on another number of ranks: any layout loads a checkpoint"),
+    "elasticity.*": only("FALSE", "restart on another number of ranks: any layout loads a checkpoint"),
     "prescale_gradients": only("FALSE", DIVIDED),
     "gradient_predivide_factor": only("1", DIVIDED),
     "sparse_gradients": only("FALSE", "gradients are dense"),
     **each("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", never("there is one optimizer, and every stage has it")),
-    "dataloader_drop_last": never("the data is one stream, and every batch is whole"),
+    "dataloader_drop_last": never("the data is an endless stream, and every batch is full"),
     "tensor_parallel.autotp_size": only("0 1", "set parallel.tp, and parallel.dp to the ranks that are left"),
 }
 
 
 def table(source: Source) -> Table:
-    """What becomes of this file's keys: parameters of another optimizer than Adam are not AdamW's, and what is off says nothing."""
+    """The rows for this file's keys: parameters of optimizers other than Adam are lost, and keys of sections that are off are harmless."""
     rows, name = dict(TABLE), source.get("optimizer.type", "AdamW")
     for key in source.leaves:
         if key.startswith(ADAM) and word(name) not in ("ADAM", "ADAMW"):
@@ -186,13 +186,13 @@ def table(source: Source) -> Table:
 
 
 def _sections(key: str) -> list[str]:
-    """The sections around a key, from outside."""
+    """The sections that contain a key, outermost first."""
     return [key[:end] for end, letter in enumerate(key) if letter == "."]
 
 
 def defaults(source: Source) -> dict[str, Any]:
-    """DeepSpeed's defaults where ours differ. An optimizer and a schedule have theirs where the file chooses one."""
-    found = {} if type(source.get(ZERO[:-1])) is bool else {f"{ZERO}stage": 0}  # true was stage 1, once
+    """DeepSpeed's defaults that differ from ours; those of the optimizer and the schedule if the file chooses one."""
+    found = {} if type(source.get(ZERO[:-1])) is bool else {f"{ZERO}stage": 0}  # in old versions true meant stage 1
     if f"{ADAM}max_grad_norm" not in source.leaves:
         found["gradient_clipping"] = 0
     found |= {ADAM + key: value for key, value in default_adam(source).items()}

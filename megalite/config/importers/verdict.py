@@ -1,4 +1,4 @@
-"""How a key of another program's configuration is judged: the rows that the tables of deepspeed.py and accelerate.py consist of."""
+"""How a key of another program's configuration is converted: the rows of the tables in deepspeed.py and accelerate.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["honoured", "approximate", "assumed", "open", "lost", "harmless"]
-"""assumed: the file leaves the key out, and its default there is not ours; open: the file leaves it to whoever runs it."""
+"""assumed: the file does not have the key, and its default differs from ours; open: the file leaves it to the user."""
 
 
 class Verdict(NamedTuple):
-    """What becomes of a key: the options that it sets, and why, where that is not all that it says."""
+    """The result for a key: the options that it sets, and the reason if they do not express all of it."""
 
     kind: Kind
     options: dict[str, Any]
@@ -19,25 +19,25 @@ class Verdict(NamedTuple):
 
 
 class Row(NamedTuple):
-    """How a key's value is judged, and the option that it is about."""
+    """The function that converts a key's value, and the option that corresponds to the key."""
 
     judge: Callable[[Any, Source], Verdict]
     option: str | None = None
 
 
 Table = dict[str, Row]
-"""section.key → its row; section.* stands for every other key of a section."""
+"""section.key → its row; section.* is the row of all other keys of a section."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The leaves of a file, section.key → value, and its number of data-parallel ranks, where that is known."""
+    """The leaves of a file, section.key → value, and its number of data-parallel ranks, if that is known."""
 
     leaves: dict[str, Any]
     dp: int | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value, or the default of a key that is not there; None where it is empty or auto."""
+        """A value, or the default if the key is missing; None if it is empty or auto."""
         value = self.leaves.get(key, default)
         return None if value == "auto" else value
 
@@ -45,7 +45,7 @@ class Source:
         return word(self.get(key, default))
 
     def size(self, key: str) -> int | None:
-        """A positive whole number; None where the file says none."""
+        """A positive integer; None if the value is anything else."""
         value = self.get(key)
         return int(value) if type(value) in (int, float) and value > 0 and value % 1 == 0 else None
 
@@ -56,7 +56,7 @@ def word(value: Any) -> str:
 
 
 def rounded(value: float) -> float:
-    """Without the last digits, which a product leaves behind."""
+    """A value rounded to 12 digits, without the rounding error of a product."""
     return float(f"{value:.12g}")
 
 
@@ -73,7 +73,7 @@ def harmless(why: str) -> Verdict:
 
 
 def sets(option: str, values: dict[str, Any] | None = None, why: str = "", roughly: str = "", scale: float = 1) -> Row:
-    """The value becomes the option's: times `scale`, or through `values` by its word; what they do not have is lost."""
+    """A row that sets the option to the value: times `scale`, or mapped by `values`, in which case other values are lost."""
 
     def judge(value: Any, source: Source) -> Verdict:
         if values is None:
@@ -84,12 +84,12 @@ def sets(option: str, values: dict[str, Any] | None = None, why: str = "", rough
 
 
 def only(words: str, why: str, here: str = "it is so here") -> Row:
-    """With one of these words nothing is lost; with any other value something is."""
+    """A row for a key that is harmless with one of these words as value, and lost with any other."""
     return Row(lambda value, source: harmless(here) if word(value) in words.split() else lost(why))
 
 
 def never(reason: str) -> Row:
-    """Means nothing here, whatever its value."""
+    """A row for a key that is harmless with any value."""
     return Row(lambda value, source: harmless(reason))
 
 
