@@ -18,7 +18,7 @@ from megalite.parallel.pipeline.generator import build, placement
 from megalite.parallel.pipeline.partition import balanced
 from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
 from megalite.parallel.pipeline.validator import validate
-from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of_units
+from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
 from megalite.parallel.spec import ParamSpec
 
 
@@ -56,7 +56,7 @@ def activation_shape(config: Config) -> tuple[int, int, int]:
     return length, config.train.micro_batch_size, config.model.hidden_size
 
 
-def buckets_of(config: Config, rank: int) -> list[Bucket]:
+def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
     """The buckets of a pipeline rank, the same on all of its tp and dp ranks."""
     parallel, owners = config.parallel, ParallelDims.of(config).owners
     return bucket_layout(specs_of(config, rank), Coordinates.on("tp", 0, parallel.tp), owners, parallel.bucket_mb * 1e6)

@@ -5,7 +5,7 @@ slice of a flat bucket, in at least fp32. This saves a copy and an addition per 
 reduction of a bucket as soon as it is complete, and allows a schedule to defer weight gradients to its W passes.
 
 The life of a gradient: a contribution is added (`accumulate`, `accumulate_rows`, or `accumulate_product` through the `WeightGradQueue`);
-the last one of a reduction completes the weight in its bucket (`Bucket.complete`); the last weight of the bucket starts its reduction.
+the last one of a reduction completes the weight in its bucket (`GradientBucket.complete`); the last weight of the bucket starts its reduction.
 This module does no communication.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megalite.parallel.tensor.lora import Adapter
 
 
-class Bucket(Protocol):
+class GradientSink(Protocol):
     """The interface of a weight to the bucket that its gradient accumulates in (`parallel.sharding.gradient_bucket`)."""
 
     def open(self) -> None:
@@ -94,7 +94,7 @@ class Weight:
     """
 
     def __init__(
-        self, spec: ParamSpec, tensor: Tensor, grad_dtype: torch.dtype | None, queue: WeightGradQueue, bucket: Bucket | None = None
+        self, spec: ParamSpec, tensor: Tensor, grad_dtype: torch.dtype | None, queue: WeightGradQueue, bucket: GradientSink | None = None
     ):
         self.spec = spec
         self.tensor = tensor

@@ -11,7 +11,7 @@ from megalite.config.schema import Config
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, receive_before
 from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planning.states import Device, Sharing, Widths
 
 NARROW = 2  # bytes of a bf16 element: gradients may be reduced in bf16
@@ -45,7 +45,7 @@ def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
     return most * size
 
 
-def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[Bucket], width: int) -> int:
+def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:
     """Peak bytes of gathered weights under ZeRO-3: those of the unit that computes and of the next one, which is prefetched."""
     announced: list[Action] = []
     whole: set[int] = set()
@@ -68,7 +68,7 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[Bucket], wid
     return most * width
 
 
-def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[Bucket], device: Device) -> int:
+def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: Device) -> int:
     """Peak bytes of gradients in addition to those that are kept: whole buckets that fill or wait for their reduction (ZeRO-2 and 3), and
     buffers of the reduction itself: copies in bf16; on gloo, the other ranks' parts."""
     sharing, width = Sharing.of(config), Widths.of(config).gradient

@@ -15,7 +15,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.layout import Coordinates
 from megalite.optimizer.state_kinds import state_kinds
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 
 Device = Literal["cuda", "cpu"]
 
@@ -53,7 +53,7 @@ class Sharing:
         zero = parallel.zero if dims.shard > 1 or parallel.offload_parameters else 0
         return Sharing(dims.data, dims.shard, dims.replicate, zero)
 
-    def kept(self, bucket: Bucket) -> int:
+    def kept(self, bucket: BucketLayout) -> int:
         """Elements of a bucket whose optimizer state one rank keeps; for a frozen bucket, elements of its weights."""
         return bucket.size // self.shard if bucket.trainable or self.weights_sharded else bucket.size
 
@@ -62,17 +62,17 @@ class Sharing:
         """Whether weights are gathered only while they are used (ZeRO-3)."""
         return self.zero == 3
 
-    def gradients_sharded(self, bucket: Bucket, deterministic: bool) -> bool:
+    def gradients_sharded(self, bucket: BucketLayout, deterministic: bool) -> bool:
         """Whether only this rank's shard of a bucket's gradients is kept (ZeRO-2 and 3)."""
         return self.zero >= 2 and self.shard > 1 and not (deterministic and shared_by_both_ends(bucket))
 
 
-def kinds_of(bucket: Bucket) -> int:
+def kinds_of(bucket: BucketLayout) -> int:
     """How many kinds of state the optimizer keeps of each element of a bucket, besides the master weight."""
     return len(state_kinds(bucket.slots[0].spec.segments[0]))
 
 
-def shared_by_both_ends(bucket: Bucket) -> bool:
+def shared_by_both_ends(bucket: BucketLayout) -> bool:
     """Whether the embedding and the head share the bucket's tensor on this rank."""
     return any(slot.spec.contributions > 1 for slot in bucket.slots)
 
@@ -115,7 +115,7 @@ class States:
         return States(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-def model_states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device: Device = "cuda") -> States:
+def model_states(config: Config, buckets: Sequence[BucketLayout], pp_rank: int, device: Device = "cuda") -> States:
     """The states of a pipeline rank that has these buckets.
 
     Args:
@@ -129,7 +129,7 @@ def model_states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device
     return total
 
 
-def _bucket(config: Config, bucket: Bucket, device: Device) -> States:
+def _bucket(config: Config, bucket: BucketLayout, device: Device) -> States:
     parallel, widths, sharing = config.parallel, Widths.of(config), Sharing.of(config)
     kept, sharded = sharing.kept(bucket), sharing.weights_sharded
     weights = (kept if sharded else bucket.size) * widths.compute
@@ -152,7 +152,7 @@ def _bucket(config: Config, bucket: Bucket, device: Device) -> States:
     )
 
 
-def _gradients(config: Config, bucket: Bucket) -> int:
+def _gradients(config: Config, bucket: BucketLayout) -> int:
     """Gradient elements that are kept between microbatches."""
     sharing, deterministic = Sharing.of(config), config.run.deterministic
     if not bucket.trainable:
@@ -162,7 +162,7 @@ def _gradients(config: Config, bucket: Bucket) -> int:
     return bucket.size * (2 if deterministic and shared_by_both_ends(bucket) else 1)
 
 
-def matrices(config: Config, bucket: Bucket) -> list[tuple[int, int]]:
+def matrices(config: Config, bucket: BucketLayout) -> list[tuple[int, int]]:
     """Shapes of the bucket's matrices whose gradients PowerSGD compresses, see `megalite.parallel.sharding.powersgd`."""
     rank, tp = config.parallel.powersgd_rank, config.parallel.tp
     if not rank or Sharing.of(config).data == 1 or not bucket.trainable:
@@ -173,6 +173,6 @@ def matrices(config: Config, bucket: Bucket) -> list[tuple[int, int]]:
     return [(n, m) for n, m in shapes if (n + m) * rank < n * m]
 
 
-def _compressed(config: Config, bucket: Bucket) -> int:
+def _compressed(config: Config, bucket: BucketLayout) -> int:
     """Elements of the errors and factors that PowerSGD keeps for a bucket."""
     return sum(n * m + m * (config.parallel.powersgd_rank or 0) for n, m in matrices(config, bucket))

@@ -15,7 +15,7 @@ from megalite.config.schema import Config
 from megalite.layout import Coordinates
 from megalite.model.parameters import head_unit, kv_replicas
 from megalite.parallel.pipeline.schedule import Kind, Schedule
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
 from megalite.planning.activations import Activations
 from megalite.planning.in_flight import NARROW
@@ -79,7 +79,7 @@ class _Tensor:
         rings = passes.forward * (1 + again) + passes.backward
         return rings * ring(self.sizes.whole, self.ranks) + 2 * (2 + again) * ring(summed, self.ranks) + more
 
-    def step(self, buckets: Sequence[Bucket]) -> float:
+    def step(self, buckets: Sequence[BucketLayout]) -> float:
         """Bytes of the all-reduces at the end of a step: gradients that are partial over tp, and those of replicated key-value heads."""
         sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
         replicas = kv_replicas(self.config.model, self.ranks)
@@ -92,7 +92,7 @@ class _Tensor:
         return sum(sent(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
 
 
-def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bucket]) -> float:
+def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[BucketLayout]) -> float:
     """Bytes over data parallelism: gradients, once per step or per microbatch, and weights, once per step or per use."""
     sharing, widths = Sharing.of(config), Widths.of(config)
     comm_bytes = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
@@ -111,13 +111,13 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
     return total + sum(ring(buckets[number].size * widths.compute, sharing.shard) for number in gathers if number is not None)
 
 
-def _spared(config: Config, bucket: Bucket) -> int:
+def _spared(config: Config, bucket: BucketLayout) -> int:
     """Gradient elements that are not sent because PowerSGD's factors are; 0 if it compresses nothing."""
     rank = config.parallel.powersgd_rank
     return sum(n * m - (n + m) * rank for n, m in matrices(config, bucket)) if rank else 0
 
 
-def _tied(config: Config, schedule: Schedule, buckets: Sequence[Bucket]) -> float:
+def _tied(config: Config, schedule: Schedule, buckets: Sequence[BucketLayout]) -> float:
     """Bytes of the all-reduce of a tied embedding's gradient, if its copies are on two pipeline ranks."""
     sharing, width = Sharing.of(config), Widths.of(config).gradient
     if schedule.placement[0] == schedule.placement[-1]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.layout import Coordinates
 from megalite.mesh import Domain
 from megalite.parallel.collectives import Pending
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.spec import FlatRectangle, Rectangle, rectangles
 
@@ -24,7 +24,7 @@ class BucketBuffers:
     separate fp32 copy. Frozen weights are their own masters in any precision, and every rank keeps all of them, except under ZeRO-3.
     """
 
-    layout: Bucket
+    layout: BucketLayout
     domain: Domain  # the ranks that shard and reduce it
     weights: Tensor  # [size], compute precision; under ZeRO-3 without memory while not in use
     gradients: GradientBucket | None  # None for frozen buckets and without training

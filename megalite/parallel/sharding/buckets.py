@@ -34,7 +34,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketLayout:
     """The layout of a flat buffer. All its tensors belong to one domain.
 
     Attributes:
@@ -78,7 +78,7 @@ class Bucket:
                 yield low, high, decays
 
 
-def buckets_of_units(layouts: Sequence[Bucket]) -> dict[int, tuple[int, ...]]:
+def buckets_of_units(layouts: Sequence[BucketLayout]) -> dict[int, tuple[int, ...]]:
     """The numbers of the buckets that each unit computes with. The head also needs the embedding's if they share a tensor on this rank."""
     last = max(chain.from_iterable(layout.units for layout in layouts))
     found: dict[int, tuple[int, ...]] = {}
@@ -93,16 +93,16 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int) -> Bucket:
+def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int) -> BucketLayout:
     slots, start = [], 0
     for spec in sorted(specs, key=lambda spec: not spec.decay):  # stable: those with decay first, each group in the model's order
         slot = Slot(spec, spec.local_shape(at), start)
         slots.append(slot)
         start = _round_up(slot.stop, ALIGN)
-    return Bucket(tuple(slots), _round_up(start, owners * SHARD_ALIGN), owners)
+    return BucketLayout(tuple(slots), _round_up(start, owners * SHARD_ALIGN), owners)
 
 
-def bucket_layout(specs: Sequence[ParamSpec], at: Coordinates, owners: Mapping[str, int], bucket_bytes: float) -> list[Bucket]:
+def bucket_layout(specs: Sequence[ParamSpec], at: Coordinates, owners: Mapping[str, int], bucket_bytes: float) -> list[BucketLayout]:
     """The buckets of one pipeline rank, in the model's order.
 
     Args:

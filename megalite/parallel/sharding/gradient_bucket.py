@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.mesh import Domain
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.powersgd import Compression
 from megalite.parallel.weight import Weight
 
@@ -40,7 +40,7 @@ class GradientBucket:
             backward the contributions of several microbatches arrive interleaved.
     """
 
-    layout: Bucket
+    layout: BucketLayout
     domain: Domain
     start: int
     stop: int
@@ -56,7 +56,7 @@ class GradientBucket:
 
     @staticmethod
     def allocate(
-        layout: Bucket, domain: Domain, zero: int, dtype: torch.dtype, device: torch.device, reducer: GradientReducer
+        layout: BucketLayout, domain: Domain, zero: int, dtype: torch.dtype, device: torch.device, reducer: GradientReducer
     ) -> GradientBucket:
         shard = domain.shard
         start, stop = layout.part(shard.rank, shard.size)

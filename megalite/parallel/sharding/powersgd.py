@@ -28,7 +28,7 @@ from torch import Tensor
 from megalite import rng
 from megalite.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import all_reduce_together
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import LocalPart, Rectangle, Segment
 
 
@@ -100,7 +100,7 @@ class PowerSGD:
         self.one_copy = mesh.tied_pair is None
         self.matrices: list[Matrix] = []
 
-    def compress(self, layout: Bucket, like: Tensor) -> Compression | None:
+    def compress(self, layout: BucketLayout, like: Tensor) -> Compression | None:
         """The compression of a bucket whose gradients have the dtype and device of `like`; None if it has nothing to compress.
 
         A segment whose gradient is summed over tp ranks afterwards is not compressed: each of these ranks would have a different error for

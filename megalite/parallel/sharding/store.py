@@ -22,7 +22,7 @@ from megalite import rng
 from megalite.mesh import Mesh
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
-from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of_units
+from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zeros
 from megalite.parallel.sharding.powersgd import PowerSGD
@@ -117,14 +117,14 @@ class ParameterStore:
                 self.reducer.add(bucket.gradients)
         self.gatherer = self._make_gatherer(layouts)
 
-    def _make_gatherer(self, layouts: Sequence[Bucket]) -> WeightGatherer:
+    def _make_gatherer(self, layouts: Sequence[BucketLayout]) -> WeightGatherer:
         by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
         if self.zero == 3:
             collective = Uploads(self.device) if self.options.offload_parameters else all_gather
             return ShardGatherer(self.buckets, by_unit, self.log, collective)
         return WeightGatherer(self.buckets, by_unit, self.zero > 0, self.log)
 
-    def _allocate(self, layout: Bucket, dtypes: _Dtypes) -> BucketBuffers:
+    def _allocate(self, layout: BucketLayout, dtypes: _Dtypes) -> BucketBuffers:
         weights = torch.zeros(layout.size, dtype=dtypes.weights, device=self.device)
         # Frozen buckets have no optimizer state to shard; only ZeRO-3 shards their weights.
         domain, divided = self.mesh.domain(layout.domain), layout.trainable or self.zero == 3
@@ -155,11 +155,11 @@ class ParameterStore:
             return pinned_zeros(count, dtype, self.device)
         return torch.zeros(count, dtype=dtype, device=self.device)
 
-    def _allocate_gradients(self, layout: Bucket, dtype: torch.dtype) -> GradientBucket:
+    def _allocate_gradients(self, layout: BucketLayout, dtype: torch.dtype) -> GradientBucket:
         zero = min(self.zero, 1) if self._separates(layout) else self.zero  # both accumulators last a step: adding per microbatch reorders
         return GradientBucket.allocate(layout, self.mesh.domain(layout.domain), zero, dtype, self.device, self.reducer)
 
-    def _separates(self, layout: Bucket) -> bool:
+    def _separates(self, layout: BucketLayout) -> bool:
         return self.options.separate_embedding_grad and any(slot.spec.contributions > 1 for slot in layout.slots)
 
     # ---- the values of weights
