@@ -17,7 +17,10 @@ class Optimizer(Protocol):
         """Names of the optimizer state of a segment, each of the segment's shape; the master weight is not among them."""
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor`, a scalar."""
+        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor`, a scalar.
+
+        Gradients are not passed: an optimizer holds views of `GradientBucket.owned` from its construction.
+        """
 
     def changing(self) -> list[Tensor]:
         """All tensors that a step changes: master weights and state."""

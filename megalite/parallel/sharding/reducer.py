@@ -1,9 +1,9 @@
 """Reduction of the gradients in a rank's buckets.
 
-Forward: no communication. Backward: a bucket is reduced over the data-parallel ranks, with a reduce-scatter over the shard axis (of one
-rank for ZeRO-0) and an all-reduce over the replicate axis. The reduction starts when the bucket's last weight is complete and overlaps with
-the rest of the backward. After it, `finish` waits for all reductions and all-reduces what several ranks hold partial sums of: gradients
-that are partial over tp, key-value heads that several tp ranks hold, and the two copies of a tied embedding.
+Forward: no communication. Backward: a bucket whose last weight is complete (`GradientBucket.complete` decides) is reduced over the
+data-parallel ranks, which overlaps with the rest of the backward: an all-reduce if nothing is sharded, else a reduce-scatter over the shard
+axis. After the backward, `finish` waits for all reductions, sums shards over their replicas (HSDP), and all-reduces what several ranks hold
+partial sums of: gradients that are partial over tp, key-value heads that several tp ranks hold, and the two copies of a tied embedding.
 
 The loss is divided by the global token count before the backward, so every reduction is a plain sum.
 """
@@ -64,7 +64,7 @@ class Reduction:
 
 
 class GradientReducer:
-    """Starts the reductions of all buckets and waits for them.
+    """Executes the reductions of all buckets: `start` when a bucket is complete, `finish` after the backward.
 
     Args:
         log: records every reduction.
@@ -115,7 +115,9 @@ class GradientReducer:
             self._in_flight.popleft().finish()
 
     def finish(self) -> None:
-        """Wait for every reduction, then sum over the ranks of a stage and over tied copies. `owned` is valid afterwards.
+        """Wait for every reduction; then sum over replicas of shards, partial tp ranks, key-value replicas and tied copies, in this order.
+
+        `owned` is valid afterwards.
 
         Raises:
             RuntimeError: a weight lacks contributions.

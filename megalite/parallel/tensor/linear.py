@@ -8,6 +8,7 @@
 
 The column layer's backward starts the communication of its input gradient, computes its weight gradient, and only then waits: the two
 overlap. If neither its weight nor an adapter is trained, its input is neither saved nor gathered again.
+Weight gradients do not pass through autograd, which gets None for them: `Weight.accumulate_product` adds them to the weight's bucket.
 """
 
 from __future__ import annotations
