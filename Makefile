@@ -1,48 +1,63 @@
-# `make demo` and `make test` do everything themselves, on a machine that has python3 (3.11 or newer), make and a C compiler.
+# `make demo` and `make test` install everything they need on a machine with python3 (3.11 or newer), make and a C compiler.
 #
-# Without a GPU, PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' takes torch's CPU build, and saves gigabytes.
+# Without a GPU, PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' installs torch's CPU build, which saves gigabytes.
 
 PYTHON ?= python3
 PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-matrix pictures manual lint install
+# A layout of each kind against one process, a schedule against another, and a resumed run, on two ranks.
+QUICK_PROOFS := 'test_model_axes.py::test_equals_one_process[gpt2-tp2-sp]' \
+	'test_model_axes.py::test_equals_one_process[gpt2-pp2]' \
+	'test_zero.py::test_is_one_process[dp 2-3]' \
+	'test_bitwise.py::test_every_schedule_is_1f1b[2-zb-v]' \
+	'test_resume.py::test_resuming_is_bitwise_the_run_that_never_stopped[dp2-zero2-bf16]'
+QUICK_ROOMS := build config model monitoring optimizer parallel planning training
+
+.PHONY: help demo quick test test-matrix pictures manual lint install
 .DEFAULT_GOAL := test
 
-demo: $(VENV)/installed-demo
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(VENV)/installed-demo ## from nothing to a trained model: tokenizer, TP2 × PP2 × DP2 on eight ranks, a sample
 	$(BIN)/python tools/demo.py
 
-# One thread: sums must not depend on a machine's cores. First what needs both cores for its ranks, then the rest in two processes.
-test: lint
+# One thread: sums must not depend on the number of cores. First the tests whose ranks need both cores, then the rest in two processes.
+quick: install ## the tests to run after each edit, under 90 seconds on two cores
+	cd tests/distributed && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest $(QUICK_PROOFS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks" -n 2 --dist loadfile $(addprefix tests/,$(QUICK_ROOMS))
+
+test: lint ## lint and every test, at most ten minutes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks" -n 2 --dist loadfile
 
-# The long form, days in all on two cores: each call runs a slice of under ten minutes, the next continues. MATRIX='--part random' takes one part.
-test-matrix: install
+# The long form, days in total on two cores: each call runs under ten minutes and the next continues. MATRIX='--part random' selects a part.
+test-matrix: install ## a slice of the long form of the proofs: MATRIX='--minutes 4 --part random'
 	$(BIN)/python -m tests.matrix --minutes 9 $(MATRIX)
 
-# What docs/pipeline.md shows, drawn from the schedules themselves; a test compares.
-pictures: install
+# The pictures of docs/pipeline.md, drawn from the schedules; a test compares them.
+pictures: install ## draw the pictures of the manual
 	for name in gpipe 1f1b interleaved zb-h1 zb-h2 zb-v v-half; do \
 		$(BIN)/python tools/bubble_calc.py --pp 4 --microbatches 8 --schedule $$name --timeline docs/pictures/$$name.svg > /dev/null || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.parallelism_figures docs/pictures
 
 # The manual as a site: docs/ with search, in runs/manual.
-manual: install
+manual: install ## build the manual as a site, in runs/manual
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir runs/manual
 
-lint: install manual
+lint: install manual ## ruff, mypy, import-linter, shellcheck, and the links of the manual
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/shellcheck tools/slurm/train.sbatch
 
-install: $(VENV)/installed-dev
+install: $(VENV)/installed-dev ## make .venv with all that development needs
 
-# The demo needs a third of what the tests need: each target installs its own extra.
+# The demo needs a third of the tests' packages: each target installs its own extra.
 $(VENV)/installed-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[$*]'

@@ -1,7 +1,7 @@
 """Train a model: `torchrun --nproc-per-node N pretrain.py --config FILE.yaml [--tp N --pp N --dp N] [--section.key VALUE …]`.
 
-`python pretrain.py --config FILE.yaml` is one process. `--help` lists every option, `--print_config` prints the resolved configuration.
-The same as `megalite train`; megalite/commands/train.py is what runs.
+`python pretrain.py --config FILE.yaml` runs one process. `--help` lists all options, `--print_config` prints the resolved configuration.
+The same as `megalite train`, implemented in megalite/commands/train.py.
 """
 
 from megalite.commands.start import start

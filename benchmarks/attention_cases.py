@@ -1,7 +1,7 @@
-"""The attention cases of `tools/benchmark.py kernels`: flash attention beside the kernels that come with torch.
+"""The attention cases of `tools/benchmark.py kernels`: our flash attention and the kernels that come with torch.
 
-FLOPs are those of the pairs of query and key that are visible: 4 · pairs · channels · heads forward, 2.5 times that backward. Every peer
-takes the layout that it likes best, [batch, heads, sequence, channels].
+FLOPs count visible (query, key) pairs: 4 · pairs · channels · heads forward, 2.5 times that backward. Every peer uses the layout that is
+fastest for it, [batch, heads, sequence, channels].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Contest, Function, Sizes, Target, backward_of
 
-TOKENS = 16384  # of a batch, whatever its sequence length
+TOKENS = 16384  # per batch, for every sequence length
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Of forward."""
+        """FLOPs of the forward."""
         reach = self.document or self.length
-        pairs = reach * (reach + 1) / 2  # of a document
+        pairs = reach * (reach + 1) / 2  # per document
         if self.window and self.window < reach:
             pairs -= (reach - self.window) * (reach - self.window + 1) / 2
         return 4.0 * pairs * (self.length // reach) * self.batch * self.heads * self.dim
 
     def starts(self, device: str) -> Tensor | None:
-        """[length, batch]: where the document of each token begins."""
+        """[length, batch]: the start of each token's document."""
         if self.document is None:
             return None
         position = torch.arange(self.length, device=device)
@@ -64,7 +64,7 @@ class Problem:
 
 
 def cases(sizes: Sizes) -> Iterable[Case]:
-    """None, where the kernel does not exist."""
+    """The cases; none if the kernel does not exist."""
     if importlib.util.find_spec("megalite_kernels.attention_triton") is None:
         return
     for problem in _problems(sizes.smoke):
@@ -152,7 +152,7 @@ def _gone_back(make: Callable[[], Callable[..., Tensor]], inputs: tuple[Tensor, 
 
 
 def _peers(problem: Problem, sizes: Sizes) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    """Makers of functions of q, k, v [batch, heads, sequence, channels]."""
+    """Factories of functions of q, k, v [batch, heads, sequence, channels]."""
     from torch.nn.attention import SDPBackend
 
     grouped = problem.heads != problem.kv_heads

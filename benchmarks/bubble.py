@@ -1,9 +1,9 @@
-"""The bubble of every pipeline schedule by the wall clock: four ranks whose stages sleep, next to what the simulator predicts.
+"""The measured bubble of every pipeline schedule, on four ranks whose stages sleep, compared with the simulator's prediction.
 
-Sleeps stand in for the computation of a stage: they overlap on any number of cores, and are long against what else takes time. A window is
-a few steps that follow each other without a barrier; its prediction is the simulation of that window, the steps' lists one after the other.
-For most schedules this is the bubble of one step. Under zb-h2 and zb-v ranks run on into the next step, and only the first and the last
-step of the window leave a bubble.
+Sleeps replace the computation of a stage: they overlap on any number of cores, and are long compared with all overhead. A window is a few
+steps without a barrier between them; its prediction is the simulation of the steps' concatenated lists of actions. For most schedules this
+is the bubble of one step. Under zb-h2 and zb-v ranks continue into the next step, and only the first and the last step of the window have a
+bubble.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ COLUMNS = {
     "sleeps took longer by": "lateness:.1%",
 }
 RANKS, MICROBATCHES, STEPS = 4, 8, 2
-PASS_S = 0.03  # seconds of one microbatch on a stage: of its forward, of its input gradient and of its weight gradient
+PASS_S = 0.03  # seconds of one microbatch on a stage, for each of forward, input gradient and weight gradient
 TOLERANCE = 0.02
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run a window of every schedule in every round, in processes that stay. Sleeping ranks need one thread each, whatever is asked for."""
+    """Run a window of every schedule in every round, in the same processes. `threads` is ignored: sleeping ranks need one thread each."""
     names = ("gpipe", "zb-v") if smoke else SCHEDULES
     protocol = {"ranks": RANKS, "microbatches": MICROBATCHES, "steps": STEPS, "pass_s": 0.001 if smoke else PASS_S, "rounds": rounds}
     progress(f"{rounds} rounds of {', '.join(names)}")
@@ -42,7 +42,7 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
 
 
 def _row(name: str, windows: list[dict[str, float]], pass_s: float) -> dict[str, Any]:
-    """A schedule's figures. `wall_s` is from the first action of a window to the end of the last; `busy_s` is the sum over ranks."""
+    """A schedule's figures. `wall_s` is from the start of a window's first action to the end of its last; `busy_s` is a sum over ranks."""
     schedule = build(name, RANKS, MICROBATCHES)
     asked = 3 * pass_s * STEPS * MICROBATCHES * schedule.stages
     bubbles = [1 - window["busy_s"] / RANKS / window["wall_s"] for window in windows]

@@ -19,11 +19,11 @@ from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.weight import WeightGradQueue, WeightProduct
 
-SHAPE = (64, 1, 64)  # 16 KB a message
+SHAPE = (64, 1, 64)  # 16 KB per message
 
 
 class Passes(NamedTuple):
-    """How long one microbatch takes on a stage."""
+    """Seconds of one microbatch on a stage."""
 
     forward: float
     input_backward: float
@@ -31,7 +31,7 @@ class Passes(NamedTuple):
 
 
 class _Pass(torch.autograd.Function):
-    """Spends a stage's time in both directions, and makes new tensors to send."""
+    """Spends a stage's time in forward and backward, and returns new tensors to send."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stage: PacedStage) -> Tensor:
@@ -48,7 +48,7 @@ class _Pass(torch.autograd.Function):
 
 
 class PacedStage:
-    """What the runtime asks of a stage and its weights, where each pass spends a known time instead of computing."""
+    """Implements the runtime's interface of a stage and its weights; each pass spends a known time instead of computing."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class PacedStage:
         return StageOutput(out.sum() if self.last else out)
 
     def add_product(self, grad_output: Tensor, inputs: Tensor) -> None:
-        """The weight gradient, now or in a W pass."""
+        """The weight gradient, computed at once or in a W pass."""
         self.spend(self.passes.weight_backward)
 
 
 def run_window(mesh: Mesh, schedule: str, microbatches: int, steps: int, pass_s: float) -> list[ActionTiming]:
-    """This rank's actions in a few steps on sleeping stages, which start at the same time on all ranks."""
+    """This rank's actions in a few steps on sleeping stages. All ranks start at the same time."""
     plan = with_communication(build(schedule, mesh.pp.size, microbatches))
     passes = Passes(pass_s, pass_s, pass_s)
     queue = WeightGradQueue()
@@ -100,7 +100,7 @@ def main() -> None:
             ran = run_window(mesh, name, spec["microbatches"], spec["steps"], spec["pass_s"])
             every: list[Any] = [None] * mesh.pp.size
             dist.all_gather_object(every, (ran[0].start, ran[-1].end, sum(one.end - one.start for one in ran)))
-            starts, ends, busy = zip(*every, strict=True)  # the ranks share a host, and so its clock
+            starts, ends, busy = zip(*every, strict=True)  # the ranks share a host and its clock
             windows.append({"wall_s": max(ends) - min(starts), "busy_s": sum(busy)})
     finish(spec, found if mesh.rank == 0 else None)
 

@@ -1,4 +1,4 @@
-"""One rank of `tools/plan.py --calibrate`: how fast this machine's devices multiply, move and communicate.
+"""One rank of `tools/plan.py --calibrate`: measures this machine's matrix products, memory bandwidth and communication.
 
 Every rank measures at the same time, as in training: on a CPU the ranks share memory and, where there are more of them, cores.
 """
@@ -24,17 +24,17 @@ from megalite.planning.kernels import computed_pairs
 from megalite.planning.links import START
 
 REPEATS = 7
-TINY = 8  # a side of a product that takes no time but its call's
+TINY = 8  # size of a product whose time is only that of its call
 
 
 class Measured:
-    """What one rank measures. sizes: of the products, cube roots of m·n·k."""
+    """The measurements of one rank."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
 
     def seconds(self, act: Callable[[], object]) -> float:
-        """Median of several calls, all ranks side by side."""
+        """Median time of several calls, which all ranks make at the same time."""
         act()
         found = []
         for _ in range(REPEATS):
@@ -64,7 +64,7 @@ class Measured:
         return 6 * size**3 * calls / self.seconds(layer)
 
     def bandwidth(self, rows: int, width: int) -> float:
-        """Bytes/s of norm, residual sum and gated activation, forward and backward, of the bytes that kernels of theirs have to move."""
+        """Bytes/s of norm, residual sum and gated activation, forward and backward, counting the bytes that fused kernels must move."""
         x, branch, dy, weight = self.random(rows, width), self.random(rows, width), self.random(rows, width), self.random(width)
         gate_up, dh = self.random(rows, 4 * width), self.random(rows, 2 * width)
 
@@ -78,7 +78,7 @@ class Measured:
         return values * x.element_size() / self.seconds(pass_over)
 
     def loss(self, rows: int, vocabulary: int) -> float:
-        """Bytes/s of the loss and its gradient, of the bytes that kernels of theirs have to move."""
+        """Bytes/s of the loss and its gradient, counting the bytes that fused kernels must move."""
         logits, targets = self.random(rows, vocabulary), torch.zeros(rows, dtype=torch.int64, device=self.device)
         scale = torch.ones((), device=self.device)
 
@@ -90,7 +90,7 @@ class Measured:
         return 3 * logits.nbytes / self.seconds(both)
 
     def attention(self, sequence: int, heads: int, width: int) -> tuple[float, float]:
-        """FLOP/s of forward and backward, counted as the planner does."""
+        """FLOP/s of forward and backward, counted as in the planner."""
         q, k, v, grad = (self.random(sequence, 4, heads, width) for _ in range(4))
         out, saved = attention(q, k, v, scale=width**-0.5)
         flops = 4 * 4 * heads * width * computed_pairs(sequence, None)
@@ -99,7 +99,7 @@ class Measured:
         return flops / forward, 2.5 * flops / backward
 
     def call(self) -> float:
-        """Seconds of an operation that has nothing to do, called through autograd as a layer's are."""
+        """Seconds of an operation of negligible work, called through autograd like a layer's operations."""
         x, weight = self.random(TINY, TINY).requires_grad_(), self.random(TINY, TINY)
 
         def chain() -> None:
@@ -112,7 +112,7 @@ class Measured:
 
 
 def link(measured: Measured, exchange: Callable[[Tensor], object], share: float, sizes: tuple[int, int]) -> dict[str, float]:
-    """Latency and bandwidth from two sizes. share: how many times the bytes pass a link."""
+    """Latency and bandwidth from two message sizes. share: how many times the bytes pass over a link."""
     small, large = (torch.zeros(size // 4, device=measured.device) for size in sizes)
     short, long = (measured.seconds(lambda x=x: exchange(x)) for x in (small, large))  # type: ignore[misc]
     bandwidth = share * (sizes[1] - sizes[0]) / max(long - short, 1e-9)
@@ -120,7 +120,7 @@ def link(measured: Measured, exchange: Callable[[Tensor], object], share: float,
 
 
 def links(measured: Measured, ranks: int, sizes: tuple[int, int]) -> dict[str, dict[str, float]]:
-    """Of data parallelism, of tensor parallelism (on a CPU through shared memory), and of messages between stages."""
+    """The links of data parallelism, of tensor parallelism (on a CPU through shared memory), and of messages between stages."""
     share = 2 * (ranks - 1) / ranks
     data, tensor = Mesh(Layout(dp=ranks)), Mesh(Layout(tp=ranks))
     me = dist.get_rank()

@@ -1,7 +1,7 @@
-"""Saving on four ranks: beside torch.save of the same bytes by the same processes to the same disk, and in the background beside at once.
+"""Saving on four ranks, at once and in the background, compared with torch.save of the same bytes by the same processes to the same disk.
 
-The state is that of a model of 500 million parameters in fp32 with AdamW's two moments, 6 GB in all, each rank holding a quarter. The three
-ways take turns. Every file reaches the disk in each of them.
+The state is that of a model of 500 million parameters in fp32 with AdamW's two moments, 6 GB in all, a quarter on each rank. The three ways
+alternate, and all of them fsync every file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ COLUMNS = {
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run everything and return the figures with what they depend on."""
+    """Run everything and return the figures with the conditions they depend on."""
     matrices, shape, ranks = (2, (64, 64), 2) if smoke else (MATRICES, SHAPE, RANKS)
     elements = matrices * shape[0] * shape[1]
     progress(f"{rounds} rounds of three saves of {3 * 4 * elements / 1e9:.2f} GB")
-    with TemporaryDirectory(prefix="megalite_benchmark_", dir=Path.cwd()) as directory:  # on a disk, which /tmp may not be
+    with TemporaryDirectory(prefix="megalite_benchmark_", dir=Path.cwd()) as directory:  # on a disk: /tmp may be in memory
         spec = {"directory": directory, "matrices": matrices, "shape": shape, "rounds": rounds}
         found = report.launch("benchmarks.saving", spec, ranks=ranks, threads=1)
     rows = [_row(way, each, found["bytes"]) for way, each in found["ways"].items()]
@@ -57,7 +57,7 @@ def _row(way: str, rounds: list[dict[str, float]], size: int) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Nearly as fast as torch.save, which neither checks nor publishes, and training held up for little of it in the background."""
+    """Targets: nearly the speed of torch.save, which writes no checksums or manifest, and a short stall when saving in the background."""
     peer, at_once, background = rows
     speed = at_once["gb_per_second"] / peer["gb_per_second"]
     share = background["held_s"] / at_once["held_s"]

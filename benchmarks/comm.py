@@ -1,8 +1,8 @@
 """A data-parallel step on four ranks against torch's DistributedDataParallel with ZeroRedundancyOptimizer, and against FSDP2.
 
-The same 25M Llama, the same AdamW and clipping, short sequences so that communication weighs; every run is a process group of its own, and
-the runs take turns. All multiply matrices under the same setting. megalite runs at ZeRO-1, which is what DDP's peer shards, and at
-ZeRO-3, which is what FSDP2 shards.
+All runs use the same 25M Llama, AdamW, clipping and matrix-multiply setting, and short sequences so that communication matters. Every run
+has its own process group, and the runs alternate. megalite runs at ZeRO-1, which shards what DDP's peer shards, and at ZeRO-3, which shards
+what FSDP2 shards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLUMNS = {
 
 @dataclass
 class Run:
-    """One of the compared runs and what its process groups gave, one result a round."""
+    """One of the compared runs, with one result per round."""
 
     name: str
     shards: str
@@ -39,7 +39,7 @@ class Run:
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run everything and return the figures with what they depend on."""
+    """Run everything and return the figures with the conditions they depend on."""
     runs = [
         Run("megalite, ZeRO-1", "optimizer", zero=1),
         Run("DDP + ZeroRedundancyOptimizer", "optimizer", peer="ddp"),
@@ -95,7 +95,7 @@ def _row(run: Run, tokens: int) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At least as fast as the peer that shards the same, in at most its memory."""
+    """Targets: at least the speed of the peer that shards the same, in at most its memory."""
     found = []
     for own, peer in zip(rows[::2], rows[1::2], strict=True):
         speed = peer["ms_per_step"] / own["ms_per_step"]

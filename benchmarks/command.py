@@ -1,15 +1,15 @@
-"""Measure this machine: speed and memory beside a peer or beside the matrix products alone, written to benchmarks/results/.
+"""Measure this machine's speed and memory against a peer or against the matrix products alone; writes to benchmarks/results/.
 
     python tools/benchmark.py step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a GPU, 1B and layers of 8B
-    python tools/benchmark.py kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel beside torch's and Liger's
+    python tools/benchmark.py kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel against torch's and Liger's
     python tools/benchmark.py overhead                                     small models on one process and on up to 8 ranks
     python tools/benchmark.py comm                                         data parallelism on 4 ranks against torch's
     python tools/benchmark.py checkpoint                                   saving on 4 ranks against torch.save
     python tools/benchmark.py scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
-    python tools/benchmark.py plan                                         five layouts against what the planner predicts for them
-    python tools/benchmark.py bubble                                       every schedule's bubble against what the simulator predicts
+    python tools/benchmark.py plan                                         five layouts against the planner's predictions
+    python tools/benchmark.py bubble                                       every schedule's bubble against the simulator's prediction
 
-Leave the machine alone meanwhile: everything that is compared is measured in one run, but each figure is only as quiet as the machine.
+Do not use the machine meanwhile: compared runs alternate within one invocation, but other load adds noise to every figure.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ def check_kernels(tool: Parser, options: argparse.Namespace) -> None:
         tool.error(f"kernels {unknown[0]} is no group of kernels. Legal values: {', '.join(kernels.GROUPS)}.")
     if report.gpu() is None and not options.smoke:
         tool.error(
-            "kernels measures on an NVIDIA GPU, and the driver shows none. Run it on a machine that has one; what is known without a GPU "
-            "stands in docs/kernels.md."
+            "kernels measures on an NVIDIA GPU, and the driver reports none. Run it on a machine that has one; docs/kernels.md has what is "
+            "known without a GPU."
         )
 
 
 def parser() -> Parser:
     made = Parser(description=__doc__)
     common = Parser(add_help=False)
-    common.add_argument("--rounds", type=int, default=3, help="how often the compared runs take turns (default 3; on a GPU once)")
+    common.add_argument("--rounds", type=int, default=3, help="rounds in which compared runs alternate (default 3; on a GPU one)")
     common.add_argument(
-        "--output", type=Path, default=report.RESULTS, metavar="DIR", help="where the JSON goes (default benchmarks/results)"
+        "--output", type=Path, default=report.RESULTS, metavar="DIR", help="directory of the JSON (default benchmarks/results)"
     )
-    common.add_argument("--machine", metavar="NAME", help="name of the machine in the file's name (default: its GPU or processor)")
-    common.add_argument("--json", action="store_true", help="print the JSON, and nothing else, on stdout")
-    common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes, whose figures mean nothing: for the tests
+    common.add_argument("--machine", metavar="NAME", help="the machine's name in the file name (default: its GPU or processor)")
+    common.add_argument("--json", action="store_true", help="print only the JSON on stdout")
+    common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes with meaningless figures, for tests
     commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|kernels|overhead|comm|checkpoint|scaling|plan|bubble")
     threads = Parser(add_help=False)
-    threads.add_argument("--threads", type=int, default=2, help="threads of a run that is one process (default 2)")
+    threads.add_argument("--threads", type=int, default=2, help="threads of single-process runs (default 2)")
     of_step = commands.add_parser("step", parents=[common, threads], help="a training step against transformers, side by side")
     of_step.add_argument(
         "--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="(default both; on a GPU always bf16)"
@@ -90,14 +90,14 @@ def parser() -> Parser:
     of_step.add_argument("--compile", action="store_true", help="also with torch.compile, both sides (on a GPU transformers always)")
     of_kernels = commands.add_parser("kernels", parents=[common, threads], help="every Triton kernel on a GPU, against torch and Liger")
     of_kernels.add_argument("groups", nargs="*", metavar="GROUP", help=f"{', '.join(kernels.GROUPS)} (default all)")
-    of_kernels.add_argument("--tune", action="store_true", help="time other settings of the static tables instead")
+    of_kernels.add_argument("--tune", action="store_true", help="measure other settings of the static tables instead")
     commands.add_parser("overhead", parents=[common, threads], help="small models on several layouts, against their matrix products alone")
     commands.add_parser("comm", parents=[common, threads], help="data-parallel steps on four ranks against torch's DDP and FSDP2")
     commands.add_parser(
         "checkpoint", parents=[common, threads], help="saving on four ranks against torch.save, at once and in the background"
     )
     add_scaling(commands.add_parser("scaling", parents=[common], help="strong and weak scaling over worlds of several sizes"))
-    commands.add_parser("plan", parents=[common, threads], help="steps of a small model on five layouts, beside what the planner predicts")
+    commands.add_parser("plan", parents=[common, threads], help="steps of a small model on five layouts, against the planner's predictions")
     commands.add_parser("bubble", parents=[common, threads], help="sleeping stages on four ranks under every pipeline schedule")
     return made
 
@@ -111,13 +111,13 @@ def add_scaling(made: argparse.ArgumentParser) -> None:
         "--layout",
         default="dp",
         metavar="AXES",
-        help="the axis that takes the ranks, with others of fixed size: dp, tp, pp, tp2xdp (default dp)",
+        help="the axis that grows with the ranks, and others of fixed size: dp, tp, pp, tp2xdp (default dp)",
     )
-    add("--preset", metavar="NAME", help="of the model (default: a 25M Llama)")
-    add("--sequence_length", type=positive, metavar="N", help="tokens of a row (default 256, or all that the model has positions for)")
-    add("--global_batch_size", type=positive, metavar="N", help="rows of a step in the largest world (default 4 microbatches a rank)")
-    add("--micro_batch_size", type=positive, default=1, metavar="N", help="rows of a microbatch (default 1)")
-    add("--threads", type=int, metavar="N", help="of every rank (default: this machine's cores over the largest world)")
+    add("--preset", metavar="NAME", help="preset of the model (default: a 25M Llama)")
+    add("--sequence_length", type=positive, metavar="N", help="tokens per row (default 256, or the model's maximum if smaller)")
+    add("--global_batch_size", type=positive, metavar="N", help="rows per step in the largest world (default 4 microbatches per rank)")
+    add("--micro_batch_size", type=positive, default=1, metavar="N", help="rows per microbatch (default 1)")
+    add("--threads", type=int, metavar="N", help="threads per rank (default: this machine's cores over the largest world)")
 
 
 def numbers(text: str) -> list[int]:
@@ -125,7 +125,7 @@ def numbers(text: str) -> list[int]:
 
 
 def scale(options: argparse.Namespace) -> Path:
-    """Measure scaling; the first rank writes the figures and, where matplotlib is installed, draws them beside."""
+    """Measure scaling; rank 0 writes the figures and, if matplotlib is installed, a plot next to them."""
     sizes = {"length": options.sequence_length, "batch": options.global_batch_size, "micro": options.micro_batch_size}
     planned = scaling.plan(options.layout, options.worlds, name=options.preset, **sizes, threads=options.threads, smoke=options.smoke)
     first, name = os.environ.get("RANK", "0") == "0", f"scaling-{planned.layout}"
@@ -146,7 +146,7 @@ def say(line: str) -> None:
 
 
 def measure(options: argparse.Namespace) -> Path:
-    """Run the benchmark that was asked for, and write what it gave."""
+    """Run the chosen benchmark, and write its results."""
     name = "tuning" if options.benchmark == "kernels" and options.tune else options.benchmark
 
     def save(content: dict[str, Any]) -> Path:

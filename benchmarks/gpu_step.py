@@ -1,8 +1,8 @@
 """A training step on one GPU against transformers' LlamaForCausalLM under torch.compile, with the same shape, batch and clipping.
 
-Llama 3.2 1B at 4,096 tokens, and a stack of some of Llama 3 8B's layers with its whole embedding and head at 8,192. Every run is a process
-of its own. transformers is measured in bf16 throughout, which is its fastest and keeps neither fp32 weights nor fp32 moments, and, if time
-is left, in mixed precision, which like megalite's updates fp32 weights.
+Llama 3.2 1B at 4,096 tokens, and some of Llama 3 8B's layers with its whole embedding and head at 8,192. Every run is its own process.
+transformers is measured in pure bf16, which is its fastest setting and keeps neither fp32 weights nor fp32 moments, and, if time is left,
+in mixed precision, which like megalite updates fp32 weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalite.config.presets import preset
 from megalite.model.cost import model_flops_per_token
 from megalite.planning.peaks import peak_flops
 
-SECONDS, LONGEST = 560.0, 240.0  # for all runs, and for one
+SECONDS, LONGEST = 560.0, 240.0  # time limits of all runs together, and of one
 COLUMNS = {
     "model": "model",
     "run": "run",
@@ -42,7 +42,7 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: a preset, with fewer layers where the whole does not fit, and one microbatch a step."""
+    """The trained model: a preset, with fewer layers if the whole does not fit, and one microbatch per step."""
 
     name: str
     preset: str
@@ -90,13 +90,13 @@ MIXED_PEER = Run("transformers compiled, mixed", "benchmarks.peer", True)
 
 
 def plan(compiled: bool) -> list[tuple[Shape, Run]]:
-    """In the order of what matters most: what no time is left for is at the end."""
+    """The runs in order of importance: the last ones are skipped if no time is left."""
     last = [OURS_COMPILED, MIXED_PEER] if compiled else [MIXED_PEER]
     return [(shape, run) for runs in ([OURS, PEER], last) for shape in SHAPES for run in runs]
 
 
 def compare(*, threads: int, smoke: bool, compiled: bool, save: Callable[[dict[str, Any]], Path], progress: Callable[[str], None]) -> Path:
-    """Run everything, and write after each run."""
+    """Run everything, and write the results after each run."""
     ends, rows, path = time.monotonic() + SECONDS, list[dict[str, Any]](), Path()
     protocol = {"warmup_steps": 1 if smoke else 3, "steps": 2 if smoke else 8, "peak_size": 128 if smoke else 8192, "product_steps": 0}
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
@@ -125,12 +125,12 @@ def _measured(shape: Shape, run: Run, spec: dict[str, Any], threads: int, left: 
 
 
 def figures(config: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """What follows from a run's times."""
+    """The figures of a run, computed from its times."""
     made = from_dict(config)
     model, length, seconds = made.model, made.data.sequence_length, median(result["seconds"])
     tokens = made.train.global_batch_size * length / seconds
     flops = model_flops_per_token(model, length)
-    unseen = 6.0 * model.num_hidden_layers * length * model.num_attention_heads * model.head_size  # half of what attention counts
+    unseen = 6.0 * model.num_hidden_layers * length * model.num_attention_heads * model.head_size  # half of attention's FLOPs
     peak = peak_flops(result["device"], "bf16") if result["device"] else None
     return {
         "device": result["device"],
@@ -164,7 +164,7 @@ def _content(rows: list[dict[str, Any]], protocol: dict[str, Any]) -> dict[str, 
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A share of the GPU's peak, and a lead over transformers."""
+    """Targets: a fraction of the GPU's peak, and a speed-up over transformers."""
     found = []
     measured = {(row["model"], row["run"]): row for row in rows if not row["error"]}
     for shape in SHAPES:

@@ -1,7 +1,7 @@
-"""What `tools/benchmark.py kernels` measures: each kernel at the shapes of real models, and what else computes the same.
+"""The cases of `tools/benchmark.py kernels`: each kernel at the shapes of real models, with other implementations of the same operation.
 
-A case says how many bytes or FLOPs its operation needs, whatever computes it. Its functions are made when their turn comes, so that one
-that can not be made costs nothing but its own line. Arrays are random: a matrix product of zeros is a tenth faster.
+A case states the bytes or FLOPs that its operation needs, independent of the implementation. Its functions are created right before they
+are measured, so that a failure to create one affects only its own line. Inputs are random: a matrix product of zeros is a tenth faster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Target:
-    """What a case is meant to reach: `measure` in its row at most, or at least, `bound`."""
+    """A target of a case: `measure` of its row is at most, or at least, `bound`."""
 
     name: str
     measure: Callable[[dict[str, Any]], float | None]
@@ -39,7 +39,7 @@ class Target:
 
 @dataclass
 class Contest:
-    """What is timed: our function, and makers of the others."""
+    """The timed functions: ours, and factories of the others."""
 
     ours: Function
     peers: dict[str, Callable[[], Function]] = field(default_factory=dict)
@@ -55,13 +55,13 @@ class Case:
     bytes: float = 0.0
     flops: float = 0.0
     targets: Sequence[Target] = ()
-    module: str = ""  # of `megalite_kernels`, and
-    tuned: tuple[str, ...] = ()  # its kernels that --tune tries other settings for
+    module: str = ""  # of `megalite_kernels`
+    tuned: tuple[str, ...] = ()  # kernels of the module that --tune tries other settings for
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the cases are: those of real models, or so small that an interpreter runs them."""
+    """The sizes of cases: those of real models, or small enough for an interpreter."""
 
     device: str
     smoke: bool
@@ -80,17 +80,17 @@ class Sizes:
 
 
 def times_limit(bound: float) -> Target:
-    """Time over that of moving the bytes at 0.9 times the data sheet's bandwidth."""
+    """Target: time relative to moving the bytes at 0.9 times the data sheet's bandwidth."""
     return Target("time / limit", lambda row: row["times_limit"], bound)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without a GPU the function itself: compiling for a CPU takes long, and says nothing."""
+    """The compiled function; without a GPU the function itself, as compiling for a CPU is slow and its speed is irrelevant."""
     return torch.compile(function, dynamic=False) if torch.cuda.is_available() else function
 
 
 def backward_of(forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Function:
-    """Backward alone, again and again, of one forward."""
+    """The backward of one forward, which can run many times."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     outputs = forward(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -306,7 +306,7 @@ def _adamw_of(sizes: Sizes, grad_dtype: torch.dtype) -> Case:
         divisor, step = torch.full((), 2.0, device=sizes.device), torch.full((), 10.0, device=sizes.device)
 
         def torchs() -> None:
-            """Clipping as clip_grad_norm_ does it, torch's fused AdamW, and the weights rounded."""
+            """Clipping as in clip_grad_norm_, torch's fused AdamW, and rounding of the weights."""
             g.div_(divisor)
             torch._fused_adamw_([p], [g.float()], [m], [v], [], [step], **options, amsgrad=False, maximize=False)  # type: ignore[call-overload]
             weight.copy_(p)
@@ -401,7 +401,7 @@ def _loss(sizes: Sizes) -> Iterable[Case]:
 
 
 def _chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Function:
-    """The model's own head and loss, with the weight's gradient in its fp32 accumulator, which is there before the step."""
+    """The model's own head and loss, with the weight gradient in an fp32 accumulator allocated before the step."""
     tp = Mesh(Layout(pp=1, dp=1, cp=1, tp=1)).tp
     spec = ParamSpec("head.weight", 1, (Segment("head.weight", tuple(weight.shape)),))
     head = Weight(spec, weight.detach().requires_grad_(), torch.float32, WeightGradQueue())

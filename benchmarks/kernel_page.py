@@ -1,4 +1,4 @@
-"""Writes what benchmarks/results/*-kernels.json say into docs/kernels.md: `python -m benchmarks.kernel_page`. A test compares."""
+"""Writes benchmarks/results/*-kernels.json as a table into docs/kernels.md: `python -m benchmarks.kernel_page`. A test compares them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = {
 
 
 def section(results: Path = report.RESULTS) -> str:
-    """The text between the marks."""
+    """The text between the markers."""
     files = sorted(results.glob("*-kernels.json"))
     if not files:
         return "Not measured yet: no GPU has run these kernels.\n"

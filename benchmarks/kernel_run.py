@@ -1,7 +1,7 @@
 """One process of `tools/benchmark.py kernels`: measures groups of cases, `python -m benchmarks.kernel_run SPEC.json`.
 
-It prints a line of JSON for every case the moment it is measured. What fails says so in its line: a kernel that breaks the device takes no
-more than its group along. Times are medians with the second-level cache emptied before every call, as triton.testing.do_bench measures.
+It prints a line of JSON for every case as soon as it is measured. A failure is reported in its line, and a kernel that breaks the device
+fails only its group. Times are medians with the L2 cache flushed before every call, as triton.testing.do_bench measures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.kernel_cases import CASES, Case, Function, Sizes
 from benchmarks.measure import read_spec, timed
 from benchmarks.report import ROW, version
 
-H200_BYTES = 0.9 * 4.8e12  # a second: nine tenths of the data sheet, which is what a good kernel moves
+H200_BYTES = 0.9 * 4.8e12  # bytes/s: nine tenths of the data sheet, which a good kernel reaches
 NOTHING: dict[str, Any] = {
     "us": None,
     "gbps": None,
@@ -42,7 +42,7 @@ def main() -> None:
     if not smoke:
         from torch._functorch import config as functorch
 
-        functorch.donated_buffer = False  # the same forward is gone back through again and again
+        functorch.donated_buffer = False  # the backward of one forward runs many times
     device = spec["device"]
     for group in spec["groups"]:
         if group == "device":
@@ -59,7 +59,7 @@ def say(row: dict[str, Any]) -> None:
 
 
 def describe(sizes: Sizes) -> dict[str, Any]:
-    """The device and what it reaches: bytes a second of a copy, FLOP/s of a large product in bf16."""
+    """The device and its measured limits: bytes/s of a copy, FLOP/s of a large product in bf16."""
     count, side = sizes.of(2**30, 2**10), sizes.of(8192, 64)
     source, target, out = sizes.randn(count), sizes.randn(count), sizes.randn(side, side)
     a, b = sizes.randn(side, side), sizes.randn(side, side)
@@ -77,14 +77,14 @@ def describe(sizes: Sizes) -> dict[str, Any]:
 
 
 def measure(function: Function) -> float:
-    """Seconds."""
+    """Median seconds of a call."""
     if torch.cuda.is_available():
         return float(triton.testing.do_bench(function, return_mode="median")) / 1e3
     return min(timed(function, 0, 1))
 
 
 def extra_bytes(function: Function) -> int:
-    """The most memory that is allocated during a call, above what was before."""
+    """Peak memory allocated during a call, above what was allocated before."""
     if not torch.cuda.is_available():
         return 0
     gc.collect()
@@ -107,7 +107,7 @@ def rows(cases: Iterable[Case], device: dict[str, Any], until: float) -> Iterato
             row |= _own(case, contest.ours, device)
             row["peers"] = {name: _peer(make, row["us"], until) for name, make in contest.peers.items()}
             row["targets"] = _judged(case, row)
-        except Exception as error:  # the next case may well succeed
+        except Exception as error:  # the next case may succeed
             row["error"] = reason(error)
         yield row
         del contest
@@ -115,13 +115,13 @@ def rows(cases: Iterable[Case], device: dict[str, Any], until: float) -> Iterato
 
 
 def reason(error: Exception) -> str:
-    """In one line."""
+    """The error in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300] if text else ''}".rstrip(": ")
 
 
 def free() -> None:
-    """Memory of the device, and what was compiled for another shape."""
+    """Free memory of the device, and functions compiled for other shapes."""
     if torch.cuda.is_available():
         gc.collect()
         torch._dynamo.reset()
@@ -143,7 +143,7 @@ def _own(case: Case, ours: Function, device: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warm(function: Function) -> Function:
-    """Compiled, and its libraries' workspaces allocated."""
+    """The function after a first call, which compiles it and allocates library workspaces."""
     function()
     return function
 

@@ -1,7 +1,7 @@
-"""Every Triton kernel on this machine's GPU: its speed beside what the device can do, beside torch's and beside Liger's.
+"""Every Triton kernel on this machine's GPU: its speed compared with the device's limit, with torch and with Liger.
 
-A group of cases is a process of its own (`kernel_run.py`), which ends with its time. What is measured is written at once; of groups that
-were not asked for, the file keeps what it had.
+Each group of cases runs in its own process (`kernel_run.py`) with a time limit. Results are written at once; the file keeps the earlier
+results of groups that are not measured.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks import report
 
 GROUPS = ("cross_entropy", "norm", "adamw", "grad_norm", "swiglu", "rotary", "loss", "attention")
-SECONDS = 570.0  # for all groups together
-SHARE = {"attention": 1.0}  # of what is left that a group may take: the last one everything, the others 0.35
-GRACE = 40.0  # seconds after its time in which a process may finish its case
+SECONDS = 570.0  # time limit of all groups together
+SHARE = {"attention": 1.0}  # fraction of the remaining time that a group may take: everything for the last one, 0.35 for others
+GRACE = 40.0  # seconds beyond its limit for a process to finish its case
 COLUMNS = {
     "kernel": "kernel",
     "shape": "shape",
@@ -50,7 +50,7 @@ Save = Callable[[dict[str, Any]], Path]
 def compare(
     groups: Sequence[str], *, tune: bool, smoke: bool, kept: Sequence[dict[str, Any]], save: Save, progress: Callable[[str], None]
 ) -> Path:
-    """Measure the groups, and write after each. `kept` are earlier results, of which other groups' stay."""
+    """Measure the groups, and write after each. `kept` are earlier results; those of other groups are kept."""
     ends, found = time.monotonic() + SECONDS, [row for row in kept if row["group"] not in groups]
     device, path = dict[str, Any](), Path()
     jobs = [("device", *groups)] if smoke else [("device",), *((group,) for group in groups)]
@@ -61,14 +61,14 @@ def compare(
         if "device" in job:
             device = made.pop(0)
             if "name" not in device:
-                raise report.BenchmarkError(f"the device can not be measured: {device['error']}")
+                raise report.BenchmarkError(f"the device cannot be measured: {device['error']}")
         found += made
         path = save(_content(device, found, tune))
     return path
 
 
 def _run(job: Sequence[str], spec: dict[str, Any], seconds: float, smoke: bool, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The rows of a process that measures these groups; the last of them says so if it failed."""
+    """The rows of a process that measures these groups; if it fails, the last row has the error."""
     made: list[dict[str, Any]] = []
 
     def hear(row: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def _content(device: dict[str, Any], rows: list[dict[str, Any]], tune: bool) -> 
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
-    """A result as a line of the table: ratios are others' time over ours."""
+    """A result as a row of the table: ratios are others' time over ours."""
     ratios = {name: peer["ratio"] for name, peer in row.get("peers", {}).items() if "ratio" in peer}
     others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if name not in PEERS)
     extra = row.get("extra_bytes")
@@ -105,7 +105,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(row: dict[str, Any]) -> str:
-    """For progress lines."""
+    """A result as a progress line."""
     if "name" in row:
         return f"{row['name']}: {row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.0f} TFLOP/s in bf16"
     if "tuned" in row:
@@ -123,5 +123,5 @@ def _figures() -> list[tuple[str, str, str]]:
 
 
 def earlier(path: Path) -> list[dict[str, Any]]:
-    """The rows of a results file, if it is there."""
+    """The rows of a results file, if it exists."""
     return json.loads(path.read_text())["results"] if path.exists() else []

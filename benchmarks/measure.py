@@ -1,4 +1,4 @@
-"""What a measured process does: time steps and matrix products, and read its memory."""
+"""Shared by measured processes: time steps and matrix products, and read memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` calls, after `warmup` that do not count. On a GPU, calls that wait for their results."""
+    """Seconds of each of `steps` calls, after `warmup` uncounted ones. On a GPU, the calls must wait for their results."""
     for _ in range(warmup):
         step()
     seconds = []
@@ -27,7 +27,7 @@ def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
 
 
 def product_peak(size: int, dtype: torch.dtype, repeats: int = 8, device: str = "cpu") -> float:
-    """FLOP/s of the fastest of some products of two [size, size] matrices, under the process's settings."""
+    """FLOP/s of the fastest of several products of two [size, size] matrices, under the process's settings."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -39,13 +39,13 @@ def product_peak(size: int, dtype: torch.dtype, repeats: int = 8, device: str = 
 
 
 def wait(device: str) -> None:
-    """Until what was started on the device is done."""
+    """Wait until all work on the device is done."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def device_memory(device: str) -> dict[str, int | str | None]:
-    """The GPU, and the most bytes that tensors have taken on it so far: allocated, and reserved from the driver."""
+    """The GPU's name, and the peak bytes of tensors on it so far: allocated, and reserved from the driver."""
     if device != "cuda":
         return {"device": None, "peak_allocated": None, "peak_reserved": None}
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -53,15 +53,15 @@ def device_memory(device: str) -> dict[str, int | str | None]:
 
 
 class Memory:
-    """The most resident memory since this object was made, above what was resident then. Linux alone knows; elsewhere None."""
+    """Peak resident memory since this object was created, above what was resident then. Linux only; elsewhere None."""
 
     def __init__(self) -> None:
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: imports may have had a higher one
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak: imports may have had a higher one
         self._base = _resident("VmRSS")
 
     def peak_above(self) -> int | None:
-        """Bytes."""
+        """Bytes above the base, or None."""
         peak = _resident("VmHWM")
         return None if peak is None or self._base is None else peak - self._base
 
@@ -75,13 +75,13 @@ def _resident(field: str) -> int | None:
 
 
 def read_spec() -> dict[str, Any]:
-    """What this process is to run: the JSON file that is its only argument."""
+    """The specification of this process: the JSON file that is its only argument."""
     spec: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     return spec
 
 
 def finish(spec: dict[str, Any], result: dict[str, Any] | None) -> NoReturn:
-    """Hand the result back (None on ranks that have none) and end at once: tearing torch down takes seconds a rank."""
+    """Write the result (None on ranks without one) and exit at once: shutting torch down takes seconds per rank."""
     if result is not None:
         Path(spec["result"]).write_text(json.dumps(result))
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """One measured run of megalite's trainer: `python -m benchmarks.ours SPEC.json`, under torchrun for more than one rank.
 
-On a CPU it then measures, with the same ranks and threads, how long the matrix products alone of such a step take: each rank multiplies
-matrices of its own shapes, forward and backward, for as many microbatches, without communication, norms, softmax, loss or optimizer.
+On a CPU it then measures, with the same ranks and threads, the time of the step's matrix products alone: each rank multiplies matrices of
+its own shapes, forward and backward, for the same number of microbatches, without communication, norms, softmax, loss or optimizer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def step_products(config: Config, mesh: Mesh) -> Callable[[], None]:
-    """A function that computes this rank's matrix products of one step, from the same start to the end of the slowest rank."""
+    """A function that computes this rank's matrix products of one step, between barriers of all ranks."""
     shapes = linear_shapes(config, mesh)
     layers = sum(0 < unit < head_unit(config.model) for unit in stage_units(build.partition(config), mesh.pp.rank))
     rows = config.train.micro_batch_size * config.data.sequence_length
@@ -84,11 +84,11 @@ def step_products(config: Config, mesh: Mesh) -> Callable[[], None]:
 
 
 def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
-    """[out, in] of every weight that this rank multiplies with: all matrices but the tables that are looked up."""
+    """[out, in] of every weight that this rank multiplies with: all matrices except lookup tables."""
     parallel = config.parallel
     units = stage_units(build.partition(config), mesh.pp.rank)
     specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=units)
-    multiplied = [spec for spec in specs if spec.unit > 0 or spec.contributions == 2]  # an embedding that is the head too counts
+    multiplied = [spec for spec in specs if spec.unit > 0 or spec.contributions == 2]  # a tied embedding counts, as it is also the head
     shapes = [spec.local_shape(mesh.coordinates) for spec in multiplied]
     return [shape for shape in shapes if len(shape) == 2]
 
@@ -99,7 +99,7 @@ def _barrier(mesh: Mesh) -> None:
 
 
 def describe(spec: dict[str, Any]) -> str:
-    """The run in a few words, for progress lines."""
+    """A short description of the run for progress lines."""
     parallel, train = spec["config"]["parallel"], spec["config"]["train"]
     layout = " ".join(f"{axis}{parallel[axis]}" for axis in ("tp", "pp", "dp") if parallel[axis] > 1) or "one process"
     return f"megalite {train['precision']}{' compiled' if train['compile'] else ''}, {layout}"

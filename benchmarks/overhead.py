@@ -1,8 +1,8 @@
-"""Small models, where what surrounds the matrix products rules: a character model on one process, and a small Llama on five layouts.
+"""Small models, for which the overhead around matrix products dominates: a character model on one process, a small Llama on five layouts.
 
-Each run trains through the trainer on random tokens. Beside its speed stands that of its matrix products alone, measured by the same ranks
-right after it: the share says what everything else costs, communication included. Several ranks have one thread each, so that on a machine
-with two cores the layouts share what one process has.
+Each run uses the trainer on random tokens. Its speed is compared with that of its matrix products alone, measured by the same ranks right
+after it: the share shows the cost of everything else, including communication. With several ranks each has one thread, so that on a machine
+with two cores the layouts share the cores of one process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COLUMNS = {
 
 @dataclass
 class Run:
-    """A model on a layout, and what its processes gave, one result a round."""
+    """A model on a layout, with one result per round."""
 
     name: str
     model: dict[str, Any]
@@ -79,7 +79,7 @@ def runs(smoke: bool) -> list[Run]:
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run everything, the runs taking turns, and return the figures with what they depend on."""
+    """Run everything, alternating between runs, and return the figures with the conditions they depend on."""
     compared = runs(smoke)
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         configs = [config_of(run, Path(scratch)) for run in compared]
@@ -114,7 +114,7 @@ def config_of(run: Run, scratch: Path) -> dict[str, Any]:
 
 
 def _row(run: Run, threads: int) -> dict[str, Any]:
-    """A run's figures, medians over all steps of all rounds, with its configuration."""
+    """A run's figures (medians over all steps of all rounds) and its configuration."""
     seconds, products = (median(value for result in run.results for value in result[key]) for key in ("seconds", "product_seconds"))
     length = run.model["max_position_embeddings"]
     tokens = run.batch[0] * length
@@ -140,7 +140,7 @@ def _row(run: Run, threads: int) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All three axes together are meant to keep most of the speed of data parallelism alone, on the same cores."""
+    """Target: all three axes together keep most of the speed of data parallelism alone on the same cores."""
     speed = {row["layout"]: row["tokens_per_second"] for row in rows if row["model"] == "llama"}
     if not {"TP2×PP2×DP2", "DP2"} <= speed.keys():
         return []

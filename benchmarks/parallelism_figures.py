@@ -1,6 +1,6 @@
-"""The manual's figures of tensor parallelism, sequence parallelism and ZeRO: `python -m benchmarks.parallelism_figures DIRECTORY`.
+"""Draws the manual's figures of tensor parallelism, sequence parallelism and ZeRO: `python -m benchmarks.parallelism_figures DIRECTORY`.
 
-Colours are ranks where ranks share something, and kinds of memory where memory is counted.
+Colours are ranks in the figures of tensor and sequence parallelism, and kinds of memory in that of ZeRO.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 from megalite.planning.drawing.timeline import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
 
 RANKS = (*COLOURS.values(), "#7a4fa3")
-SHARED = "#e4e4e8"  # what every rank holds whole
+SHARED = "#e4e4e8"  # replicated on every rank
 COMMUNICATION = "#b03a8c"
 ZERO = {
     "ZeRO-0": (False, False, False),
     "ZeRO-1": (False, False, True),
     "ZeRO-2": (False, True, True),
     "ZeRO-3": (True, True, True),
-}  # whether weights, gradients, optimizer state are shared
-BYTES = {"weights": 2, "gradients": 4, "master weights and moments": 12}  # of a parameter, in bf16
+}  # whether weights, gradients and optimizer state are sharded
+BYTES = {"weights": 2, "gradients": 4, "master weights and moments": 12}  # per parameter, in bf16
 
 
 def _title(made: Picture, text: str, note: str) -> None:
@@ -27,7 +27,7 @@ def _title(made: Picture, text: str, note: str) -> None:
 
 
 def _matrix(made: Picture, x: float, y: float, size: tuple[float, float], name: str, split: str) -> None:
-    """A matrix over two ranks: split by columns or by rows, or whole on both."""
+    """A matrix on two ranks: split by columns or by rows, or replicated."""
     width, height = size
     if split == "whole":
         made.boxes.append(Box(x, y, width, height, SHARED))
@@ -40,7 +40,7 @@ def _matrix(made: Picture, x: float, y: float, size: tuple[float, float], name: 
 
 
 def tensor() -> Picture:
-    """A feed-forward block over two ranks: the first matrix by its outputs, the second by its inputs."""
+    """A feed-forward block on two ranks: the first matrix is split by its outputs, the second by its inputs."""
     made = Picture(860, 218, 1)
     _title(made, "A feed-forward block on two tensor-parallel ranks", "blue: rank 0, orange: rank 1, grey: the same on both")
     y = 76
@@ -63,7 +63,7 @@ def tensor() -> Picture:
 
 
 def sequence() -> Picture:
-    """One transformer layer under sequence parallelism: what each of two ranks holds between the collectives."""
+    """One transformer layer under sequence parallelism: the activations of each of two ranks between the collectives."""
     made = Picture(960, 196, 1)
     _title(
         made,
@@ -101,7 +101,7 @@ def sequence() -> Picture:
 
 
 def zero() -> Picture:
-    """Bytes a parameter on each of four ranks under the stages of ZeRO."""
+    """Bytes per parameter on each of four ranks under the stages of ZeRO."""
     made = Picture(860, 236, 1)
     _title(
         made, "What one of four data-parallel ranks keeps of a parameter", "bytes, in bf16 with fp32 gradients, master weights and moments"

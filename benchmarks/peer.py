@@ -1,7 +1,7 @@
 """One measured run of transformers' LlamaForCausalLM with torch's fused AdamW, in a plain loop: `python -m benchmarks.peer SPEC.json`.
 
-bf16 is autocast over fp32 weights, the mixed precision of transformers' own trainer: like megalite's, it updates fp32 master weights. With
-"weights": "bf16" weights, gradients and optimizer state are bf16: no casts, half the memory, and small updates are lost.
+bf16 is autocast over fp32 weights, the mixed precision of transformers' own trainer; like megalite, it updates fp32 master weights. With
+"weights": "bf16", weights, gradients and optimizer state are bf16: no casts and half the memory, but small updates are lost.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it when the optimizer is made: an import, not memory of training
+import torch._dynamo  # torch.optim imports it with the first optimizer; imported here to keep it out of the measured memory
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
@@ -27,7 +27,7 @@ def main() -> None:
         torch.set_float32_matmul_precision(spec["matmul"])
     torch.manual_seed(0)
     all_bf16 = spec.get("weights") == "bf16"
-    without_cache = {"use_cache": False} if device == "cuda" else {}  # keys and values for generation, by default kept in training too
+    without_cache = {"use_cache": False} if device == "cuda" else {}  # the key-value cache, by default filled in training too
     with torch.device(device):
         model = LlamaForCausalLM(LlamaConfig.from_dict({**to_hf_config(config.model, "llama"), **without_cache}))
     if all_bf16:

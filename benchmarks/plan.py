@@ -1,7 +1,7 @@
-"""The planner against this machine: a small Llama on five layouts, the predicted step beside the measured one.
+"""Compares the planner with this machine: predicted and measured steps of a small Llama on five layouts.
 
-The device is calibrated right before, with as many ranks of one thread each as the layouts have. Neither knows of the other: calibration
-measures products, passes over memory and exchanges; the steps are the trainer's.
+The device is calibrated right before, with as many ranks of one thread each as the layouts have. The two are independent: calibration
+measures matrix products, memory bandwidth and collectives; the steps are run by the trainer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMOKE = {"sizes": [16, 32], "rows": [16, 16], "logits": [16, 32], "attention": [
 
 
 def calibrate(smoke: bool = False) -> dict[str, Any]:
-    """Measure this machine; returns a device as `megalite/planning/hardware.py` reads it."""
+    """Measure this machine; returns a device in the form that `megalite/planning/hardware.py` reads."""
     gpu = report.gpu()
     ranks = 2 if gpu is None else _gpus()
     spec: dict[str, Any] = {"device": "cpu" if gpu is None else "cuda", "ranks": ranks, **(ON_CPU if gpu is None else ON_GPU)}
@@ -57,14 +57,14 @@ def calibrate(smoke: bool = False) -> dict[str, Any]:
 
 
 def _gpus() -> int:
-    """GPUs of this machine."""
+    """The number of GPUs of this machine."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def _device(found: dict[str, Any], gpu: str | None, ranks: int) -> dict[str, Any]:
-    """Rows of hardware.yaml. The network between machines is not measured: it is taken to be as fast as the link inside one."""
+    """A device's row of hardware.yaml. The network between machines is not measured but set to the link inside one."""
     where = report.machine()
     best = max(found["products"].values()) / 1e3
     within = found.pop("within", {"gbs": 1.0, "latency_us": 10.0})
@@ -86,7 +86,7 @@ def _device(found: dict[str, Any], gpu: str | None, ranks: int) -> dict[str, Any
 
 
 def _gpu(name: str, best: float) -> dict[str, Any]:
-    """What a GPU says of itself. Its products follow from tiles, at the share of its peak that the fastest of them has reached."""
+    """A GPU's properties. Its products are modelled by tiles, at the fraction of its peak that the fastest measured product reached."""
     import torch
 
     device, peak = torch.cuda.get_device_properties(0), peak_flops(name, "bf16")
@@ -95,7 +95,7 @@ def _gpu(name: str, best: float) -> dict[str, Any]:
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Calibrate, predict, measure; the runs take turns."""
+    """Calibrate, predict and measure; the measured runs alternate."""
     progress("calibrating")
     content = calibrate(smoke)
     runs = [_run(layout, smoke) for layout in LAYOUTS]
@@ -132,7 +132,7 @@ def _row(run: overhead.Run, device: Device) -> dict[str, Any]:
 
 
 def predict(run: overhead.Run, device: Device) -> float:
-    """Seconds of a step."""
+    """Predicted seconds of a step."""
     config = from_dict({"model": run.model})
     job = Job(config.model, device, run.model["max_position_embeddings"], run.batch[0], "fp32")
     return Stepper(job).step(Choice(**run.layout, micro_batch_size=run.batch[1])).total  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Predicts the speeds that others have measured and published (published.yaml), and says how far off that is.
+"""Predicts published training speeds (published.yaml), and reports the deviation.
 
-    python -m benchmarks.published              the tables of docs/planner.md, written there
+    python -m benchmarks.published              writes the tables of docs/planner.md
 
-No constant of the planner is fitted to these rows; a row says what is assumed where its source is silent.
+No constant of the planner is fitted to these rows; a row states its assumptions where its source does not give a value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published figure beside ours; step: the prediction that it follows from."""
+    """A published figure and its prediction; step: the predicted step."""
 
     name: str
     unit: str
@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def deviation(self) -> float:
-        """Of the predicted speed, relative to the measured one."""
+        """Relative deviation of the predicted speed from the measured one."""
         ratio = self.predicted / self.measured
         return (1 / ratio if self.unit == "seconds" else ratio) - 1
 
@@ -104,7 +104,7 @@ def _row(row: Mapping[str, Any], tree: Mapping[str, Any]) -> Comparison:
 
 
 def _figure(unit: str, job: Job, choice: Choice, seconds: float) -> float:
-    """A step of so many seconds in the unit of a source."""
+    """A step of `seconds` in the unit of a source."""
     model, tokens = job.model, job.tokens_per_second_per_gpu(choice, seconds)
     if unit == "seconds":
         return seconds
@@ -116,13 +116,13 @@ def _figure(unit: str, job: Job, choice: Choice, seconds: float) -> float:
 
 
 def _sc21_flops_per_token(model: ModelConfig, sequence: int) -> float:
-    """Narayanan et al. 2021, equation 3: with the forward that recomputation runs again."""
+    """FLOPs per token by Narayanan et al. 2021, equation 3, including the recomputed forward."""
     layers, hidden = model.num_hidden_layers, model.hidden_size
     return 96 * layers * hidden**2 * (1 + sequence / (6 * hidden) + model.vocabulary / (16 * layers * hidden))
 
 
 def document(tables: list[Table]) -> str:
-    """Markdown: a table for each source, with what is assumed."""
+    """Markdown: a table for each source."""
     tree = read_tree(str(ROWS), "published rows")["tables"]
     parts = []
     for table in tables:

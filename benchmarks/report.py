@@ -1,4 +1,4 @@
-"""Starts measured processes, describes the machine they ran on, and writes what they gave. Imports no torch: the processes do."""
+"""Starts measured processes, describes the machine, and writes the results. Imports no torch: the processes do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megalite.data.preparation.writer import IndexedWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-ROW = "row of results: "  # what a line that `stream` hears begins with
+ROW = "row of results: "  # prefix of the output lines that `stream` parses
 
 
 class BenchmarkError(RuntimeError):
@@ -33,7 +33,7 @@ class BenchmarkError(RuntimeError):
 
 
 def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, limit_s: float = 1800.0) -> dict[str, Any]:
-    """Run `python -m module` on `ranks` processes of `threads` threads each and return the result of rank 0."""
+    """Run `python -m module` on `ranks` processes with `threads` threads each, and return the result of rank 0."""
     with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         result = Path(scratch, "result.json")
         Path(scratch, "spec.json").write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
@@ -59,14 +59,14 @@ def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, l
 def stream(
     module: str, spec: dict[str, Any], hear: Callable[[dict[str, Any]], None], *, environment: Mapping[str, str], limit_s: float
 ) -> str | None:
-    """Run `python -m module`, and hear every line of results when it is printed. Returns why the process failed, None if it did not."""
+    """Run `python -m module`, and call `hear` with every row of results as it is printed. Returns the reason of a failure, or None."""
     with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch, open(Path(scratch, "errors"), "w+") as errors:
         Path(scratch, "spec.json").write_text(json.dumps(spec))
         environment = {**os.environ, "PYTHONPATH": _search_path(), **environment}
         command = [sys.executable, "-m", module, str(Path(scratch, "spec.json"))]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
 
-        def kill() -> None:  # with the processes in which torch compiles
+        def kill() -> None:  # also kills the processes in which torch compiles
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -95,7 +95,7 @@ def _search_path() -> str:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """Leave nothing running: torchrun ends its ranks on SIGTERM, not on SIGKILL."""
+    """End a process and its ranks: torchrun ends them on SIGTERM, not on SIGKILL."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -115,7 +115,7 @@ def write_random_tokens(directory: Path, vocab_size: int, count: int) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The processor, never the host: figures are compared between machines of a kind."""
+    """The processor, never the host name: figures are compared between machines of one kind."""
     try:
         info = Path("/proc/cpuinfo").read_text()
         memory: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -133,18 +133,18 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Those that this process may use, where the system tells."""
+    """The number of cores that this process may use, if the system reports it, else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything whose version a figure depends on."""
+    """Versions of everything that a figure depends on."""
     found: dict[str, str | None] = {"python": platform.python_version(), "megalite": __version__, "commit": commit()}
     return found | {package: version(package) for package in ("torch", "numpy", "transformers")}
 
 
 def version(package: str) -> str | None:
-    """None where it is not installed."""
+    """A package's version, None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -152,7 +152,7 @@ def version(package: str) -> str | None:
 
 
 def gpu() -> str | None:
-    """The name of the first NVIDIA GPU, asked of the driver; None without one."""
+    """The name of the first NVIDIA GPU, from the driver; None without one."""
     number, name = ctypes.c_int(), ctypes.create_string_buffer(256)
     with suppress(OSError):
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -162,7 +162,7 @@ def gpu() -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with + where files differ from it; None outside a checkout."""
+    """The checkout's commit, with + if files differ from it; None outside a checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -179,18 +179,18 @@ def write(name: str, content: dict[str, Any], directory: Path, machine_name: str
 
 
 def default_name(device: str | None) -> str:
-    """What this machine is called in the names of files: as its GPU where that is what was measured, else as its processor."""
+    """The machine's name in file names: its GPU's if that was measured, else its processor's."""
     where = machine()
     return slug(device or f"{where['cpu']} {where['cores']} cores")
 
 
 def path_of(name: str, directory: Path, machine_name: str) -> Path:
-    """Where a benchmark's results lie; for the machine's name see `default_name`."""
+    """The path of a benchmark's results; for the machine's name see `default_name`."""
     return directory / f"{machine_name}-{name}.json"
 
 
 def slug(name: str) -> str:
-    """As part of a file name."""
+    """A name as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

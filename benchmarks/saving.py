@@ -1,8 +1,8 @@
 """One measured process of `benchmarks.checkpoint`: `python -m benchmarks.saving SPEC.json`, under torchrun.
 
-Each rank holds its share of the state as rectangles of global matrices. In turns it saves them as a run does, at once and in the
-background, and writes the same tensors with torch.save, to the same directory; files reach the disk (fsync) in both. Nothing is timed
-before all ranks are there, and a save is over when the last rank is done.
+Each rank holds its shard of the state as rectangles of global matrices. It alternates between saving them as a run does, at once and in the
+background, and writing the same tensors with torch.save to the same directory, always with fsync. Timing starts after a barrier of all
+ranks, and a save ends when the last rank is done.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def rectangles(mesh: Mesh, matrices: int, shape: tuple[int, ...]) -> list[Rectangle]:
-    """This rank's rows of every matrix, three times: fp32 weights and two moments. Random, so that no file system can squeeze them."""
+    """This rank's rows of every matrix, three times: fp32 weights and two moments. Random, so that file systems cannot compress them."""
     rows = shape[0] // mesh.world.size
     generator = torch.Generator().manual_seed(mesh.rank)
     return [
@@ -68,7 +68,7 @@ def rectangles(mesh: Mesh, matrices: int, shape: tuple[int, ...]) -> list[Rectan
 
 
 def warm_up(mesh: Mesh, directory: Path) -> None:
-    """Imports, and a first save of nothing much."""
+    """Trigger imports with a small first save."""
     part = Rectangle("w", (mesh.world.size, 8), (mesh.rank, 0), torch.zeros(1, 8))
     checkpoint.save(directory / "warm_up", [part], {}, mesh)
     dist.barrier()
@@ -96,7 +96,7 @@ def with_saver(saver: Saver, mesh: Mesh, directory: Path, own: list[Rectangle]) 
 
 
 def over_ranks(value: float) -> float:
-    """That of the slowest rank."""
+    """The maximum over ranks."""
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()

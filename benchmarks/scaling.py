@@ -1,14 +1,14 @@
-"""Strong and weak scaling: the same training on more and more ranks, and how much of the ideal speed is left.
+"""Strong and weak scaling: the same training on growing numbers of ranks, compared with the ideal speed.
 
-    strong    the batch of a step stays: on w times the ranks, a step would ideally take 1 / w of the time
+    strong    the batch of a step is constant: on w times the ranks, a step would ideally take 1 / w of the time
     weak      the batch grows with the ranks, up to that of strong scaling: a step would ideally take the same time
 
-Efficiency is tokens per second of a rank, over that of the smallest world. Every rank of every world has the same number of threads, and
-needs a core for each, or a GPU of its own: where ranks share cores, the speed says what a layout costs, not how it scales, and there is no
-efficiency.
+Efficiency is tokens per second per rank, relative to the smallest world. Every rank of every world has the same number of threads, and
+needs a core for each, or its own GPU: if ranks share cores, the speed shows the cost of a layout, not its scaling, and no efficiency is
+reported.
 
-Without torchrun the worlds are started here, one after the other. Under torchrun, as on a cluster, the ranks that were started are the one
-world that is measured, and its figures join those of other worlds that were measured alike in the same file.
+Without torchrun the worlds are started here, one after the other. Under torchrun, as on a cluster, only the started world is measured, and
+its figures are added to those of other worlds measured under the same conditions in the same file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalite.config.rules import check
 from megalite.config.schema import ConfigError
 
 AXES = ("tp", "pp", "dp")
-ROWS = 4  # of a rank in weak scaling, by default
+ROWS = 4  # default number of microbatches per rank in weak scaling
 COLUMNS = {
     "scaling": "mode",
     "layout": "layout",
@@ -49,14 +49,14 @@ SHARED = "Where ranks share cores there is no efficiency: a rank needs a core fo
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes of fixed size, and the one that takes the ranks that are left: `tp2xdp` has two tp ranks in every world."""
+    """Axes of fixed size, and the one that grows with the world: `tp2xdp` has two tp ranks in every world."""
 
     fixed: Mapping[str, int]
     growing: str
 
     @staticmethod
     def of(text: str) -> Layout:
-        """Raises ConfigError where `text` names no layout."""
+        """Parse a layout. Raises ConfigError if `text` is not one."""
         parts = [part for part in (re.fullmatch(rf"({'|'.join(AXES)})([1-9]\d*)?", part) for part in text.split("x")) if part]
         found = {part[1]: part[2] for part in parts}
         growing = [axis for axis, size in found.items() if size is None]
@@ -67,7 +67,7 @@ class Layout:
         return Layout({axis: int(size) for axis, size in found.items() if size is not None}, growing[0])
 
     def sizes(self, world: int) -> dict[str, int]:
-        """The size of every axis. Raises ConfigError where the fixed ones do not divide the world."""
+        """The size of every axis. Raises ConfigError if the fixed ones do not divide the world."""
         rest = prod(self.fixed.values())
         if world % rest:
             raise ConfigError(f"--worlds {world} is no multiple of {rest}, which --layout {self} needs.")
@@ -79,11 +79,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and on which worlds.
+    """The training, and the worlds it runs on.
 
     Attributes:
-        batch: rows of a step in strong scaling; in weak scaling the largest world has as many.
-        threads: of a rank.
+        batch: rows per step in strong scaling, and of the largest world in weak scaling.
+        threads: per rank.
     """
 
     layout: Layout
@@ -96,14 +96,14 @@ class Plan:
     device: str
 
     def rows(self, world: int) -> dict[str, int]:
-        """Rows of a step, for each kind of scaling."""
+        """Rows per step, for each kind of scaling."""
         return {"strong": self.batch, "weak": self.batch * world // max(self.worlds)}
 
     def write_tokens(self, scratch: Path) -> str:
         return report.write_random_tokens(scratch, self.model["vocab_size"], 4 * self.batch * self.length)
 
     def configs(self, world: int, prefix: str) -> list[dict[str, Any]]:
-        """What a world trains on a token file, for each kind of scaling. Raises ConfigError where something does not fit."""
+        """A world's configuration for each kind of scaling. Raises ConfigError if one is invalid."""
         train = {"steps": 1000, "micro_batch_size": self.micro_batch, "precision": "bf16" if self.device == "cuda" else "fp32"}
         found = [
             {
@@ -121,7 +121,7 @@ class Plan:
         return found
 
     def shape(self) -> dict[str, Any]:
-        """What figures must have in common to be compared."""
+        """The conditions that figures must share to be compared."""
         batch = {"global_batch_size": self.batch, "largest_world": max(self.worlds), "micro_batch_size": self.micro_batch}
         return {"layout": str(self.layout), "model": self.model, "sequence_length": self.length, **batch, "threads_per_rank": self.threads}
 
@@ -129,7 +129,7 @@ class Plan:
 def plan(
     layout: str, worlds: list[int], *, name: str | None, length: int | None, batch: int | None, micro: int, threads: int | None, smoke: bool
 ) -> Plan:
-    """A plan whose every configuration has been checked. Raises ConfigError."""
+    """A plan with all its configurations checked. Raises ConfigError."""
     largest = max(worlds)
     model: dict[str, Any] = SMOKE_MODEL if smoke else MODEL if name is None else preset(name)
     batch = batch or ROWS * micro * largest
@@ -157,12 +157,12 @@ def plan(
 
 
 def started() -> int | None:
-    """Ranks that torchrun has started; None without it."""
+    """The number of ranks that torchrun started; None without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
 def compare(planned: Plan, earlier: dict[str, Any] | None, *, rounds: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every world, and return the figures with what they depend on. Under torchrun those of `earlier`, the file so far, stay."""
+    """Measure every world, and return the figures with their conditions. Under torchrun those of `earlier`, the file so far, are kept."""
     protocol = {"rounds": rounds, "warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 6}
     here = started()
     worlds = planned.worlds if here is None else [here]
@@ -185,20 +185,20 @@ def compare(planned: Plan, earlier: dict[str, Any] | None, *, rounds: int, smoke
 
 
 def measure_ranks(spec: dict[str, Any], ranks: int) -> list[list[float]]:
-    """Seconds of the steps of each configuration, on ranks that are started for it."""
+    """Seconds of the steps of each configuration, on newly started ranks."""
     found: list[list[float]] = report.launch("benchmarks.scaling_run", spec, ranks=ranks, threads=spec["threads"])["seconds"]
     return found
 
 
 def measure_here(spec: dict[str, Any]) -> list[list[float]]:
-    """The same on the ranks that torchrun has started, of which this is one."""
+    """The same on the ranks that torchrun started; this process is one of them."""
     from benchmarks.scaling_run import measure, prepare
 
     return measure(spec, prepare(spec))
 
 
 def _row(planned: Plan, mode: str, world: int, seconds: list[float]) -> dict[str, Any]:
-    """Figures of a world; those that compare it with others come later."""
+    """Figures of a world; `_compared` adds those that compare it with others."""
     rows, local = planned.rows(world)[mode], int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return {
         "mode": mode,
@@ -226,7 +226,7 @@ def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Speed-up over ranks, measured and ideal; ranks that share cores are hollow."""
+    """Plot speed-up over ranks, measured and ideal; markers are hollow where ranks share cores."""
     import matplotlib
 
     matplotlib.use("Agg")

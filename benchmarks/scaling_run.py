@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def prepare(spec: dict[str, Any]) -> torch.device:
-    """Join the other ranks, once in a process; returns its device."""
+    """Join the other ranks, once per process; returns the rank's device."""
     device = choose_device() if spec["device"] == "cuda" else torch.device("cpu")
     if device.type != spec["device"]:
         raise RuntimeError(f"this machine has {torch.cuda.device_count()} GPUs, and a rank needs one of its own: give smaller --worlds")
@@ -46,7 +46,7 @@ def measure(spec: dict[str, Any], device: torch.device) -> list[list[float]]:
         found.append(timed(trainer.step, spec["warmup_steps"], spec["steps"]))
         gc.enable()
         trainer.close()
-        del trainer  # the next one needs its memory
+        del trainer  # frees its memory for the next one
     return found
 
 

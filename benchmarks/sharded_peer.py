@@ -1,7 +1,7 @@
 """One measured run of transformers' Llama under torch's data parallelism: `python -m benchmarks.sharded_peer SPEC.json`, under torchrun.
 
-`ddp` is DistributedDataParallel with ZeroRedundancyOptimizer, which shards what ZeRO-1 shards; `fsdp2` is fully_shard on each layer and
-on the root.
+`ddp` is DistributedDataParallel with ZeroRedundancyOptimizer, which shards what ZeRO-1 shards; `fsdp2` applies fully_shard to each layer
+and to the root.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it when the optimizer is made: an import, not memory of training
+import torch._dynamo  # torch.optim imports it with the first optimizer; imported here to keep it out of the measured memory
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -1,7 +1,7 @@
 """A training step of a 25M Llama against transformers' LlamaForCausalLM with torch's fused AdamW, side by side.
 
-Every measured run is a process of its own, and the runs take turns, so that a machine that slows down slows all of them. transformers runs
-at its defaults and at the matrix-multiply setting that megalite's CPU backend chooses, which alone is worth a factor on some processors.
+Every measured run is its own process, and the runs alternate, so that a machine that slows down slows all of them. transformers runs with
+its defaults and with the matrix-multiply setting that megalite's CPU backend chooses, which alone is a large factor on some processors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODEL = {
     "max_position_embeddings": 512,
 }
 SMOKE_MODEL = {**MODEL, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 16}
-SETTINGS = (None, "medium")  # of the peer: torch.set_float32_matmul_precision is not called, or called with this
+SETTINGS = (None, "medium")  # of the peer: torch.set_float32_matmul_precision is not called (None), or called with the value
 COLUMNS = {
     "run": "run",
     "fp32 products": "matmul",
@@ -42,7 +42,7 @@ COLUMNS = {
 
 @dataclass
 class Run:
-    """One of the compared runs and what its processes gave, one result a round."""
+    """One of the compared runs, with one result per round."""
 
     peer: bool
     precision: str
@@ -57,14 +57,14 @@ class Run:
 
     @property
     def matmul(self) -> str:
-        """The setting that was in force."""
+        """The matrix-multiply setting that was active."""
         return str(self.results[0]["matmul"])
 
 
 def compare(
     *, rounds: int, threads: int, precisions: list[str], compiled: bool, smoke: bool, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run everything and return the figures with what they depend on."""
+    """Run everything and return the figures with the conditions they depend on."""
     runs = [run for each in precisions for state in ([False, True] if compiled else [False]) for run in _runs(each, state)]
     model, batch = (SMOKE_MODEL, 2) if smoke else (MODEL, 4)
     protocol = {"rounds": rounds, "warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 6, "peak_size": 128 if smoke else 2048}
@@ -110,7 +110,7 @@ def _measure(run: Run, config: dict[str, Any], protocol: dict[str, Any], threads
 
 
 def summarise(runs: list[Run], config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row of figures for each run: medians over all steps of all rounds. The peak is the best of every process under a setting."""
+    """A row of figures per run: medians over all steps of all rounds. The peak is the best of all processes under a setting."""
     made = from_dict(config)
     length, tokens = made.data.sequence_length, made.train.global_batch_size * made.data.sequence_length
     flops = tokens * model_flops_per_token(made.model, length)
@@ -143,7 +143,7 @@ def summarise(runs: list[Run], config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What eager fp32 is meant to reach, and whether it did."""
+    """The targets of eager fp32, and whether they are met."""
     eager = [row for row in rows if row["precision"] == "fp32" and not row["compiled"]]
     own = next((row for row in eager if not row["peer"]), None)
     if own is None:

@@ -1,8 +1,8 @@
 """The offline tuner of the kernels' static tables: `tools/benchmark.py kernels --tune`.
 
-A module looks up what to launch by its `_variant`; here that gives the table's variant with some of its settings replaced. Every setting is
-compiled and timed on this device, and the best is shown beside the table's. The tables are changed by hand, and the compile tests then say
-of every architecture whether registers and shared memory suffice.
+A module looks up its launch settings with `_variant`, which is replaced here to return the table's variant with other settings. Every
+setting is compiled and timed on this device, and the best is printed next to the table's. The tables are edited by hand; the compile tests
+then check registers and shared memory on every architecture.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.kernel_cases import Case, Function
 
 @dataclass(frozen=True)
 class Setting:
-    """What replaces a variant's own; None keeps that."""
+    """Replacements of a variant's settings; None keeps the variant's own."""
 
     constants: dict[str, Any] = field(default_factory=dict)
     warps: int | None = None
@@ -43,12 +43,12 @@ class Setting:
 
 
 def _elementwise(columns: Iterable[int], tile: Iterable[int], warps: Iterable[int]) -> list[Setting]:
-    """Tiles of `tile` elements, `columns` of them across."""
+    """Tiles of `tile` elements, `columns` wide."""
     return [Setting({"ROWS": max(size // wide, 1), "COLUMNS": wide}, w) for size in tile for wide in columns for w in warps]
 
 
 def _attention(tiles: Iterable[tuple[int, int, int]], stages: Iterable[int]) -> list[Setting]:
-    """Tiles of queries and keys with their warps."""
+    """Tiles of (queries, keys), with their number of warps."""
     return [Setting({"QUERIES": queries, "KEYS": keys}, w, s) for queries, keys, w in tiles for s in stages]
 
 
@@ -72,11 +72,11 @@ SETTINGS: dict[tuple[str, str], list[Setting]] = {
     ("attention_triton", "_backward_queries"): _attention(((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 32, 8)), (2, 3)),
     ("attention_triton", "_backward_keys"): _attention(((64, 64, 4), (64, 64, 8), (64, 128, 8), (32, 128, 8), (32, 64, 4)), (2, 3)),
 }
-"""(module, kernel) → what is tried."""
+"""(module, kernel) → settings to try."""
 
 
 def tune(cases: Iterable[Case], measure: Callable[[Function], float], smoke: bool, until: float) -> Iterator[dict[str, Any]]:
-    """A row for every kernel of every case that names some."""
+    """A row for every tuned kernel of every case."""
     for case in cases:
         for kernel in case.tuned:
             settings = SETTINGS[case.module, kernel][: 1 if smoke else None]
@@ -104,7 +104,7 @@ def tune(cases: Iterable[Case], measure: Callable[[Function], float], smoke: boo
 
 
 def applied(module_name: str, kernel: str, setting: Setting) -> ExitStack:
-    """While entered, a module launches a kernel at these settings."""
+    """A context in which a module launches a kernel with these settings."""
     module = importlib.import_module(f"megalite_kernels.{module_name}")
     lookup, made = module._variant, {}
 

@@ -1,4 +1,4 @@
-"""What a rank is doing now: for another thread to read, and for those who want to hear of it."""
+"""What a rank is doing: other threads can read it, and listeners are notified of it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from time import time
 from typing import Any
 
 READING, REDUCING, UPDATING, BETWEEN = "reading its batch", "reduction", "norm and update", "between steps"
-"""What a rank does beside the actions of its pipeline."""
+"""What a rank does besides the actions of its pipeline."""
 
 
 class Activity:
-    """The place that a rank has reached. Each attribute is replaced whole and read without a lock, so noting one costs an assignment.
+    """The progress of a rank. Attributes are replaced as a whole and read without a lock, so an update costs one assignment.
 
     Attributes:
         step: 1-based; 0 before the first.
-        action: a pipeline action, or what a rank does between them in words.
-        communication: the last one that was awaited: what it is, the other rank (None where it is a whole group), and since when.
-        waiting: whether it is awaited still.
-        runs: how often a schedule has been run to its end: in a validation nothing else may tell one batch from the next.
-        listeners: each is called with what the rank does from now on: an action, or in words what it does or awaits.
+        action: a pipeline action, or a description of what the rank does between actions.
+        communication: the last one that the rank waited for: description, peer rank (None for a group), and start time of the wait.
+        waiting: whether the rank still waits for it.
+        runs: number of completed runs of a schedule. In a validation nothing else distinguishes one batch from the next.
+        listeners: called with every change: an action, or a description of what the rank does or waits for.
     """
 
     __slots__ = ("action", "communication", "listeners", "runs", "step", "waiting")
@@ -33,17 +33,17 @@ class Activity:
         self.listeners: tuple[Callable[[Any], None], ...] = ()
 
     def enter(self, action: Any) -> None:
-        """Note what the rank does from now on."""
+        """Record what the rank starts to do."""
         self.action = action
         self._tell(action)
 
     def wait_for(self, what: str, peer: int | None) -> None:
-        """Note that a communication is awaited from now on."""
+        """Record that the rank starts to wait for a communication."""
         self.communication, self.waiting = (what, peer, time()), True
         self._tell(what)
 
     def arrived(self) -> None:
-        """Note that what was awaited is there: the rank goes on with its action."""
+        """Record the end of the wait: the rank continues its action."""
         self.waiting = False
         self._tell(self.action)
 

@@ -1,4 +1,4 @@
-"""One microbatch: what a forward pass of one data-parallel rank consumes, and what a stage returns for it."""
+"""One microbatch: the input of a forward pass on one data-parallel rank, and the output of a stage for it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100  # a target that costs nothing (torch's and Hugging Face's convention)
+IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convention)
 
 
 @dataclass
 class Microbatch:
-    """Attributes:
+    """The rows of one forward pass.
 
-    tokens: [seq, batch] int64.
-    targets: [seq, batch] int64, IGNORE_INDEX where the loss is not counted.
-    positions: [seq, 1] int64, index of each token in its row; [seq, batch] where rows differ.
-    samples: [batch] int64, global sample index of each row: the key of dropout.
-    document_start: [seq, batch] int64, index in the row of the first token of each token's document; None where a row is one document.
-    starts: where the runs of consecutive positions begin that `positions` consists of, all of one length; empty where rows differ. The
-        host knows the positions by it: tables are cached under it, without reading the device.
+    Attributes:
+        tokens: [seq, batch] int64.
+        targets: [seq, batch] int64, IGNORE_INDEX where the loss is not counted.
+        positions: [seq, 1] int64, index of each token in its row; [seq, batch] if rows differ.
+        samples: [batch] int64, global sample index of each row: the key of dropout.
+        document_start: [seq, batch] int64, index in the row of the first token of each token's document; None if a row is one document.
+        starts: first positions of the runs of consecutive positions, all of one length, that `positions` consists of; empty if rows
+            differ. It gives the host the positions without reading the device: rotary tables are cached by it.
     """
 
     tokens: Tensor
@@ -36,13 +37,13 @@ class Microbatch:
     def of(
         tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None, starts: Sequence[int] = (0,)
     ) -> Microbatch:
-        """A microbatch whose rows all consist of the runs of positions that begin at `starts`; by default whole rows."""
+        """A microbatch in which every row consists of the runs of positions that begin at `starts`; by default of one run."""
         length = len(tokens) // len(starts)
         runs = [torch.arange(start, start + length, device=tokens.device) for start in starts]
         return Microbatch(tokens, targets, torch.cat(runs).unsqueeze(1), samples, document_start, tuple(starts))
 
     def to(self, device: torch.device) -> Microbatch:
-        """The same on a device; the copy does not wait for the device's work."""
+        """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the device's work."""
         if device.type == "cpu":
             return self
 
@@ -54,10 +55,11 @@ class Microbatch:
 
 
 class StageOutput(NamedTuple):
-    """What a stage returns for one microbatch.
+    """The output of a stage for one microbatch.
 
-    value: activations for the next stage, [seq (/tp), batch, hidden]; of the last stage the loss, a scalar.
-    statistics: what the stage has measured, by name: scalars that are summed over microbatches, stages and ranks.
+    Attributes:
+        value: activations for the next stage, [seq (/tp), batch, hidden]; from the last stage the loss, a scalar.
+        statistics: scalars by name, which are summed over microbatches, stages and ranks.
     """
 
     value: Tensor

@@ -1,4 +1,4 @@
-"""Whether megalite runs from a checkout or is installed: where its configurations are, and what its commands are called in messages."""
+"""Whether megalite runs from a checkout or is installed: the directory of its configurations, and the names of its commands in messages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = _PACKAGE.parent if (_PACKAGE.parent / "pretrain.py").is_file() and (_PACKAGE.parent / "tools" / "plan.py").is_file() else None
-"""The directory of the source around this package; None where only the package is installed."""
+"""The root of the checkout; None if only the package is installed."""
 CONFIGS = (CHECKOUT or _PACKAGE) / "configs"
-"""The shipped configurations, NAME.yaml each: `--config NAME` takes them."""
+"""The directory of the shipped configurations: `--config NAME` finds NAME.yaml in it."""
 _SCRIPTS = {
     "train": "pretrain.py",
     "bubble": "tools/bubble_calc.py",
@@ -19,10 +19,10 @@ _SCRIPTS = {
 
 
 def command(name: str) -> str:
-    """What a message calls a command: `tools/plan.py` in a checkout, `megalite plan` where megalite is installed."""
+    """The name of a command in messages: `tools/plan.py` in a checkout, `megalite plan` if megalite is installed."""
     return f"megalite {name}" if CHECKOUT is None else _SCRIPTS.get(name, f"tools/{name}.py")
 
 
 def torchrun_target() -> str:
-    """What torchrun starts to train a model, as one would type it."""
+    """The arguments of torchrun that start training."""
     return "-m megalite train" if CHECKOUT is None else command("train")

@@ -1,7 +1,7 @@
-"""When the actions of a step really ran: what the measured bubble and the measured timeline are made of.
+"""Clocks that measure the actions of a step, for the measured bubble and the measured timeline.
 
-A clock gives marks that cost next to nothing, and turns them into seconds when the step is over. On a CPU a mark is a reading of the host's
-clock. On a GPU the host runs far ahead of the device, so a mark is an event in the device's stream, and reading it waits for the device.
+A clock records cheap marks and converts them to seconds after the step. On a CPU a mark is a reading of the host's clock. On a GPU the host
+runs far ahead of the device, so a mark is an event in the device's stream, and reading it waits for the device.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ if TYPE_CHECKING:
 
 
 class ActionMarks(NamedTuple):
-    """One compute action, as a clock has marked it."""
+    """The marks of one compute action."""
 
     action: Action
-    free: Any  # nothing was left to do before it
-    start: Any  # what it needs had arrived
+    free: Any  # the rank has finished what precedes the action
+    start: Any  # the action's input has arrived
     end: Any
 
 
 class ActionTiming(NamedTuple):
-    """One compute action in time: seconds on this host's monotonic clock, which all processes of a host share."""
+    """The times of one compute action: seconds on the host's monotonic clock, which all processes of a host share."""
 
     action: Action
-    free: float  # from here to `start` the rank waited for another one
+    free: float  # from `free` to `start` the rank waited for another one
     start: float
     end: float
 
 
 class StepTiming(NamedTuple):
-    """How a rank spent a step, in seconds. Summed over all ranks, 1 - busy / (pp · wall) is the step's bubble."""
+    """A rank's times in a step, in seconds. With sums over all ranks, 1 - busy / (pp · wall) is the bubble of the step."""
 
     busy: float = 0.0  # inside compute actions
-    wall: float = 0.0  # from the start of the first to the end of the last; 0 on ranks without the first stage, which frames the step
+    wall: float = 0.0  # from the start of the first to the end of the last; 0 on ranks without the first stage, which spans the step
 
     @classmethod
     def of(cls, ran: Sequence[ActionTiming], first_stage: bool, thrown_away: Sequence[ActionTiming] = ()) -> StepTiming:
-        """Of the actions of a step; those that were done first and thrown away count as waiting."""
+        """From the times of a step's actions. Discarded actions, which precede them, count as waiting."""
         wall = ran[-1].end - (*thrown_away, *ran)[0].start if ran and first_stage else 0.0
         return cls(sum(end - start for _, _, start, end in ran), wall)
 
 
 class Clock:
-    """Marks nothing: for a GPU whose step nobody asked to measure."""
+    """Measures nothing: for a GPU whose step is not measured, so that nothing waits for the device."""
 
     def mark(self) -> Any:
         return None
 
     def read(self, marks: Iterable[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, float, float, float]]:
-        """Things with three marks each, in time."""
+        """Convert the three marks of each (what, mark, mark, mark) to seconds."""
         return []
 
 
 class HostClock(Clock):
-    """The time at which the host gets somewhere, which on a CPU is when the computation does.
+    """The time at which the host reaches a point; on a CPU the computation reaches it at the same time.
 
-    `has_passed` and `seconds` never wait: the second is for marks that have been passed.
+    `has_passed` and `seconds` never wait: call `seconds` only with marks that have passed.
     """
 
     def mark(self) -> Any:
@@ -71,7 +71,7 @@ class HostClock(Clock):
         return True
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one mark to another."""
+        """Seconds from one mark to another."""
         return float(end - start)
 
     def read(self, marks: Iterable[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, float, float, float]]:
@@ -79,7 +79,7 @@ class HostClock(Clock):
 
 
 class DeviceClock(HostClock):
-    """The time at which the current CUDA stream gets somewhere."""
+    """The time at which the current CUDA stream reaches a point."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -95,7 +95,7 @@ class DeviceClock(HostClock):
     def read(self, marks: Iterable[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, float, float, float]]:
         now = self.mark()
         now.synchronize()
-        seconds = perf_counter()
+        seconds = perf_counter()  # ties the device's clock to the host's: events measure only differences
 
         def at(event: Any) -> float:
             return seconds - float(event.elapsed_time(now)) / 1000

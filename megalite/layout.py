@@ -1,6 +1,6 @@
-"""Which rank sits where: the arithmetic of the mesh, for any world. Imports no torch.
+"""The coordinates of every rank: the arithmetic of the mesh, for any world size. Imports no torch.
 
-tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that talk most are neighbours on one node.
+tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that communicate most are neighbours on one node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ AXES = ("pp", "dp", "cp", "tp")
 
 
 class AxisPlace(NamedTuple):
-    """A rank's place on one axis, and the axis's size."""
+    """A rank's index on one axis, and the axis's size."""
 
     rank: int
     size: int
@@ -24,7 +24,7 @@ class AxisPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place on the axes of the mesh, by name. An axis that is not named has one rank."""
+    """A rank's index on the axes of the mesh, by name. An axis that is not named has one rank."""
 
     axes: Mapping[str, AxisPlace] = field(default_factory=dict)
 
@@ -33,13 +33,13 @@ class Coordinates:
 
     @staticmethod
     def on(axis: str, rank: int, size: int) -> Coordinates:
-        """A place on one axis alone."""
+        """Coordinates on one axis; every other axis has one rank."""
         return Coordinates({axis: AxisPlace(rank, size)})
 
 
 @dataclass(frozen=True)
 class Layout(ParallelDims):
-    """The sizes of the mesh, and which rank sits where."""
+    """The sizes of the mesh, and the coordinates of its ranks."""
 
     def position(self, rank: int) -> dict[str, int]:
         """The rank's index on each axis."""
@@ -49,17 +49,18 @@ class Layout(ParallelDims):
         return position
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The rank's place on each axis, with the axes' sizes."""
+        """The rank's index on each axis, with the axes' sizes."""
         return Coordinates({axis: AxisPlace(index, getattr(self, axis)) for axis, index in self.position(rank).items()})
 
     def rank(self, position: dict[str, int]) -> int:
+        """The rank with these indices: the inverse of `position`."""
         rank = 0
         for axis in AXES:
             rank = rank * getattr(self, axis) + position[axis]
         return rank
 
     def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes`, in ascending order."""
+        """The ranks that differ from `rank` only along `axes`, itself included, in ascending order."""
         position = self.position(rank)
         ranges = [range(getattr(self, axis)) if axis in axes else (position[axis],) for axis in AXES]
         return tuple(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*ranges))

@@ -1,18 +1,17 @@
-"""Who talks to whom: the pp × dp × cp × tp mesh of ranks and its process groups.
+"""The pp × dp × cp × tp mesh of ranks and its process groups.
 
-tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that talk most are neighbours on one node.
-`ParallelDims` has the sizes, `Layout` adds who sits where (pure, for any world), `Mesh` this process's groups, created once, eagerly, in
-one order on every rank; groups over equal rank lists are one group. `python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints who is where.
+tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that communicate most are neighbours on one node.
+`ParallelDims` has the sizes; `Layout` adds the coordinates of every rank (pure, for any world size); `Mesh` adds this process's groups,
+created once, eagerly, in the same order on every rank. Groups over equal lists of ranks are shared.
+`python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints the coordinates of all ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import product
 from typing import TYPE_CHECKING
 
 from megalite.activity import Activity
@@ -25,22 +24,24 @@ if TYPE_CHECKING:
     from megalite.shared_memory import SharedMemory
 
 PRODUCTS = {"data": ("dp", "cp"), "model": ("pp", "tp"), "stage": ("dp", "cp", "tp"), "world": AXES}
-TOTALS = ("totals_up", "totals_down")  # channels of sums that travel along the pipeline, and back
+TOTALS = ("totals_up", "totals_down")  # channels of sums that are passed along the pipeline, and back
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """This rank's view of one axis (or product of axes): its place among `ranks`, and the group they talk through.
+    """This rank's view of one axis (or product of axes): its index among `ranks`, and their process group.
 
-    `traffic` counts the collectives issued, by (operation, axis): what a step really communicates can be read and tested.
-    `shared` is memory that all ranks of a tp axis share, where they compute on CPUs of one host. `activity` is the mesh's own.
+    Attributes:
+        traffic: number of collectives issued, by (operation, axis name), for tests and reports.
+        activity: the activity record of the mesh, in which collectives note their waits.
+        shared: shared memory of the ranks of a tp axis that computes on the CPUs of one host; None otherwise.
     """
 
     name: str
     rank: int
     size: int
     ranks: tuple[int, ...]
-    group: ProcessGroup | None = None  # None where the size is 1: there is nobody to talk to
+    group: ProcessGroup | None = None  # None if the size is 1
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
     shared: SharedMemory | None = field(default=None, compare=False, repr=False)
@@ -48,12 +49,13 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class Domain:
-    """A kind of parameters by who holds them: dense ones are on all data ranks of a stage, an expert's on those that hold this expert.
+    """The ranks that hold a kind of parameters: of dense ones all data ranks of a stage, of an expert's the ranks that hold this expert.
 
     Attributes:
-        shard: ranks that share weights, gradients and optimizer state of a bucket between them.
+        shard: ranks that a bucket's weights, gradients and optimizer state are sharded over (ZeRO).
         replicate: ranks that hold the same shards.
-        share: which of `owners` equal parts of a bucket this rank alone counts in norms and stores in checkpoints.
+        owners: number of equal parts of a bucket in norms and checkpoints.
+        share: index of the part that only this rank counts in norms and stores in checkpoints.
     """
 
     name: str
@@ -62,26 +64,29 @@ class Domain:
 
     @property
     def owners(self) -> int:
-        """Ranks among which each element of a bucket has one owner."""
+        """Number of ranks; each element of a bucket has exactly one of them as its owner."""
         return self.shard.size * self.replicate.size
 
     @property
     def share(self) -> int:
-        return self.shard.rank * self.replicate.size + self.replicate.rank  # replicas divide their shard among themselves
+        return self.shard.rank * self.replicate.size + self.replicate.rank  # a shard is divided among its replicas
 
 
 class Mesh:
     """This process's axes and channels.
 
     Args:
-        dims: sizes of the axes; their product is the world size. `dims.shard` neighbours of the data axis share weights, gradients and
-            optimizer state between them; the others are replicas of them.
-        kv_replicas: tp ranks that hold the same key-value head (1 where there are at least tp heads).
+        dims: sizes of the axes; their product is the world size. Weights, gradients and optimizer state are sharded over groups of
+            `dims.shard` neighbours of the data axis; the groups are replicas of each other.
+        kv_replicas: number of tp ranks that hold the same key-value head (1 if there are at least tp heads).
         tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
         channels: names of the point-to-point communicators over the pp axis, in the order of creation.
-        timeout: after which an operation whose peers do not answer fails; by default torch's.
         staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels and the axis of a stage.
-        background_saves: whether saves talk beside training: gives `saving`, the world otherwise, a group of its own, over CPUs.
+        background_saves: whether saves communicate during training: gives `saving` a gloo group of its own; otherwise it is the world.
+        timeout: time after which an operation fails if its peers do not answer; default: torch's.
+
+    Raises:
+        ValueError: the number of processes is not the product of the axes' sizes.
     """
 
     def __init__(
@@ -108,10 +113,12 @@ class Mesh:
         self.world = self._axis("world", dims.peers(self.rank, AXES))
         self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
-        self.expert, self.expert_data = self._axis("expert", (self.rank,)), self._axis("expert_data", self.data.ranks)  # every rank has all
+        # Every rank holds all experts: the expert axis has size 1.
+        self.expert, self.expert_data = self._axis("expert", (self.rank,)), self._axis("expert_data", self.data.ranks)
         self.shard, self.replicate = self._split(self.data, dims.shard)
         pp_ranks = dims.peers(self.rank, ("pp",))
-        self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)  # talks through its channels alone
+        # No group of its own: stages communicate only through the channels.
+        self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)
         first = self.tp.rank - self.tp.rank % kv_replicas
         self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
         self.tied_pair = self._tied_pair(tied)
@@ -121,20 +128,20 @@ class Mesh:
         own = background_saves and self.world.size > 1
         self.saving = replace(self.world, name="saving", group=self._new_group(self.world.ranks, "gloo")) if own else self.world
         self._warm_up()
-        self.tp = self._with_shared_memory(self.tp)
+        self.tp = self._with_shared_memory(self.tp)  # only tp: its collectives are on the critical path of every layer
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's place on every axis, derived ones included."""
+        """This rank's index on every axis, including derived ones, with the axis's size."""
         axes = (self.pp, self.dp, self.cp, self.tp, self.data, self.expert, self.expert_data)
         return Coordinates({axis.name: AxisPlace(axis.rank, axis.size) for axis in axes})
 
     def domain(self, name: str) -> Domain:
-        """Who shares and reduces the parameters of a domain: `dense`, or `expert`."""
+        """The ranks that shard and reduce the parameters of a domain: `dense` or `expert`."""
         if name == "dense":
             return Domain(name, self.shard, self.replicate)
         assert name == "expert", name
-        return Domain(name, self.expert_data, self.expert)  # one expert group: the same ranks, each sharing all
+        return Domain(name, self.expert_data, self.expert)  # experts are sharded over all data ranks, without replicas
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
         group = self._group(ranks) if len(ranks) > 1 else None
@@ -150,7 +157,7 @@ class Mesh:
         return replace(axis, shared=SharedMemory.open(axis.ranks, axis.group, self.timeout or dist.default_pg_timeout))
 
     def _split(self, axis: MeshAxis, size: int) -> tuple[MeshAxis, MeshAxis]:
-        """An axis cut into groups of `size` neighbours: this rank's group, and its counterparts in the others."""
+        """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its index in every group."""
         group, place = divmod(axis.rank, size)
         neighbours, counterparts = axis.ranks[group * size : (group + 1) * size], axis.ranks[place::size]
         shard = axis if size == axis.size else self._axis("shard", neighbours)
@@ -161,7 +168,8 @@ class Mesh:
             return None
         if self.pp.rank in tied:
             return self._axis("tied_pair", tuple(sorted(self.pp.ranks[stage] for stage in tied)))
-        # torch names a locally synchronised group after its ranks and the number of groups made so far: every rank must make as many.
+        # torch names a locally synchronised group after its ranks and the number of groups that the process has made: members agree on the
+        # name only if every rank has made equally many. With two pipeline ranks all are in the pair.
         if self.pp.size > 2:
             self._new_group((self.rank,))
         return None
@@ -175,16 +183,17 @@ class Mesh:
         return self._groups[ranks]
 
     def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> ProcessGroup:
-        """Only the members meet: at a thousand ranks nobody waits for groups that are not its own.
+        """Make a group. Only its members synchronise: at a thousand ranks no rank waits for groups that it is not in.
 
-        Every rank makes its groups axis by axis in the same order, and equally many, so members never wait for each other in a circle.
+        Every rank makes its groups axis by axis in the same order, and equally many; otherwise members could wait for each other in a
+        cycle.
         """
         import torch.distributed as dist
 
         return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True)
 
     def _warm_up(self) -> None:
-        """Connect every communicator now, in one order: a lazy first use inside the pipeline could hang."""
+        """Connect every communicator now, in the same order on every rank: lazy connection at the first use in the pipeline can hang."""
         import torch
         import torch.distributed as dist
 
@@ -195,7 +204,7 @@ class Mesh:
             dist.all_reduce(torch.ones(1, device=device), group=group)
         if self.saving is not self.world:
             dist.all_reduce(torch.ones(1), group=self.saving.group)
-        for group in self.channels.values() if device.type == "cuda" else ():  # NCCL connects senders and receivers apart from collectives
+        for group in self.channels.values() if device.type == "cuda" else ():  # NCCL connects peers for send and receive separately
             neighbours = [self.pp.ranks[(self.pp.rank + step) % self.pp.size] for step in (1, -1)]
             sends = [dist.P2POp(dist.isend, torch.ones(1, device=device), peer, group) for peer in neighbours]
             receives = [dist.P2POp(dist.irecv, torch.ones(1, device=device), peer, group) for peer in reversed(neighbours)]
@@ -203,29 +212,7 @@ class Mesh:
                 work.wait()
 
 
-def describe(layout: Layout) -> str:
-    """A picture of the mesh: a row per (pp, dp, cp), the tp ranks side by side."""
-    lines = [f"{layout.world} ranks: pp {layout.pp} × dp {layout.dp} × cp {layout.cp} × tp {layout.tp}"]
-    for pp, dp, cp in product(range(layout.pp), range(layout.dp), range(layout.cp)):
-        ranks = [layout.rank({"pp": pp, "dp": dp, "cp": cp, "tp": tp}) for tp in range(layout.tp)]
-        lines.append(f"  stage {pp}  replica {dp}" + (f"  context {cp}" if layout.cp > 1 else "") + f"  tp ranks {ranks}")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megalite.mesh", description="Print who is where in a mesh.")
-    for axis in reversed(AXES):
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"size of the {axis} axis")
-    sizes = vars(parser.parse_args(argv))
-    for axis, size in sizes.items():
-        if size < 1:
-            parser.error(f"--{axis} = {size}: an axis has at least one rank")
-    layout = Layout(**sizes)
-    print(describe(layout))
-    for name, axes in (*((axis, (axis,)) for axis in reversed(AXES)), *PRODUCTS.items()):
-        groups = sorted({layout.peers(rank, axes) for rank in range(layout.world)})
-        print(f"{name:>6}: " + " ".join(str(list(group)) for group in groups))
-
-
 if __name__ == "__main__":
+    from megalite.mesh_map import main
+
     main()

@@ -1,7 +1,7 @@
-"""Randomness keyed by what it is for, never by who draws it: the same numbers under every mesh.
+"""Random numbers keyed by their purpose, not by the rank that draws them: the same numbers under every mesh.
 
-Initial weights are drawn on the CPU in row blocks, each from a generator keyed by (seed, segment name, block); a rank draws the blocks
-that it holds a part of and keeps its part. (Dropout's keyed mask lies with the kernels.)
+Initial weights are drawn on the CPU in blocks of rows, each from a generator keyed by (seed, segment name, block). A rank draws the blocks
+that it holds a part of and keeps its part. (Dropout's keyed mask is in the kernels.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megalite.layout import Coordinates
     from megalite.parallel.spec import Segment
 
-BLOCK_ROWS = 128  # fixed for ever: another value would draw other weights
+BLOCK_ROWS = 128  # never change it: another value would draw other weights from the same seed
 
 
 def key(*parts: int | str) -> int:
@@ -27,14 +27,14 @@ def key(*parts: int | str) -> int:
 
 
 def normal(shape: tuple[int, ...], *parts: int | str) -> Tensor:
-    """Numbers from normal(0, 1) under the key of `parts`, fp32, on the CPU."""
+    """Samples of normal(0, 1) with the key of `parts`, fp32, on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(key(*parts)))
 
 
 def initial_values(segment: Segment, at: Coordinates, seed: int) -> Iterator[Tensor]:
     """A segment's initial values on the rank at these coordinates, fp32: blocks of rows of its local shape, in order (padding is zero).
 
-    By blocks, because a large table would need its memory twice for a moment.
+    Yields blocks rather than one tensor, which for a large embedding would double the memory.
     """
     part = segment.local(at)
     if segment.init_std == 0.0:
@@ -44,6 +44,7 @@ def initial_values(segment: Segment, at: Coordinates, seed: int) -> Iterator[Ten
     columns = tuple(slice(offset, offset + size) for offset, size in zip(part.offsets[1:], part.sizes[1:], strict=True))
     for first in range(start - start % BLOCK_ROWS, stop, BLOCK_ROWS) if start < stop else ():
         rows = min(BLOCK_ROWS, segment.shape[0] - first)
+        # The whole block, with the columns of all ranks, so that its numbers do not depend on the mesh.
         drawn = normal((rows, *segment.shape[1:]), seed, segment.name, first // BLOCK_ROWS).mul_(segment.init_std)
         drawn = drawn[max(start - first, 0) : stop - first]
         values = torch.zeros(drawn.shape[0], *part.shape[1:])

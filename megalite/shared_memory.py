@@ -1,9 +1,9 @@
 """Small messages between the ranks of one host that compute on its CPU: written once, read in place by every other rank.
 
-A tensor-parallel layer waits for every message that it sends, and TCP takes a thread and two copies for each. Here a group's file in
-/dev/shm holds SLOTS messages of each rank. It has no name any more once all ranks have opened it, so nothing is left of a run however it
-ends. Semaphores say that a message is there; nobody spins, since ranks may share cores. Sizes, places and order are known on both sides:
-the ranks of a group call the same operations.
+A tensor-parallel layer waits for each of its messages, and TCP costs a thread and two copies for each. Here a file in /dev/shm holds SLOTS
+messages of each rank of a group. The file is unlinked once all ranks have opened it, so a run leaves nothing behind however it ends.
+Semaphores signal that a message is available; readers do not spin, since ranks may share cores. Sizes, slots and order are known on both
+sides, because the ranks of a group call the same operations.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SLOTS = 4  # messages of a rank that others may still have to read: layers have two collectives under way, not more
+SLOTS = 4  # messages of a rank that others may not have read yet: layers have at most two collectives in flight
 SLOT_BYTES = 1 << 19  # longer messages go through sockets
 _SEMAPHORE_BYTES = 64  # glibc's sem_t has 32
-_PATIENCE = 1.0  # seconds between looks at whether a silent peer still lives
+_PATIENCE = 1.0  # seconds between checks whether a silent peer is still alive
 
 
 class PeerLost(RuntimeError):
-    """A rank has ended or did not answer within the time limit; `peer` is its place in the group."""
+    """A rank has ended or did not answer within the time limit; `peer` is its index in the group."""
 
     def __init__(self, peer: int, reason: str):
         super().__init__(reason)
@@ -43,9 +43,9 @@ class _Timespec(ctypes.Structure):
 
 
 class SharedMemory:
-    """This rank's access to the messages of a group. `open` makes one.
+    """This rank's access to the messages of a group. Created by `open`.
 
-    A message is published under a number, 0, 1, … in the order of calls, the same in every rank. It stays readable until every rank has
+    A message is published under a number, 0, 1, … in the order of calls, the same on every rank. It stays readable until every rank has
     released it; numbers may be read and released in any order. `published` counts this rank's messages.
     """
 
@@ -59,13 +59,13 @@ class SharedMemory:
         self._processes = (ctypes.c_int64 * size).from_buffer(self._memory, semaphores + 8 * counters)
         self._slots = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_control_bytes(size)).view(size, SLOTS, SLOT_BYTES)
         self.published = 0
-        self._seen = [0] * size  # messages of each rank whose semaphore has been waited for
+        self._seen = [0] * size  # for each rank, the messages whose semaphore this rank has waited for
         self._lives: dict[int, int] = {}
         self._others = [(rank + step) % size for step in range(1, size)]
 
     @staticmethod
     def open(ranks: tuple[int, ...], group: ProcessGroup, timeout: timedelta) -> SharedMemory | None:
-        """Memory of all ranks of a group, or None where they do not share a host. Collective over the group."""
+        """Memory shared by all ranks of a group, or None if they are not on one host. Collective over the group."""
         rank, size = ranks.index(dist.get_rank()), len(ranks)
         file, path = _create(size) if rank == 0 else (None, None)
         name = [path]
@@ -86,13 +86,13 @@ class SharedMemory:
         return made
 
     def _introduce(self, group: ProcessGroup) -> None:
-        """Make this rank's semaphores, and learn which processes the others are."""
+        """Initialise this rank's semaphores, and open the processes of the other ranks, to notice when one ends."""
         for writer in self._others:
             self._libc.sem_init(self._semaphore(writer, self.rank), 1, 0)
         self._processes[self.rank] = os.getpid()
         dist.barrier(group=group)
         for peer in self._others:
-            with suppress(OSError):  # ended already, or not ours to see: then only the time limit tells
+            with suppress(OSError):  # it has ended already, or is hidden from this process: then only the time limit detects it
                 self._lives[peer] = os.pidfd_open(int(self._processes[peer]))
 
     def __del__(self) -> None:
@@ -103,7 +103,7 @@ class SharedMemory:
         return ctypes.c_void_p(self._base + (writer * self.size + reader) * _SEMAPHORE_BYTES)
 
     def publish(self, x: Tensor) -> int:
-        """Let the other ranks read a contiguous tensor; returns its number."""
+        """Make a contiguous tensor readable for the other ranks. Returns its number. Raises PeerLost if its slot stays in use."""
         number = self.published
         self.published += 1
         deadline = monotonic() + self._timeout
@@ -121,7 +121,7 @@ class SharedMemory:
         return self._slots[writer, number % SLOTS, : like.nbytes].view(like.dtype).view(like.shape)
 
     def peers(self, number: int, own: Tensor) -> list[Tensor]:
-        """Every rank's message of that number, in rank order: `own`, and views of those of the others, to be read before `release`."""
+        """Every rank's message of that number, in rank order: `own`, and views of the others' slots, valid until `release`."""
         for writer in self._others:
             while self._seen[writer] <= number:
                 self._await(writer)
@@ -129,7 +129,7 @@ class SharedMemory:
         return [own if writer == self.rank else self._view(writer, number, own) for writer in range(self.size)]
 
     def release(self, number: int) -> None:
-        """The messages of that number have been read."""
+        """Allow the other ranks to overwrite their messages of that number."""
         self._released[self.rank * SLOTS + number % SLOTS] = number + 1
 
     def _await(self, writer: int) -> None:
@@ -147,7 +147,7 @@ class SharedMemory:
 
 
 def _control_bytes(size: int) -> int:
-    """Semaphores [writer, reader], what each reader has released, and processes; rounded up to a cache line."""
+    """Size of semaphores [writer, reader], released numbers [reader, slot] and process ids; rounded up to a cache line."""
     return -(-(size * size * _SEMAPHORE_BYTES + 8 * size * (SLOTS + 1)) // 64) * 64
 
 
@@ -156,7 +156,7 @@ def _bytes(size: int) -> int:
 
 
 def _create(size: int) -> tuple[int, str] | tuple[None, None]:
-    """Make the file; it and its name, None where that is not possible. Its memory is reserved: a full /dev/shm shows here."""
+    """Create the file. Returns its descriptor and path, or None if that fails. Its memory is reserved, so a full /dev/shm fails here."""
     path = f"/dev/shm/megalite-{os.getpid()}-{os.urandom(6).hex()}"
     with suppress(OSError, AttributeError):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -5,7 +5,7 @@ import os
 
 
 def _has_gpu() -> bool:
-    """Asked of the driver: torch and triton read the environment variables below when they are imported."""
+    """Whether the driver has a GPU, without importing torch: torch and triton read the environment variables below on import."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -15,11 +15,11 @@ def _has_gpu() -> bool:
 
 
 HAS_GPU = _has_gpu()
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere: sums must not depend on a machine's cores
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere: sums must not depend on the number of cores
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # kernels are interpreted, here and in the ranks
 
-from tests.distributed.pool import RankPool, start_fork_server  # noqa: E402
+from tests.distributed.support.pool import RankPool, start_fork_server  # noqa: E402
 
 start_fork_server()  # imports torch while pytest does
 
@@ -28,7 +28,7 @@ from collections.abc import Iterator  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-settings.register_profile("any machine", deadline=None)  # an example's time says how busy the machine is
+settings.register_profile("any machine", deadline=None)  # an example's time depends on the machine's load
 settings.load_profile("any machine")
 
 
@@ -58,7 +58,7 @@ def _same_settings_as_ranks() -> None:
 
 @pytest.fixture(autouse=True)
 def _exact_products_on_a_gpu(request: pytest.FixtureRequest, _same_settings_as_ranks: None) -> Iterator[None]:
-    """The setting that lets a CPU take its fast fp32 products lets a GPU round their inputs to TF32: not where a GPU is tested."""
+    """The setting that enables fast fp32 products on a CPU makes a GPU round their inputs to TF32, so it is not used in GPU tests."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return

@@ -27,15 +27,16 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.distributed import layouts
-from tests.distributed.layouts import Case
-from tests.distributed.pool import RankPool, start_fork_server
+from tests.distributed.support import layouts
+from tests.distributed.support.layouts import Case
+from tests.distributed.support.pool import RankPool, start_fork_server
+from tests.distributed.support.references import References
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / "runs" / "matrix"
 ERROR_TAIL = 2500  # characters of an error in a slice's output
 CHUNK = 48  # neighbouring cases that are sorted by layout, so that groups and meshes are reused
-LAYOUT_STEPS = 5  # what a layout changes shows in the first steps; the pairwise table of the suite runs 20
+LAYOUT_STEPS = 5  # what a layout changes shows in the first steps; the pairwise table of the suite runs more
 RANDOM_CASES = 500
 STRESS_ROUNDS = 200
 STRESS_STEPS = 10
@@ -64,11 +65,11 @@ class Layouts:
     longest_s = 20.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.configs import write_tokens
+        from tests.distributed.support.configs import write_tokens
 
         self._ranks = ranks
         self._prefixes = {size: write_tokens(directory, size) for size in layouts.OPTIONS["vocab_size"]}
-        self._known: dict[str, dict[str, Any]] = {}
+        self._references = References(ranks)
         self._cases: dict[str, Case] = {}
 
     def cases(self) -> list[str]:
@@ -80,31 +81,20 @@ class Layouts:
 
     def _layout(self, name: str) -> tuple[int, ...]:
         case = self._cases[name]
-        return _world(case), case["tp"], case["pp"], case["dp"]
+        return layouts.world(case), case["tp"], case["pp"], case["dp"]
 
     def prove(self, case: str) -> None:
-        from tests.distributed import jobs
-        from tests.distributed.configs import config_of
+        from tests.distributed.support import jobs
+        from tests.distributed.support.configs import config_of, config_of_one_process
         from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
 
         options = self._cases[case]
-        config = config_of(options, self._prefixes[options["vocab_size"]], options["precision"])
-        config["train"]["steps"] = LAYOUT_STEPS
-        got = self._ranks.run(_world(options), jobs.train, config, LAYOUT_STEPS)
-        assert_same_run(got, self._single(options), *TOLERANCE[options["precision"]])
-
-    def _single(self, case: Case) -> dict[str, Any]:
-        """The run of one process on the same model, data and global batch."""
-        from tests.distributed import jobs
-        from tests.distributed.configs import SINGLE, config_of
-
-        alone, batch = {**case, **SINGLE}, layouts.global_batch(case)
-        key = f"{layouts.name(alone)}-{batch}"
-        if key not in self._known:
-            config = config_of(alone, self._prefixes[case["vocab_size"]], case["precision"])
-            config["train"] |= {"steps": LAYOUT_STEPS, "global_batch_size": batch, "micro_batch_size": batch}
-            self._known[key] = self._ranks.run(1, jobs.train, config, LAYOUT_STEPS)[0]
-        return self._known[key]
+        prefix = self._prefixes[options["vocab_size"]]
+        config, alone = config_of(options, prefix, options["precision"]), config_of_one_process(options, prefix)
+        for each in (config, alone):
+            each["train"]["steps"] = LAYOUT_STEPS
+        got = self._ranks.run(layouts.world(options), jobs.train, config, LAYOUT_STEPS)
+        assert_same_run(got, self._references.run(jobs.train, alone, LAYOUT_STEPS), *TOLERANCE[options["precision"]])
 
 
 class Random:
@@ -113,7 +103,7 @@ class Random:
     longest_s = 20.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.random_configurations import Files
+        from tests.distributed.support.random_configurations import Files
 
         self._ranks = ranks
         self._files = Files.write(directory)
@@ -122,7 +112,7 @@ class Random:
         return [str(seed) for seed in range(RANDOM_CASES)]
 
     def prove(self, case: str) -> None:
-        from tests.distributed.random_configurations import draw, prove
+        from tests.distributed.support.random_configurations import draw, prove
 
         prove(draw(int(case), self._files), self._files, self._ranks)
 
@@ -133,18 +123,18 @@ class Stress:
     longest_s = 60.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed import delays
-        from tests.distributed.configs import write_tokens
+        from tests.distributed.support import delays
+        from tests.distributed.support.configs import write_tokens
 
         self._ranks, self._prefix = ranks, write_tokens(directory, delays.MODEL["vocab_size"])
 
     def cases(self) -> list[str]:
-        from tests.distributed.delays import LAYOUTS
+        from tests.distributed.support.delays import LAYOUTS
 
         return [f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), STRESS_ROUNDS), start=1)]
 
     def prove(self, case: str) -> None:
-        from tests.distributed.delays import prove_undisturbed
+        from tests.distributed.support.delays import prove_undisturbed
 
         seed, _, layout = case.partition("-")
         prove_undisturbed(layout, STRESS_STEPS, range(int(seed), int(seed) + 1), LONGEST_DELAY_S, self._prefix, self._ranks)
@@ -156,8 +146,8 @@ class Resharding:
     longest_s = 60.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed import resharding
-        from tests.distributed.configs import write_tokens
+        from tests.distributed.support import resharding
+        from tests.distributed.support.configs import write_tokens
 
         prefix = write_tokens(directory, resharding.MODEL["vocab_size"])
         self._pairs = {f"{saved}/{loaded}": (saved, loaded) for saved, loaded in resharding.PAIRS}
@@ -176,8 +166,8 @@ class Kills:
     longest_s = 120.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.configs import write_tokens
-        from tests.distributed.killing import LAYOUTS, MODEL
+        from tests.distributed.support.configs import write_tokens
+        from tests.distributed.support.killing import LAYOUTS, MODEL
 
         self._directory, self._ranks = directory, ranks
         self._prefix = write_tokens(directory, MODEL["vocab_size"])
@@ -188,7 +178,7 @@ class Kills:
         return list(self._cases)
 
     def prove(self, case: str) -> None:
-        from tests.distributed.killing import Kills as Proof
+        from tests.distributed.support.killing import Kills as Proof
 
         seed, layout, how = self._cases[case]
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
@@ -226,10 +216,6 @@ PARTS: dict[str, Callable[[Path, RankPool], Part]] = {
     "kills": Kills,
     "layouts": Layouts,
 }
-
-
-def _world(case: Case) -> int:
-    return int(case["tp"] * case["pp"] * case["dp"])
 
 
 # ---- what has run

@@ -3,9 +3,9 @@
     plain:  h = act(x)               dx = dh · act'(x)
     gated:  h = act(gate) · up       dgate = dh · up · act'(gate)       dup = dh · act(gate)
 
-`gate_up` is packed [..., 2F], gate first, as one matrix product writes it; its gradient is packed the same way. Only the input is
-needed by backward, which computes h again on its way and returns it too, for the weight gradient of the matrix product that h went into:
-that costs one more multiplication, and keeping h a third of the block's activations.
+`gate_up` is packed [..., 2F], gate first, as one matrix product writes it; its gradient is packed the same way. Backward needs only the
+input: it recomputes h and returns it, too, for the weight gradient of the matrix product that read h. That costs one multiplication;
+keeping h would add a third to the block's activations.
 act is silu (x · sigmoid(x)), gelu (x · Φ(x)), gelu_new or gelu_pytorch_tanh (both the tanh form of gelu), or relu.
 """
 
@@ -35,7 +35,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": _GELU_TANH,
     "relu": _Activation(torch.relu, partial(_aten.threshold_backward.grad_input, threshold=0)),
 }
-_FUSED = ("silu", "gelu_new", "gelu_pytorch_tanh")  # those whose gated form has a kernel
+_FUSED = ("silu", "gelu_new", "gelu_pytorch_tanh")  # activations whose gated form has a Triton kernel
 
 
 def _lookup(act: str) -> _Activation:
@@ -45,7 +45,7 @@ def _lookup(act: str) -> _Activation:
 
 
 def plain_forward(x: Tensor, act: str) -> Tensor:
-    """act(x), same shape and dtype."""
+    """act(x), of the same shape and dtype."""
     return _lookup(act).forward(x)
 
 

@@ -4,8 +4,8 @@ Both are x · σ(z), with z = x for silu. For gelu z = 2 √(2/π) (x + 0.044715
 
     a = x σ(z)        a' = σ(z) + a (1 − σ(z)) z'
 
-Forward reads 2 and writes 1 value per element of h, backward (which computes h again) reads 3 and writes 3, rounded once from fp32.
-A program takes a tile of rows × columns of h; both halves of the packed gate_up are read in place. Rows are counted in 64 bits.
+Forward reads 2 and writes 1 value per element of h; backward, which recomputes h, reads 3 and writes 3, rounded once from fp32.
+A program has a tile of rows × columns of h; both halves of the packed gate_up are read in place. Row numbers are 64-bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megalite_kernels.launch import Variant, operation
 
-TILE_BYTES = 4096  # of one input: with 4 warps two 128-bit loads a thread
-COLUMNS = 256  # at most: 512 bytes of a row for each warp; the width of every known model is a multiple
+TILE_BYTES = 4096  # of one input: with 4 warps two 128-bit loads per thread
+COLUMNS = 256  # at most: 512 bytes of a row per warp; the width of every known model is a multiple of it
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _activate(x, GELU: tl.constexpr):
     else:
         z = x
         slope = 1.0
-    small = tl.exp(-tl.abs(z))  # never overflows, and keeps the digits of 1 − σ where σ rounds to 1
+    small = tl.exp(-tl.abs(z))  # does not overflow, and keeps the digits of 1 − σ where σ rounds to 1
     larger = 1.0 / (1.0 + small)
     smaller = small * larger
     sigma, rest = tl.where(z < 0, smaller, larger), tl.where(z < 0, larger, smaller)

@@ -1,9 +1,9 @@
-"""AdamW (Loshchilov & Hutter 2019) over flat tensors: this is the reference, in torch's fused kernel.
+"""AdamW (Loshchilov & Hutter 2019) over flat tensors. The reference is torch's fused kernel.
 
     m ← β1·m + (1 − β1)·g        v ← β2·v + (1 − β2)·g²
     p ← p·(1 − lr·weight_decay) − lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
 
-torch's kernel is called directly: constructing any torch.optim optimizer imports torch._dynamo, more than a second a process.
+torch's kernel is called directly: constructing any torch.optim optimizer imports torch._dynamo, more than a second per process.
 """
 
 import torch
@@ -27,11 +27,14 @@ def adamw_(
     weight_decay: float,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """Update params and both moments in place. `step` counts from 1 and includes this update.
+    """Update params and both moments in place. All tensors are flat, and of equal lengths by index.
 
-    Gradients may be narrower than params. They are divided by `grad_scale` (0-d, on their device: a loss scale, or 1 / the clipping
-    coefficient, or their product), and are used up: what they hold afterwards is not defined. Where params are the masters of `weights`
-    in compute precision, the new ones are written there too, rounded; without `weights` they are the weights themselves.
+    Args:
+        grads: may be narrower than params; undefined afterwards.
+        weights: the weights in compute precision if params are their master weights: the new params are written there, rounded. Without
+            them params are the weights themselves.
+        step: 1-based, includes this update.
+        grad_scale: gradients are divided by it: a loss scale, or 1 / the clipping coefficient, or their product. [], on their device.
     """
     if not params:
         return
@@ -42,9 +45,9 @@ def adamw_(
         rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
         scalars = lr * weight_decay, rate, root, eps, 1 - beta1, 1 - beta2
         return adamw_triton.adamw(params, grads, exp_avgs, exp_avg_sqs, weights or [], scale, *scalars)
-    count = torch.full((), float(step), device=params[0].device)  # unlike a copy from the host, this waits for nothing
+    count = torch.full((), float(step), device=params[0].device)  # unlike a copy from the host, this does not synchronize
     alike = grads[0].dtype == params[0].dtype
-    for part in [slice(None)] if alike else [slice(index, index + 1) for index in range(len(params))]:  # widening takes memory
+    for part in [slice(None)] if alike else [slice(index, index + 1) for index in range(len(params))]:  # one by one: casts need memory
         cast = [grad.to(params[0].dtype) for grad in grads[part]]
         torch._fused_adamw_(
             params[part], cast, exp_avgs[part], exp_avg_sqs[part], [], [count] * len(cast), lr=lr, beta1=beta1, beta2=beta2,

@@ -4,12 +4,12 @@
     p ← p − (decay·p + rate · m / (root·√v + eps))       weight ← p, rounded
     decay = lr·weight_decay        rate = lr / (1 − β1^t)        root = 1 / √(1 − β2^t)
 
-Parameter by parameter it reads p, g, m, v and writes p, m, v and the weight in compute precision: 30 bytes with fp32 gradients and bf16
+For each parameter it reads p, g, m, v and writes p, m, v and the weight in compute precision: 30 bytes with fp32 gradients and bf16
 weights, 28 with bf16 gradients. Gradients are only read. Clipping and a loss scale cost nothing: their product is one number on the device.
 
-Results are not torch's bit for bit. What depends on the step alone is computed on the host in fp64 and rounded once, where torch's GPU
-kernel takes 1 − β^t from fp32 numbers: off by 1e-5 of its value in the first steps with β2 = 0.999. Decay is added to the update before
-the parameter is rounded; torch's CPU kernel multiplies by 1 − lr·weight_decay in fp32, which misses a decay of 1e-6 by some percent.
+Results are not bitwise torch's. Terms that depend only on the step are computed on the host in fp64 and rounded once; torch's GPU kernel
+computes 1 − β^t in fp32, with a relative error of 1e-5 in the first steps with β2 = 0.999. Decay is added to the update before the
+parameter is rounded; torch's CPU kernel multiplies by 1 − lr·weight_decay in fp32, an error of some percent for a decay of 1e-6.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -24,7 +24,7 @@ from torch import Tensor
 from megalite_kernels.launch import Variant, operation
 from megalite_kernels.ranges_triton import TYPE, address, aligned, cut, locate
 
-TILE = 2048  # elements: with 4 warps four 128-bit loads a thread of each fp32 array
+TILE = 2048  # elements: with 4 warps four 128-bit loads per thread of each fp32 array
 
 
 @triton.jit
@@ -71,12 +71,12 @@ def adamw(
     weight1: float,
     weight2: float,
 ) -> None:
-    """One step; `weights` may be empty. For the numbers see above: weight1 and weight2 are 1 − β1 and 1 − β2."""
+    """One step; `weights` may be empty. For the scalars see the module; weight1 and weight2 are 1 − β1 and 1 − β2."""
     arrays = [array for array in (params, grads, exp_avgs, exp_avg_sqs, weights) if array]
     whole = all(aligned(x) for array in arrays for x in array)
     variant = _variant(grads[0].dtype, weights[0].dtype if weights else None, grad_scale is not None, whole)
     tiles = cut(arrays, variant.constants["TILE"])
     if len(tiles.owner):
-        scale = params[0] if grad_scale is None else grad_scale  # an address to pass that is not read
+        scale = params[0] if grad_scale is None else grad_scale  # without a scale any pointer: it is not read
         variant.launch((len(tiles.owner),), *tiles, scale, decay, rate, root, eps, weight1, weight2)
         torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *weights])

@@ -6,19 +6,19 @@
 
 Key j is visible from query i iff j ≤ i, i − j < window and j ≥ document_start[i].
 
-Queries are taken in blocks, each against only the keys that some query of the block can see: half of the products of causal attention
-are never computed. The g query heads that share a key-value head lie next to each other as rows of one matrix, so that keys are
-read once per group and dk, dv are summed over it inside the product. All arithmetic is in at least fp32.
+The reference below processes queries in blocks, each with only the keys that some query of the block can see: half of the products of
+causal attention are never computed. The g query heads that share a key-value head are adjacent rows of one matrix, so that keys are read
+once per group and dk, dv are summed over it inside the product. All arithmetic is in at least fp32.
 
-What runs (`_route`): on a GPU, plain causal attention in fp16 or bf16 takes the kernels that come with torch, which are faster than any in
-Triton (`attention_library`). With window, documents, soft-cap or dropout, which those do not know, and in a deterministic run, flash
-attention (`attention_triton`) does it, in 16 bits and up to its widest head: with more bits products would leave the tensor cores. All
-else takes the reference below. With train.kernels = torch it is torch's own kernels or the reference.
+What runs (`_route`): on a GPU, plain causal attention in fp16 or bf16 uses the kernels that come with torch, which are faster than any in
+Triton (`attention_library`). They support neither window, documents, soft-cap nor dropout, nor deterministic runs: then flash attention
+(`attention_triton`) runs, in 16 bits and for heads of up to WIDEST channels; in fp32 its products would not use tensor cores. All other
+cases use the reference. With train.kernels = torch only torch's own kernels or the reference run.
 
 On CPU the reference replaces torch's fused scaled_dot_product_attention at every length: measured in fp32 on one core from sequence 64
 to 2,048, its forward takes 0.9–1.5 times as long and its backward 1.2–2.2 times (with oneDNN's products 0.8–5 and 1.1–10 times, worst when
-short). With `recompute`, nothing but the inputs is kept, and memory is linear in the sequence; otherwise the probabilities are. The
-kernels always recompute them, from the log-sum-exp of each query.
+short). With `recompute` only the inputs are kept, and memory is linear in the sequence; otherwise the probabilities are kept. The kernels
+always recompute them from the log-sum-exp of each query.
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ from megalite_kernels.attention_library import library, library_attention, libra
 from megalite_kernels.dispatch import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
-WIDEST = 256  # channels of a head that the Triton kernels take
-BLOCK = 64  # queries of one block: of 32, 64, 128 and 256 the best or near it at every sequence length from 64 to 2,048
+WIDEST = 256  # most channels of a head that the Triton kernels support
+BLOCK = 64  # queries per block: of 32, 64, 128 and 256 the fastest or nearly so at every sequence length from 64 to 2,048
 
 
 class _Block(NamedTuple):
     queries: range
-    keys: range  # every key that any of the queries sees lies here
+    keys: range  # contains every key that any of the queries sees
     mask: Tensor  # [1 or B, 1, queries, 1, masked keys]: -inf where invisible, else 0; added to the scores of the last keys
 
 
@@ -46,9 +46,9 @@ def _blocks(sequence: int, window: int | None, document_start: Tensor | None, li
     for first in range(0, sequence, BLOCK):
         stop = min(first + BLOCK, sequence)
         start = max(first - window + 1, 0) if window else 0
-        if document_start is not None and document_start.is_cpu:  # elsewhere reading the value would stall the device
+        if document_start is not None and document_start.is_cpu:  # on a GPU reading the value would synchronize
             start = max(start, int(document_start[first:stop].min()))
-        # Without window and documents all keys before the block are visible to all its queries: only its own square needs a mask.
+        # Without window and documents all keys before the block are visible to all its queries: only the block's diagonal needs a mask.
         masked = start if window or document_start is not None else first
         i, j = position[first:stop, None, None], position[masked:stop]
         hidden = j > i  # [queries, 1, keys]
@@ -62,7 +62,7 @@ def _blocks(sequence: int, window: int | None, document_start: Tensor | None, li
 
 
 def _rows(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
-    """[S, B, heads, D] -> [B·kv_heads, S·g, D] in at least fp32, contiguous, times scale; row s·g + i is head i of the group at s."""
+    """[S, B, heads, D] -> [B·kv_heads, S·g, D] in at least fp32, contiguous, times scale; row s·g + i: position s, head i of the group."""
     sequence, batch, heads, dim = x.shape
     group = heads // kv_heads
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -81,7 +81,7 @@ def _heads(rows: Tensor, like: Tensor, kv_heads: int, scale: float = 1.0) -> Ten
 
 
 class _Problem:
-    """One attention call: sizes and options, and the steps that forward and backward share."""
+    """One attention call: its sizes and options, and the steps common to forward and backward."""
 
     def __init__(self, q: Tensor, k: Tensor, window: int | None, document_start: Tensor | None, softcap: float | None,
                  dropout: AttentionDropout | None) -> None:  # fmt: skip
@@ -95,11 +95,11 @@ class _Problem:
         return slice(block.queries.start * self.group, block.queries.stop * self.group)
 
     def by_head(self, scores: Tensor, block: _Block) -> Tensor:
-        """[B·kv_heads, queries·g, keys] seen as [B, kv_heads, queries, g, keys]."""
+        """[B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
         return scores.view(self.batch, self.kv_heads, len(block.queries), self.group, scores.shape[-1])
 
     def scores(self, query: Tensor, key: Tensor, block: _Block) -> Tensor:
-        """Masked and capped scores of one block; `query` carries the scale already."""
+        """Masked and capped scores of one block, [B·kv_heads, queries·g, keys]; `query` is already multiplied by the scale."""
         scores = torch.bmm(query[:, self.query_rows(block)], key[:, block.keys.start : block.keys.stop].transpose(1, 2))
         if self.softcap:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -107,7 +107,7 @@ class _Problem:
         return scores
 
     def drop(self, x: Tensor, block: _Block) -> Tensor:
-        """x ∘ keep, a new tensor where there is dropout."""
+        """x ∘ keep; with dropout a new tensor, else x itself."""
         if self.dropout is None or self.dropout.p == 0.0:
             return x
         keep = self.dropout.scale(self.heads, block.queries, block.keys, x.dtype)  # [B, heads, queries, keys]
@@ -115,14 +115,14 @@ class _Problem:
 
 
 def _route(q: Tensor, k: Tensor, v: Tensor, *options: object) -> str:
-    """What computes: cudnn or flash (torch's own), triton, or reference. `options` are those that torch's own kernels do not know."""
+    """The implementation: cudnn or flash (torch's own), triton, or reference. `options`: those that torch's own kernels do not support."""
     chosen = None if any(option is not None for option in options) else library(q, k, v)
     flash = takes_triton(q) and q.shape[-1] <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
     return chosen or ("triton" if flash else "reference")
 
 
 def _fields(dropout: AttentionDropout | None) -> tuple[Tensor | None, int, float, int, int]:
-    """As the registered operations take them."""
+    """The fields of dropout as arguments of the registered operations; p = 0: no dropout."""
     if dropout is None or dropout.p == 0.0:
         return None, 0, 0.0, 0, 0
     return dropout.samples, dropout.key, dropout.p, dropout.head_offset, dropout.position_offset
@@ -140,8 +140,8 @@ def attention(
     dropout: AttentionDropout | None = None,
     recompute: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """out [S, B, hq, D], contiguous, and what `attention_backward` needs: of the reference the probabilities block by block, with
-    `recompute` or a soft-cap nothing; of a kernel the log-sum-exp of each query's scores.
+    """out [S, B, hq, D], contiguous, and the tensors to save for `attention_backward`: the reference's probabilities block by block (none
+    with `recompute` or a soft-cap), or a kernel's log-sum-exp of each query's scores.
 
     q [S, B, hq, D]; k, v [S, B, hk, D], hq a multiple of hk; document_start [S, B] is the index in the row of the first token of the
     token's document. Any strides.
@@ -183,9 +183,10 @@ def attention_backward(
     dropout: AttentionDropout | None = None,
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [S, B, hq, D], dk and dv [S, B, hk, D]; the options and `saved` as in the forward pass.
+    """dq [S, B, hq, D], dk and dv [S, B, hk, D]; options as in forward, `saved` as forward returned it.
 
-    The reference does not read `out`; a kernel that never holds a whole row of probabilities needs Σ_keys p∘dp = Σ_dim dout∘out from it.
+    The reference does not read `out`; a kernel, which never holds a whole row of probabilities, computes Σ_keys p∘dp = Σ_dim dout∘out from
+    it.
     """
     route = _route(q, k, v, window, document_start, softcap, dropout)
     if route == "triton":

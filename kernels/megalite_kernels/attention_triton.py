@@ -1,21 +1,21 @@
-"""Flash attention: `attention.attention` and `attention.attention_backward` with no score matrix in memory.
+"""Flash attention: `attention.attention` and `attention.attention_backward` without a score matrix in memory.
 
-A program of the forward kernel holds a tile of queries and passes over the keys that they see, a tile at a time, with a running maximum m,
+A program of the forward kernel holds a tile of queries and loops over the keys that they see, a tile at a time, with a running maximum m,
 sum l and output, all in fp32 and in powers of two (Dao, FlashAttention-2, 2023; x are scores, before the factor c = log₂e · scale):
 
     m' = max(m, c·max x)    p = 2^(c·x − m')    l = l·2^(m − m') + Σp    out = out·2^(m − m') + (p ∘ keep)·v    lse = m + log₂ l
 
-Backward has p = 2^(c·x − lse) from the log-sum-exp and Σ_keys p∘dp = Σ_dim dout∘out = δ. Every sum has one owner and one order, so there
-are no atomics and the bits are the same each time: one kernel owns tiles of queries, and computes δ and dq; the next owns tiles of keys,
-passes over the queries of each head of the group that reads them, and computes dk and dv.
+Backward computes p = 2^(c·x − lse) from the log-sum-exp, and Σ_keys p∘dp = Σ_dim dout∘out = δ. Each sum is computed by one program in one
+order: there are no atomics, and results are bitwise reproducible. The first kernel has a tile of queries per program and computes δ and
+dq; the second has a tile of keys per program, loops over the queries of each head of the group that reads them, and computes dk and dv.
 
-Keys that no query of a tile sees are never loaded. Tiles that all its queries see whole come first, in a loop without a mask; a second
-loop has the rest, on both sides of them. (With a soft-cap or dropout one loop has all: beside their arithmetic a mask costs little, and
-the code is half as long.) Where documents begin is read by the kernel, with no host synchronisation: document_start does not decrease
-along the sequence, so its least and largest value in a tile of queries bound the keys, and for a tile of keys the tiles of queries that
-see it are counted.
+Keys that no query of a tile sees are never loaded. Tiles of keys that all its queries see come first, in a loop without a mask; a second
+loop has the tiles on both sides of them. (With a soft-cap or dropout one loop has all: compared with their arithmetic a mask costs little,
+and the code is half as long.) The kernel reads where documents begin, without host synchronization: document_start does not decrease along
+the sequence, so its minimum and maximum in a tile of queries bound the keys, and for a tile of keys the tiles of queries that see it are
+counted.
 
-Dropout hashes (head, key position) and (sample, query position) as `dropout.AttentionDropout` does, to the same bits.
+Dropout hashes (head, key position) and (sample, query position) as `dropout.AttentionDropout` does, with the same bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -36,13 +36,13 @@ from megalite_kernels.launch import Variant, architecture, operation
 
 _A, _B, _C = (tl.constexpr(factor) for factor in (dropout._A, dropout._B, dropout._C))
 _LOG2E = tl.constexpr(math.log2(math.e))
-_FARTHEST = 2**24  # elements between two positions: offsets within a tile, of at most 128, are counted in 32 bits
-_PROBES = tl.constexpr(128)  # tiles of queries whose documents are looked at together
+_FARTHEST = 2**24  # elements between two positions, at most: offsets within a tile of up to 128 positions are 32-bit
+_PROBES = tl.constexpr(128)  # tiles of queries whose document starts are read together
 
 
 @triton.jit
 def _mix(h):
-    """`dropout._mix_`: int32 arithmetic wraps, and shifts keep the sign."""
+    """`dropout._mix_`: int32 arithmetic wraps, and right shifts are arithmetic."""
     h = h * _A
     h = h + (h >> 16)
     h = h * _B
@@ -65,7 +65,7 @@ def _keeps(row, column, THRESHOLD: tl.constexpr):
 
 @triton.jit
 def _load(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """[ROWS, WIDTH] from row `first` of a matrix [limit, DIM], zero beyond it; WHOLE promises that all rows exist."""
+    """Load [ROWS, WIDTH] from row `first` of a matrix [limit, DIM], zero beyond it; WHOLE: all rows exist."""
     row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + row * stride + channel
     if WHOLE:
@@ -75,15 +75,15 @@ def _load(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, W
 
 @triton.jit
 def _target(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a tile is stored, and which of its elements exist. That is asked in other words than in `_load`: the compiler would keep the
-    common part in registers from there on."""
+    """Pointers to store a tile to, and which of its elements exist. The condition is written differently than in `_load`: otherwise the
+    compiler would keep the common subexpression in registers in between."""
     row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     return matrix + tl.cast(first, tl.int64) * stride + row * stride + channel, (row < limit - first) & (channel < DIM)
 
 
 @triton.jit
 def _capped(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Products q·k as they are, or tanh(scale·q·k / cap)."""
+    """Products q·k unchanged, or with a soft-cap tanh(scale·q·k / cap)."""
     if SOFTCAP > 0:
         small = tl.exp2(tl.abs(x) * (-2 * SCALE / SOFTCAP * _LOG2E))
         tanh = (1.0 - small) / (1.0 + small)
@@ -93,7 +93,7 @@ def _capped(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _exponent(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """The score in powers of two of what `_capped` returned."""
+    """The score as a power of two, from the result of `_capped`."""
     if SOFTCAP > 0:
         return x * (SOFTCAP * _LOG2E)
     return x * (SCALE * _LOG2E)
@@ -101,7 +101,7 @@ def _exponent(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _first_key(starts, query, sequence, d_s, DOCUMENTS: tl.constexpr):
-    """Of each query's document."""
+    """The first key of each query's document."""
     return tl.load(starts + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32) if DOCUMENTS else query
 
 
@@ -120,7 +120,7 @@ def _key_edges(
     first, sequence, first_key,
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of queries: where its keys begin, where those begin and end that need no mask, where its keys end."""
+    """For a tile of queries: the begin of its keys, begin and end of those that need no mask, and the end of its keys."""
     begin, unmasked = 0, 0
     if WINDOW:
         begin = tl.maximum(first - WINDOW + 1, 0)
@@ -139,7 +139,7 @@ def _query_edges(
     first, sequence, starts, d_s,
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of keys: where the queries begin that see any of it, where those begin and end that need no mask, where the first end."""
+    """For a tile of keys: the begin of the queries that see any of it, begin and end of those that need no mask, the end of the first."""
     begin, end, unmasked = first // QUERIES * QUERIES, sequence, sequence
     if WINDOW:
         end = tl.minimum(end, first + KEYS - 1 + WINDOW)
@@ -161,13 +161,13 @@ def _query_edges(
 
 @triton.jit
 def _length(edges, masked: tl.constexpr):
-    """Of what needs a mask, on both sides of what does not, or of that."""
+    """Number of positions that need a mask, on both sides of those that do not; or of those that do not."""
     return edges[1] - edges[0] + edges[3] - edges[2] if masked else edges[2] - edges[1]
 
 
 @triton.jit
 def _place(edges, step, masked: tl.constexpr):
-    """Where in the sequence the tile is that lies `step` into what `_length` measured."""
+    """The position in the sequence of the tile at `step` of the positions that `_length` counts."""
     if masked:
         return edges[0] + step + tl.where(edges[0] + step < edges[1], 0, edges[2] - edges[1])
     return edges[1] + step
@@ -179,7 +179,7 @@ def _forward(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # those that see most keys start first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # tiles that see the most keys start first
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     query, lane = first + tl.arange(0, QUERIES), tl.arange(0, KEYS)
@@ -191,7 +191,7 @@ def _forward(
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
     edges = _key_edges(first, sequence, first_key, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
-    largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that a row which has seen no key yet has p = 2^-inf
+    largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
@@ -286,7 +286,7 @@ def _backward_keys(
     sample = tl.load(samples + row) if P > 0 else 0
     for masked in tl.static_range(0 if APART else 1, 2):
         tiles = tl.cdiv(_length(edges, masked), QUERIES)
-        for step in range(GROUP * tiles):  # the heads of the group one after the other
+        for step in range(GROUP * tiles):  # heads of the group, one after the other
             head, at = kv_head * GROUP + step // tiles, _place(edges, step % tiles * QUERIES, masked)
             query, own = at + lane, row * heads + head
             q_tile = _load(q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, False)
@@ -318,7 +318,7 @@ def _backward_keys(
 
 
 class Tile(NamedTuple):
-    """What a program holds of the matrix that it owns, and what it takes of the other at a time."""
+    """The tile of queries or keys that a program holds, the tile of the other that it loads at a time, and launch options."""
 
     queries: int
     keys: int
@@ -331,14 +331,14 @@ _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_key
 
 @functools.cache
 def _tables() -> dict[str, dict[str, list[list[int]]]]:
-    """Architecture → kernel → its tiles for narrow, wide and the widest heads."""
+    """Architecture → kernel → its tiles for heads of up to 64, 128 and 256 channels."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("attention_tiles.yaml").read_text())
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
-    """The table's; `heavy` kernels have a soft-cap or dropout."""
+    """The tile from the table; `heavy` kernels have a soft-cap or dropout."""
     tables = _tables()[target]
     tiles = tables.get(f"{kernel} heavy", tables[kernel]) if heavy else tables[kernel]
     return Tile(*tiles[(width > 64) + (width > 128)])
@@ -361,7 +361,7 @@ def _launcher(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, window: int | None, document_start: Tensor | None,
     softcap: float | None, samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
 ) -> Callable[..., None]:  # fmt: skip
-    """Launches one of `_KERNELS` for an attention call, given its name and the tensors that it alone has, between v and the masks."""
+    """Return a function that launches one of `_KERNELS` for an attention call, given its name and the tensors that only it has."""
     sequence, batch, heads, dim = q.shape
     kv_heads, matrices = k.shape[2], [x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous() for x in (q, k, v)]
     starts = lse if document_start is None else document_start.to(torch.int64)
@@ -389,8 +389,8 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, document_start: Tensor | None, softcap: float | None,
     samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [S, B, hq, D], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq, S]: with it, context parallelism joins
-    results for parts of the keys. Arguments are those of `attention.attention`, with the fields of its dropout one by one; p = 0 is none.
+    """out [S, B, hq, D], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq, S], with which context parallelism
+    combines results for parts of the keys. Arguments are those of `attention.attention`, with the fields of its dropout; p = 0: none.
     """
     out, lse = _like_out_and_lse(q, k, v)
     if out.numel():

@@ -1,15 +1,15 @@
 """Cross-entropy of one rank's columns in two passes over its logits: `cross_entropy.statistics` and `cross_entropy.gradient_`.
 
-A logit is read once in forward, and read and overwritten once in backward: 6 bytes in bf16. Forward has a program for each row. It walks
-over tiles of DEPTH × COLUMNS logits and keeps, for each of the COLUMNS lanes, the largest logit m so far and s = Σ exp(x − m), which a
-tile brings up to date (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"):
+A logit is read once in forward, and read and overwritten once in backward: 6 bytes in bf16. Forward has one program per row. It loops over
+tiles of DEPTH × COLUMNS logits and keeps, for each of the COLUMNS lanes, the largest logit m so far and s = Σ exp(x − m), updated by each
+tile (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"):
 
     m' = max(m, the lane's part of the tile)        s' = s · exp(m − m') + Σ exp(x − m')
 
-A lane's part lies in one thread, so threads meet only at the end of the row: M = max(m), S = Σ s · exp(m − M). In backward a program takes
-a tile of one row; exp(x − lse) subtracts lse in two parts, which costs nothing and saves the last digits of fp32.
-Rows are counted in 64 bits. What lies in padded columns and ignored rows is never used, whatever it is. The upstream gradient is read on
-the device: nothing waits for the host.
+A lane is in one thread, so threads communicate only at the end of the row: M = max(m), S = Σ s · exp(m − M). In backward a program has a
+tile of one row; exp(x − lse) subtracts lse in two parts, which costs nothing and keeps the last digits of fp32.
+Row numbers are 64-bit. The content of padded columns and ignored rows is never used. The upstream gradient is read on the device: no host
+synchronization.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,16 +23,16 @@ from torch import Tensor
 
 from megalite_kernels.launch import Variant, architecture, operation
 
-LANE_BYTES = 2048  # across a row: 128 bits for each of 128 threads
-DEPTH = 4  # as many of them in a tile
-ALIGN = 8  # logits: what a rank's part of the vocabulary is padded to a multiple of, and 128 bits in bf16
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # below every logit, and unlike −inf it can be subtracted from itself
+LANE_BYTES = 2048  # of a row: 128 bits for each of 128 threads
+DEPTH = 4  # number of them in a tile
+ALIGN = 8  # logits: a rank's part of the vocabulary is padded to a multiple of it; 128 bits in bf16
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # not larger than any logit; unlike −inf it can be subtracted from itself
 INTEGERS = ("tokens", "stride", "width", "valid", "vocab_start", "ignore_index")
 
 
 @triton.jit
 def _update(x, addend, largest, total, logits_sum, WITH_SUM: tl.constexpr):
-    """The lanes' state after a tile of logits; where a column does not exist x is −inf, and addend 0."""
+    """The lanes' state after a tile of logits; x is −inf and addend 0 where a column does not exist."""
     larger = tl.maximum(largest, tl.max(x, 0))
     total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[None, :]), 0)
     if WITH_SUM:
@@ -100,7 +100,7 @@ def _variant(chip: str, backward: bool, dtype: torch.dtype, with_sum: bool, alig
 
 
 def _rows(logits: Tensor) -> tuple[Tensor, int]:
-    """The logits with dense rows, themselves where they have them, and the step in which rows and their distances are counted."""
+    """The logits, copied unless their rows are dense, and the unit in which the kernels count row lengths and strides."""
     dense = logits if logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1] else logits.contiguous()
     return dense, 1 if dense.stride(0) % ALIGN or dense.shape[1] % ALIGN else ALIGN
 
@@ -135,7 +135,7 @@ def cross_entropy_gradient_(
     z_loss: float,
     vocab_size: int,
 ) -> None:
-    """Overwrite the logits with their gradient: see `cross_entropy.gradient_`. grad_scale is 0-d, fp32, and lies where they do."""
+    """Overwrite the logits with their gradient: see `cross_entropy.gradient_`. grad_scale: [] fp32, on the logits' device."""
     (tokens, width), (dense, align) = logits.shape, _rows(logits)
     if not logits.numel():
         return
@@ -145,6 +145,6 @@ def cross_entropy_gradient_(
     tensors = (dense, targets.contiguous(), lse.contiguous(), grad_scale)
     variant.launch((tokens * triton.cdiv(width, variant.constants["COLUMNS"]),), *tensors, *sizes, *terms)
     if dense is logits:
-        torch.autograd.graph.increment_version(logits)  # autograd did not see it: a second backward would take this for logits
+        torch.autograd.graph.increment_version(logits)  # autograd did not see the write: a second backward must fail, not read gradients
     else:
         logits.copy_(dense)

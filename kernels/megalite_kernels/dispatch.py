@@ -1,7 +1,7 @@
-"""Which tensors an operation's Triton kernel takes; all others go through its plain-torch reference.
+"""Decides which tensors are computed by an operation's Triton kernel; all others use its plain-torch reference.
 
-The choice is made once for the whole process (`train.kernels`). Until then every tensor takes the reference, and so does fp64, which is
-for proof. Triton itself is imported by the first tensor that wants it: that takes a second, and a machine without a GPU may not have it.
+The choice is made once for the whole process (`train.kernels`). Before that all tensors use the reference, and fp64 always does. Triton is
+imported with the first tensor that needs it: the import takes a second, and a machine without a GPU may not have the package.
 """
 
 import importlib.util
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_device_types: tuple[str, ...] = ()  # whose tensors the kernels take
+_device_types: tuple[str, ...] = ()  # the device types whose tensors kernels compute
 
 
 def select(kernels: str) -> None:
-    """Choose for this process.
+    """Select the kernels of this process.
 
     Args:
-        kernels: auto (CUDA tensors, where Triton is installed), torch (none), or triton (CUDA tensors, and CPU tensors too where
-            TRITON_INTERPRET=1 makes Triton interpret kernels instead of compiling them, which is slow and for tests).
+        kernels: auto (Triton for CUDA tensors if it is installed), torch (no Triton), or triton (for CUDA tensors; also for CPU tensors if
+            TRITON_INTERPRET=1 makes Triton interpret kernels instead of compiling them, which is slow and meant for tests).
 
     Raises:
-        ValueError: for triton, where no kernel can run.
+        ValueError: triton is selected, but no kernel can run.
     """
     global _device_types
     installed = importlib.util.find_spec("triton") is not None
@@ -35,5 +35,5 @@ def select(kernels: str) -> None:
 
 
 def takes_triton(x: Tensor) -> bool:
-    """Whether the operation on this tensor runs its kernel."""
+    """Whether an operation on this tensor runs its Triton kernel."""
     return x.device.type in _device_types and x.dtype in _DTYPES

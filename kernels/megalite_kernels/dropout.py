@@ -1,13 +1,13 @@
-"""Dropout whose mask is a pure function of what is dropped: the same bits under every mesh, microbatching and recomputation.
+"""Dropout whose mask is a pure function of global coordinates: the same bits under every mesh, microbatching and recomputation.
 
 A bit is a hash of (seed, step, site, layer), the global sample index, the position in the sequence, and the channel, or, for attention
-probabilities, (global head, key position). Rows (sample, position) and columns (channel) are hashed on their own, which is cheap, and
-each element mixes one row hash with one column hash:
+probabilities, (global head, key position). Rows (sample, position) and columns (channel) are hashed separately, which is cheap, and each
+element mixes one row hash with one column hash:
 
     h = row ^ column;   h = h · A;   h = h + (h >> 16);   h = h · B;   keep = h < threshold
 
-All arithmetic is int32, wrapping, with the arithmetic right shift, so that any backend reproduces it bit for bit. The keep probability
-is resolved to 2^-32. Kept elements are scaled by 1 / (1 − p). The backward pass is the same function applied to the gradient.
+All arithmetic is int32, wrapping, with the arithmetic right shift, so that every backend computes the same bits. The resolution of the keep
+probability is 2^-32. Kept elements are scaled by 1 / (1 − p). The backward is the same function applied to the gradient.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _A, _B, _C = 0x2C1B3C6D, 0x297A2D39, 0x1B56C4E9  # odd: a product with them perm
 
 
 def dropout_key(seed: int, step: int, site: int, layer: int) -> int:
-    """One int32 for a dropout call: `site` numbers the places of a layer where dropout acts."""
+    """The int32 key of one dropout call; `site` numbers the places in a layer where dropout is applied."""
     state = 0
     for word in (seed, step, site, layer):  # splitmix64 over the words
         state = (state + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -30,7 +30,7 @@ def dropout_key(seed: int, step: int, site: int, layer: int) -> int:
 
 
 def _mix_(h: Tensor) -> Tensor:
-    """A permutation (all but: the shift-add) of int32 in which every input bit moves every output bit; in place."""
+    """A permutation of int32 (nearly: the shift-add is not one) in which every input bit affects every output bit; in place."""
     for factor in (_A, _B, _C):
         h.mul_(factor)
         h.add_(h >> 16)
@@ -40,7 +40,7 @@ def _mix_(h: Tensor) -> Tensor:
 def row_hash(key: int, samples: Tensor, positions: Tensor) -> Tensor:
     """int32 [S, B] from the global sample indices [B] and the positions in the sequence, [S] or [S, 1] or [S, B]."""
     indices = samples.to(torch.int64)
-    sample = _mix_((indices + (indices >> 32) * _B).to(torch.int32) ^ key)  # both halves of indices beyond 2^32 count
+    sample = _mix_((indices + (indices >> 32) * _B).to(torch.int32) ^ key)  # uses both halves of indices beyond 2^32
     return _mix_((positions.to(torch.int32) * _C).reshape(len(positions), -1) + sample)
 
 
@@ -50,12 +50,12 @@ def column_hash(columns: Tensor, head: Tensor | int = 0) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """Hashes below it are kept."""
+    """Elements whose hash is below it are kept."""
     return min(round((1.0 - p) * 2**32) - 2**31, 2**31 - 1)
 
 
 def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    """0 where dropped, 1 / (1 − p) where kept, from row and column hashes that broadcast against each other."""
+    """Factors: 0 for dropped elements, 1 / (1 − p) for kept ones, from row and column hashes that broadcast against each other."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability {p} is not in [0, 1).")
     h = rows ^ columns
@@ -70,7 +70,7 @@ def keep_mask(rows: Tensor, channels: Tensor, p: float, dtype: torch.dtype = tor
 
 
 def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int = 0) -> Tensor:
-    """x [S, B, C] with elements dropped; `channel_offset` is the global index of x's first channel. Its own backward, given dy."""
+    """Dropout of x [S, B, C]; `channel_offset` is the global index of x's first channel. Applied to dy, it is its own backward."""
     if p == 0.0:
         return x
     channels = torch.arange(channel_offset, channel_offset + x.shape[-1], device=x.device, dtype=torch.int32)
@@ -79,12 +79,12 @@ def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, c
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Dropout of attention probabilities [B, heads, query, key], for any block of queries and keys."""
+    """The dropout mask of attention probabilities [B, heads, query, key], for any block of queries and keys."""
 
     key: int
     samples: Tensor  # [B]: global sample indices
     p: float
-    head_offset: int = 0  # global index of the first of this rank's heads
+    head_offset: int = 0  # global index of this rank's first head
     position_offset: int = 0  # global position of the first query and key
 
     def scale(self, heads: int, queries: range, keys: range, dtype: torch.dtype) -> Tensor:

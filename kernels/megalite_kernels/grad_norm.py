@@ -1,7 +1,7 @@
 """The sum of squares behind the gradient norm.
 
-A plain fp32 sum over millions of elements loses digits (torch's vector_norm is off by 1e-3 at 25M elements on CPU). So squares are
-summed in at least fp32 over short rows, and the rows' sums in fp64, which ranks then add among themselves.
+A plain fp32 sum over millions of elements loses digits (torch's vector_norm is off by 1e-3 at 25M elements on CPU). So squares are summed
+in at least fp32 over short rows, and the sums of rows in fp64. The caller reduces the result over ranks.
 """
 
 import torch
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megalite_kernels.dispatch import takes_triton
 
-ROW = 512  # elements summed in fp32; short enough that the sum keeps its digits, long enough that rows cost nothing
+ROW = 512  # elements summed in fp32: few enough for the sum to keep its digits, enough for the number of rows not to matter
 
 
 def squared_sum(chunks: list[Tensor]) -> Tensor:
-    """Σ x² over all elements of all chunks (flat, any lengths), 0-d fp64 on the chunks' device; no host synchronisation."""
+    """Σ x² over all elements of all chunks (flat, any lengths): [] fp64 on the chunks' device. Does not synchronize with the host."""
     if chunks and takes_triton(chunks[0]):
         from megalite_kernels import grad_norm_triton
 

@@ -1,8 +1,8 @@
 """The sum of squares of many ranges in one launch: `grad_norm.squared_sum`.
 
-A program sums the squares of one tile in fp32, as a tree: 4,096 fp32 or 8,192 bf16 numbers, 16 or 32 of them by each thread. The tiles'
-sums are added in fp64. How ranges are cut depends on their lengths alone, and nothing is added atomically, so a sum has the same bits each
-time. A number that is not finite makes the sum so. Each element is read once, and the host waits for nothing.
+A program sums the squares of one tile in fp32, as a tree: 4,096 fp32 or 8,192 bf16 elements, 16 or 32 of them per thread. The sums of tiles
+are added in fp64. The tiles depend only on the ranges' lengths, and there are no atomics, so sums are bitwise reproducible. An element that
+is not finite makes the sum not finite. Each element is read once; no host synchronization.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite_kernels.launch import Variant, operation
 from megalite_kernels.ranges_triton import TYPE, address, aligned, cut, locate
 
-TILE_BYTES = 16384  # with 4 warps eight 128-bit loads a thread
+TILE_BYTES = 16384  # with 4 warps eight 128-bit loads per thread
 
 
 @triton.jit
@@ -38,8 +38,8 @@ def _like_total(chunks: list[Tensor]) -> Tensor:
 
 @operation(fake=_like_total)
 def squared_sum(chunks: list[Tensor]) -> Tensor:
-    """Σ x² over all elements of all chunks (at least one), 0-d fp64. Those that are not aligned to 16 bytes take a launch of their own,
-    with narrower loads: after an odd one, the others keep theirs."""
+    """Σ x² over all elements of all chunks (at least one), [] fp64. Chunks that are not aligned to 16 bytes have a launch of their own with
+    narrower loads, so that one of them does not slow down the others."""
     total = _like_total(chunks)
     for whole in (True, False):
         group = [chunk for chunk in chunks if aligned(chunk) is whole]

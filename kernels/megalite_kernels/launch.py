@@ -1,8 +1,8 @@
-"""How a Triton kernel is launched, and how its host function becomes an operation of torch. Imports no triton.
+"""Launches Triton kernels and registers their host functions as torch operations. Imports no triton.
 
-No kernel is tuned at run time: that would take time on every rank, and could choose differently on two ranks or in two runs. A module
-launches what stands in its static tables. The compile tests note what is launched at the sizes of real models, and prove of each such
-binary, with no GPU, that it spills no register and loads 128 bits at once.
+No kernel is autotuned at run time: that takes time on every rank, and could choose differently on two ranks or in two runs. Modules launch
+the variants in their static tables. The compile tests record what is launched at the sizes of real models, and check of each such binary,
+without a GPU, that it spills no registers and loads 128 bits at once.
 """
 
 import functools
@@ -16,12 +16,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-"""What the tables of variants are made for: A100, H100 and H200, B200, MI300."""
+"""The architectures of the tables of variants: A100, H100 and H200, B200, MI300."""
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Which of `ARCHITECTURES` a device runs, or comes nearest to. The interpreter, on a CPU, stands for sm_90."""
+    """The one of `ARCHITECTURES` that a device has or is nearest to; sm_90 for a CPU, where kernels are interpreted."""
     if device.type == "cpu":
         return "sm_90"
     if torch.version.hip:
@@ -31,7 +31,7 @@ def architecture(device: torch.device) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A kernel with everything that decides its machine code, but for the types of its arguments and which of them are multiples of 16."""
+    """A kernel with everything that determines its machine code, except its arguments' types and which of them are multiples of 16."""
 
     kernel: Any
     """The function decorated with triton.jit."""
@@ -39,27 +39,27 @@ class Variant:
     """The kernel's tl.constexpr arguments."""
     warps: int
     stages: int = 1
-    """How many iterations of a loop over loads the compiler overlaps."""
+    """Number of iterations of a loop over loads that the compiler overlaps."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is compiled. A newer Triton does not contract to fused multiply-add unless it is told to."""
+        """Compile options. Newer versions of Triton contract to fused multiply-add only with `enable_fp_fusion`."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def launch(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Run `grid` programs on the current device; `args` are the kernel's, in order, but for the constants."""
+        """Run `grid` programs on the current device; `args` are the kernel's arguments in order, without the constants."""
         self.kernel[grid](*args, **self.constants, **self.options)
 
 
 def operation(fake: Callable[..., Any] | None = None, mutates: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: register a host function as `torch.ops.megalite.<its name>`, so that torch.compile can trace over it and selective
-    checkpointing can tell it from others. Called in eager mode it costs no more than the function itself: the registered operation is
-    taken only by a compiler, or under a dispatch mode. It has no gradient of its own: the caller's autograd Function has.
+    checkpointing can recognize it. In eager mode a call costs no more than the function itself: the registered operation is used only by a
+    compiler or under a dispatch mode. It has no gradient of its own: the caller's autograd Function has.
 
     Args:
-        fake: takes the same arguments and returns tensors of the shapes, dtypes and strides of the result, without computing. An operation
-            that returns nothing needs none.
-        mutates: names of the tensor arguments that it writes to. What it returns is new: never a view of an argument.
+        fake: takes the same arguments and returns tensors with the shapes, dtypes and strides of the result, without computing. An
+            operation that returns nothing needs none.
+        mutates: names of the tensor arguments that it writes to. Results must be new tensors, never views of arguments.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:

@@ -7,7 +7,7 @@ RMSNorm (Zhang & Sennrich 2019), with g = weight + offset and x̂ = x · rstd:
 
 The residual addition before a norm is fused with it: s = x + branch, y = norm(s), and dx = dbranch = dnorm + ds.
 LayerNorm (Ba et al. 2016) subtracts the mean first and adds a bias; its dx also subtracts mean(g·dy).
-Like transformers' Llama, RMSNorm normalises in at least fp32, casts to x's dtype and multiplies with the weight there.
+Like transformers' Llama, RMSNorm normalizes in at least fp32, casts to x's dtype, and multiplies by the weight in that dtype.
 Statistics and weight gradients are at least fp32.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megalite_kernels.dispatch import takes_triton
 
-_ROW_BYTES = 32768  # what a kernel holds in registers: 16,384 values of bf16
-_LAYER_NORM = 8192  # its largest hidden size there: the gradients of weight and bias take registers too
+_ROW_BYTES = 32768  # largest row that a kernel holds in registers: 16,384 values of bf16
+_LAYER_NORM = 8192  # largest hidden size of its LayerNorm: the gradients of weight and bias need registers, too
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """x + branch [..., H], and `rms_norm` of it. Backward is `rms_norm_backward` at the sum, and its dx is that of x and of branch."""
+    """x + branch [..., H], and `rms_norm` of it. Backward is `rms_norm_backward` at the sum; its dx is the gradient of x and of branch."""
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
@@ -63,8 +63,8 @@ def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float, offset: 
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows. `dtotal` is the gradient that reaches x past the
-    norm, and is added to dx."""
+    """dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows. `dtotal`: the gradient of x that does not come
+    through the norm, added to dx."""
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
@@ -74,7 +74,7 @@ def rms_norm_backward(
     scale = rstd.reshape(-1, 1)  # [rows, 1]
     gain = _gain(_at_least_fp32(weight), offset)
     product = (grad * rows).mul_(scale)  # dy · x̂
-    dweight = product.sum(0)  # not a product with a vector of ones: BLAS adds rows one by one, 14 times the error at 8,192 rows
+    dweight = product.sum(0)  # not a product with a vector of ones: BLAS adds rows sequentially, 14 times the error at 8,192 rows
     coefficient = product.mv(gain).view(-1, 1).mul_(scale.square()).div_(hidden)
     dx = torch.mul(grad, gain, out=product).mul_(scale).addcmul_(rows, coefficient, value=-1)
     dx = dx.to(x.dtype).view(x.shape)
@@ -100,5 +100,5 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rst
     gain = _at_least_fp32(weight)
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         _at_least_fp32(dy), _at_least_fp32(x), [x.shape[-1]], mean, rstd, gain, gain, [True, True, True]
-    )  # the bias only says that its gradient is wanted
+    )  # the bias only has to be given for its gradient to be computed
     return dx.to(x.dtype), dweight, dbias

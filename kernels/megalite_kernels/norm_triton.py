@@ -1,12 +1,12 @@
 """RMSNorm, residual addition with RMSNorm, and LayerNorm in one pass over memory: the functions of `norm`.
 
-RMSNorm is LayerNorm without mean and bias, so one kernel a direction serves all three. A program holds whole rows in registers, several
-where rows are short (a head's queries), and rounds each result once from fp32. Values read and written per element: forward 2, with the
-addition 4; backward 3, with the gradient that goes past the norm to the sum 4.
+RMSNorm is LayerNorm without mean and bias, so one kernel per direction serves all three. A program holds whole rows in registers, several
+if rows are short (a head's queries), and rounds each result once from fp32. Values read and written per element: forward 2, with the
+addition 4; backward 3, with the gradient that reaches the sum past the norm 4.
 
-Backward runs a fixed number of programs. Each walks over tiles of rows, the next tile's values on their way while it computes, and keeps
-its part of the weight's gradient in registers; the parts are then added up in order. So there are no atomics, and devices of one kind
-give the same bits each time.
+Backward runs a fixed number of programs. Each loops over tiles of rows, loading the next tile's values while it computes, and keeps its
+part of the weight's gradient in registers; the parts are then summed in order. So there are no atomics, and results are bitwise
+reproducible on devices of one kind.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,17 +20,17 @@ from torch import Tensor
 
 from megalite_kernels.launch import Variant, architecture, operation
 
-TILE = 2048  # values that a program holds at least: 4 warps of 32 threads
-VALUES = 16  # that a thread holds, 32 in the widest rows: backward takes up to 128 registers
-# How many warps have the registers they need for backward on one multiprocessor; a program has no more than these.
+TILE = 2048  # least number of values per program: 4 warps of 32 threads
+VALUES = 16  # values per thread, 32 in the widest rows: backward uses up to 128 registers
+# Number of warps that have enough registers for backward on one multiprocessor: the most that a program uses.
 WARPS = {"sm_80": 16, "sm_90": 16, "sm_100": 16, "gfx942": 8}
-AHEAD = {"sm_80": 2, "sm_90": 2, "sm_100": 2, "gfx942": 1}  # iterations of backward that overlap: through shared memory, on AMD registers
+AHEAD = {"sm_80": 2, "sm_90": 2, "sm_100": 2, "gfx942": 1}  # iterations of backward that overlap: in shared memory; on AMD in registers
 
 
 @triton.jit
 def _tile(tile, rows, HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row numbers [ROWS]; offsets of their elements in x, and in all other tensors [ROWS, COLUMNS]; which of these exist. In x HEADS rows
-    lie one after the other, and such groups begin STRIDE elements apart."""
+    """Row numbers [ROWS]; offsets of their elements in x, and in all other tensors [ROWS, COLUMNS]; which of them exist. In x, groups of
+    HEADS consecutive rows begin STRIDE elements apart."""
     row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     first = (row // HEADS) * STRIDE + (row % HEADS) * HIDDEN
@@ -39,7 +39,7 @@ def _tile(tile, rows, HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.cons
 
 @triton.jit
 def _repeat(vector, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[HIDDEN] as fp32 [ROWS, COLUMNS]: loaded in the layout of a tile, which no exchange between threads must make."""
+    """[HIDDEN] as fp32 [ROWS, COLUMNS]: loaded in the layout of a tile, so that threads need not exchange values."""
     column = tl.arange(0, COLUMNS)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     return tl.load(vector + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
 
@@ -91,7 +91,7 @@ def _backward(
             for_bias += gradient
         normed *= scale
         for_weight += gradient * normed
-        # The widest rows leave no registers in which the weight could stay.
+        # With the widest rows no registers are left to keep the weight in.
         gradient *= gain if COLUMNS <= 8192 else _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
         along = normed * (tl.sum(gradient * normed, 1) / HIDDEN)[:, None]
         if LAYER:
@@ -125,8 +125,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """x, copied unless its rows lie in groups at equal distances, as the heads in a packed projection; their size, how many make a group,
-    and the distance between groups."""
+    """x, copied unless its rows are groups at equal distances, like the heads in a packed projection; the size of a row, the number of rows
+    in a group, and the distance between groups."""
     hidden, size, stride = x.shape[-1], x.shape, x.stride()
     grouped = x.dim() > 2 and stride[-2:] == (hidden, 1) and all(stride[d] == size[d + 1] * stride[d + 1] for d in range(x.dim() - 3))
     if grouped and not x.is_contiguous():
@@ -146,8 +146,8 @@ def _like_normed(
 def norm_forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32: LayerNorm with `bias`, and RMSNorm without, when the
-    mean is empty. Without `branch` the norm of x, and the sum is empty."""
+    """The sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32: LayerNorm with `bias`; RMSNorm without, and the mean
+    is empty. Without `branch` the norm of x, and the sum is empty."""
     results = _like_normed(x, branch, weight, bias, eps, offset)
     x, rows_of_x = _rows_of(x)
     if x.numel() > 0:
@@ -168,7 +168,7 @@ def _like_gradients(
 def norm_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [..., H], with dtotal added to it; dweight and dbias [H] in fp32. Without `mean` those of RMSNorm, and dbias is empty."""
+    """dx [..., H], with dtotal added; dweight and dbias [H] in fp32. Without `mean` the gradients of RMSNorm, and dbias is empty."""
     x, rows_of_x = _rows_of(x)
     hidden, target = x.shape[-1], architecture(x.device)
     rows = x.numel() // hidden

@@ -1,11 +1,11 @@
-"""Many flat ranges of memory in one launch of a kernel: what the kernels of AdamW and of the gradient norm share.
+"""Many flat ranges of memory in one kernel launch: shared by the kernels of AdamW and of the gradient norm.
 
-A launch costs the host some ten microseconds, and a model's gradient is hundreds of ranges. So a kernel is given a table of them instead
-of tensors. Ranges are cut into tiles of one size; a program handles one tile, and looks up which range that is of, where it starts there,
-and the range's addresses. The two dependent loads hide behind the other programs of a multiprocessor.
+A launch costs the host some ten microseconds, and a model's gradient consists of hundreds of ranges. So a kernel's argument is a table of
+ranges instead of tensors. Ranges are cut into tiles of one size; a program handles one tile, and looks up its range, its offset in the
+range and the range's addresses. The latency of the two dependent loads is hidden by the other programs of a multiprocessor.
 
-A table is a function of addresses and lengths alone. A training step has the same ones each time, so tables are kept; the memory of one
-is 4 bytes a tile. It is copied to the device without waiting.
+A table depends only on addresses and lengths. These are the same in each training step, so tables are cached; one takes 4 bytes per tile.
+It is copied to the device asynchronously.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,27 +20,30 @@ import triton.language as tl
 from torch import Tensor
 
 TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-"""Triton's type of the numbers that an address from a table leads to."""
+"""Triton's type of the elements at an address from a table."""
 
 
 class Tiles(NamedTuple):
-    """The table of a launch."""
+    """The table of one launch."""
 
-    owner: Tensor  # [tiles] int32: the range that each tile is of
+    owner: Tensor  # [tiles] int32: the range that each tile belongs to
     rows: Tensor  # [ranges, 2 + arrays] int64: a range's first tile, its length, and its address in each array
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether a range can be moved 128 bits at a time."""
+    """Whether a range can be loaded and stored 128 bits at a time."""
     return x.data_ptr() % 16 == 0 and x.numel() % 16 == 0
 
 
 def cut(arrays: Sequence[Sequence[Tensor]], tile: int) -> Tiles:
-    """The tiles of some ranges, one after the other.
+    """The tiles of the given ranges, one after the other.
 
     Args:
-        arrays: for each array that a kernel works on, its part in every range; in a range all are of one length, in an array of one dtype.
-        tile: elements of a tile.
+        arrays: for each array of a kernel, its part of every range; the parts of a range have one length, those of an array one dtype.
+        tile: elements per tile.
+
+    Raises:
+        ValueError: lengths, dtypes or devices differ, or a range is not contiguous.
     """
     device, lengths = arrays[0][0].device, tuple(x.numel() for x in arrays[0])
     for array in arrays:
@@ -60,7 +63,7 @@ def _table(device: torch.device, tile: int, lengths: tuple[int, ...], addresses:
 
 @triton.jit
 def locate(owner, rows, ARRAYS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """This program's tile: its range's row in the table, the positions of its elements in the range, and which of them exist."""
+    """This program's tile: the table row of its range, the positions of its elements in the range, and which of them exist."""
     tile = tl.program_id(0)
     row = rows + tl.load(owner + tile).to(tl.int64) * (2 + ARRAYS)
     length = tl.load(row + 1)
@@ -72,6 +75,6 @@ def locate(owner, rows, ARRAYS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def address(row, ARRAY: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a range begins in one of the arrays."""
+    """Pointer to the begin of a range in one of the arrays."""
     start = tl.load(row + 2 + ARRAY).to(tl.pointer_type(dtype))
     return tl.multiple_of(start, 16) if ALIGNED else start

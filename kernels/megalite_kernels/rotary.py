@@ -4,8 +4,8 @@ With x = [x1, x2] split at D/2 and angle(s, i) = position(s) · theta^(-2i/D):
 
     y1 = x1 · cos − x2 · sin        y2 = x2 · cos + x1 · sin
 
-The backward pass is the rotation by the opposite angle. Tables are D wide, the angles of the D/2 pairs twice, as transformers has them:
-one product over whole rows and two over half rows then make the rotation, which is faster than four over half rows.
+The backward is the rotation by the opposite angle. Tables are D wide, with the angles of the D/2 pairs twice, as in transformers: a
+rotation is then one product over whole rows and two over half rows, which is faster than four over half rows.
 """
 
 import math
@@ -18,7 +18,7 @@ from megalite_kernels.dispatch import takes_triton
 
 
 def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones are kept, those between interpolated."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     context = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / frequency
@@ -28,7 +28,7 @@ def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
     """YaRN (Peng et al. 2023): channels that turn at most `beta_slow` times in the original context are stretched by `factor`, those that
-    turn `beta_fast` times and more are kept, and the stretch grows evenly over the channels between.
+    turn at least `beta_fast` times are kept, and the stretch grows linearly over the channels between.
     """
     dim, context = 2 * len(frequency), scaling["original_max_position_embeddings"]
 
@@ -59,9 +59,9 @@ def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, dt
 def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least fp32.
+    """cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least fp32.
 
-    Under YaRN both are multiplied by its attention_factor, and scores thereby by its square.
+    Under YaRN both are multiplied by its attention_factor, which multiplies scores by its square.
     """
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     frequency = _frequencies(head_dim, theta, scaling, accumulate_dtype, device)
@@ -82,7 +82,7 @@ def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> N
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """x [S, B, heads, D] rotated by its positions' angles; `inverse` rotates back, which is the backward pass."""
+    """x [S, B, heads, D] rotated by its positions' angles; `inverse`: by the opposite angles, which is the backward."""
     if takes_triton(x):
         from megalite_kernels import rotary_triton
 
@@ -93,10 +93,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
 
 
 def split_rotary(packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed [S, B, (hq + 2·hk)·D], laid out q|k|v, into q [S, B, hq, D], k and v [S, B, hk, D], with q and k rotated.
+    """Packed [S, B, (hq + 2·hk)·D], laid out q|k|v -> q [S, B, hq, D], k and v [S, B, hk, D], with q and k rotated.
 
-    The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing is rotated, and they are
-    views of `packed` itself.
+    The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing is rotated, and the results
+    are views of `packed` itself.
     """
     heads = packed.unflatten(-1, (hq + 2 * hk, head_dim))
     if cos is not None and sin is not None and takes_triton(packed):

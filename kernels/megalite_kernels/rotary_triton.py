@@ -1,10 +1,10 @@
 """Rotary embedding in one pass over memory, together with the split of the packed projection: the kernel of `rotary`.
 
-Queries, keys and values of any strides are read once and written into one packed buffer, queries and keys turned, values as they are:
-forward the three parts of a packed projection, backward their gradients. (Values could stay where they are going forward, for a sixth less
+Queries, keys and values of any strides are read once and written to one packed buffer, queries and keys rotated, values unchanged: in
+forward the three parts of a packed projection, in backward their gradients. (In forward values could stay where they are, for a sixth less
 traffic with 32 query and 8 key-value heads; but that would keep the whole projection in memory.) A row is one head of one token; a program
-takes a tile of them. The tables are read by every head of a token, but come from memory once: the next heads find them in the cache.
-Of their D columns the first D/2 are read: the others repeat them. Everything is counted in 64 bits but rows, of which no memory holds 2³¹.
+has a tile of rows. Every head of a token reads the tables, but only the first one from memory: the others hit the cache. Of the tables' D
+columns the first D/2 are read: the others repeat them. Offsets are 64-bit, except row numbers: 2³¹ rows do not fit in memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalite_kernels.launch import Variant, operation
 
-TILE_BYTES = 4096  # of the first halves of rows: with 4 warps two 128-bit loads a thread
+TILE_BYTES = 4096  # of the first halves of rows: with 4 warps two 128-bit loads per thread
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _tile(rows, heads, batch, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.
 
 @triton.jit
 def _turn(source, cos, sin, target, exists, turns, sign, HALF: tl.constexpr):
-    """Rows turned by sign · angle where they turn, else copied; the first four are pointers to first halves."""
+    """Rotate rows by sign · angle where `turns`, else copy them; source, cos, sin and target point to first halves."""
     first, second = tl.load(source, mask=exists), tl.load(source + HALF, mask=exists)
     c = tl.load(cos, mask=exists & turns).to(tl.float32)
     s = tl.load(sin, mask=exists & turns).to(tl.float32) * tl.cast(sign, tl.float32)
@@ -71,8 +71,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: 
 
 @operation(fake=_packed)
 def rotate_and_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """q [S, B, hq, D], k and v [S, B, hk, D] of any strides -> [S, B, hq + 2·hk, D], with q and k turned by their positions' angles, or by
-    the opposite ones. There may be no k and v: hk is 0 then."""
+    """q [S, B, hq, D], k and v [S, B, hk, D] of any strides -> [S, B, hq + 2·hk, D], with q and k rotated by their positions' angles, or
+    with `inverse` by the opposite ones. hk may be 0."""
     packed = _packed(q, k, v, cos, sin, inverse)
     if packed.numel() > 0:
         sources = [source if source.stride(-1) == 1 else source.contiguous() for source in (q, k, v)]

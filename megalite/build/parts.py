@@ -23,12 +23,13 @@ from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs, with_adapters
 from megalite.model.stage import Stage
+from megalite.optimizer.state_kinds import state_kinds
 from megalite.parallel.pipeline.communication import channels
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
 from megalite.parallel.sharding.powersgd import PowerSGD
-from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import parameter_count
 from megalite.parallel.tensor.lora import attach_adapters
 
@@ -44,19 +45,20 @@ def offload_directory(config: Config) -> Path:
 
 
 def check_offload(config: Config, device: torch.device, share: float) -> None:
-    """Raise ConfigError where the disk can not take the optimizer state of this machine's ranks, which are a `share` of all."""
+    """Raise ConfigError if the disk has no room for the optimizer state of this machine's ranks, which are a `share` of all."""
     parallel, dtype = config.parallel, DTYPES[config.train.precision]
     if parallel.offload != "disk":
         return
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     own_master = dtype != accumulate_dtype or (device.type != "cpu" and not parallel.offload_parameters)
     trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
-    wanted = parameter_count(trained) * accumulate_dtype.itemsize * (3 if own_master else 2) * layout(config).replicate * share
+    kinds = len(state_kinds(trained[0].segments[0])) + own_master
+    wanted = parameter_count(trained) * accumulate_dtype.itemsize * kinds * layout(config).replicate * share
     check_directory(offload_directory(config), int(wanted))
 
 
 def mesh_options(config: Config) -> dict[str, Any]:
-    """What a mesh needs to know of a configuration besides the layout."""
+    """Arguments of a mesh, from the configuration, besides the layout."""
     plan = schedule(config, layout(config).microbatches)
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
@@ -68,13 +70,13 @@ def mesh_options(config: Config) -> dict[str, Any]:
 
 
 def make_mesh(config: Config) -> Mesh:
-    """Every group and channel that this configuration needs. Collective: called by every rank of the world."""
+    """Create all groups and channels that this configuration needs. Collective over the world."""
     return Mesh(layout(config), **mesh_options(config), timeout=timedelta(seconds=duration_seconds(config.run.timeout) or 0))
 
 
 @dataclass
 class Parts:
-    """One rank's share of the model, ready to run."""
+    """One rank's part of the model, ready to run."""
 
     store: ParameterStore
     stages: dict[int, Stage]
@@ -82,28 +84,26 @@ class Parts:
 
 
 def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True, state: StateMemory | None = None) -> Parts:
-    """Allocate this rank's parameters (zero until initialised or loaded; gradients where it trains) and the stages that use them.
+    """Allocate this rank's parameters (zero until initialized or loaded; gradients only if it trains) and build the stages that use them.
 
-    `state` takes the optimizer's state instead of what parallel.offload names.
+    `state`: the memory of the optimizer state; default: as `parallel.offload` says.
     """
     parallel, train = config.parallel, config.train
     dispatch.select(train.kernels)
     dtype = DTYPES[train.precision]
-    store = ParameterStore(
-        specs_of(config, mesh.pp.rank),
-        mesh,
+    options = StoreOptions(
         zero=parallel.zero,
         dtype=dtype,
         grad_dtype=None if train.grad_dtype == "wide" else DTYPES[train.grad_dtype],
         reduce_dtype=None if parallel.reduce_dtype == "wide" else DTYPES[parallel.reduce_dtype],
-        powersgd=PowerSGD(mesh, parallel.powersgd_rank, config.run.seed) if parallel.powersgd_rank and mesh.data.size > 1 else None,
         bucket_bytes=parallel.bucket_mb * 1e6,
-        device=device,
         separate_embedding_grad=config.run.deterministic,
-        state=state or state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config)),
         offload_parameters=parallel.offload_parameters,
         training=training,
     )
+    powersgd = PowerSGD(mesh, parallel.powersgd_rank, config.run.seed) if parallel.powersgd_rank and mesh.data.size > 1 else None
+    state = state or state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config))
+    store = ParameterStore(specs_of(config, mesh.pp.rank), mesh, options, powersgd=powersgd, device=device, state=state)
     attach_adapters(store.weights, config.lora.alpha / max(config.lora.rank, 1), mesh.tp)
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     units = units_of(config)

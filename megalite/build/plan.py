@@ -1,6 +1,6 @@
-"""What follows from a configuration alone: partition, schedule, the stored parameters of each pipeline rank. Imports no torch.
+"""Derives from a configuration the partition, the schedule and the stored parameters of each pipeline rank. Imports no torch.
 
-The runtime executes it, and the planner asks the same functions for any number of ranks without starting one.
+The runtime executes these plans, and the planner calls the same functions for any number of ranks without starting one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megalite.parallel.pipeline.generator import build, placement
 from megalite.parallel.pipeline.partition import balanced
 from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
 from megalite.parallel.pipeline.validator import validate
-from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of_units
+from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
 from megalite.parallel.spec import ParamSpec
 
 
 def partition(config: Config) -> list[int]:
-    """Layers of each stage: as configured, else balanced by measured or estimated cost with embedding and head counted."""
+    """Number of layers of each stage: as configured, else balanced by measured or estimated cost, embedding and head included."""
     model, parallel, stages = config.model, config.parallel, ParallelDims.of(config).stages
     if parallel.partition is not None:
         return parallel.partition
@@ -50,20 +50,20 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
 
 
 def activation_shape(config: Config) -> tuple[int, int, int]:
-    """[seq (/tp under sequence parallelism), batch, hidden]: what one rank has of a microbatch between layers, and sends between stages."""
+    """[seq (/tp under sequence parallelism), batch, hidden]: one rank's activations of a microbatch between layers and between stages."""
     parallel = config.parallel
     length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
     return length, config.train.micro_batch_size, config.model.hidden_size
 
 
-def buckets_of(config: Config, rank: int) -> list[Bucket]:
-    """The buckets of a pipeline rank, alike on all of its tp and dp ranks."""
+def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
+    """The buckets of a pipeline rank, the same on all of its tp and dp ranks."""
     parallel, owners = config.parallel, ParallelDims.of(config).owners
     return bucket_layout(specs_of(config, rank), Coordinates.on("tp", 0, parallel.tp), owners, parallel.bucket_mb * 1e6)
 
 
 def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
-    """For each stage its units with their buckets, where ZeRO-3 keeps weights elsewhere until they are used; else empty."""
+    """For each stage its units with their buckets, if ZeRO-3 gathers or uploads weights before use; else empty."""
     parallel = config.parallel
     if parallel.zero < 3 or (ParallelDims.of(config).shard == 1 and not parallel.offload_parameters):
         return ()
@@ -73,7 +73,7 @@ def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
 
 
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
-    """The validated list of actions of every rank, messages included, and gatherings where weights are kept as shards."""
+    """The validated list of actions of every rank, messages included, and under ZeRO-3 gathers and reshards. Raises as `validate`."""
     options = config.parallel
     costs = Costs(*options.schedule_costs)
     plan = with_communication(build(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only))
@@ -84,10 +84,10 @@ def schedule(config: Config, microbatches: int, forward_only: bool = False) -> S
 
 
 def staggered_end(config: Config) -> bool:
-    """Whether the ranks finish a step one after the other, so that none should wait for the last (`training.step_finalizer`)."""
+    """Whether ranks finish a step one after the other, so that none should wait for the last one (`training.step_finalizer`)."""
     return config.parallel.schedule in ("zb-h2", "zb-v") and config.parallel.pp > 1
 
 
 def optimistic_step(config: Config) -> bool:
-    """Whether a rank may update before the norm is known. It keeps a copy of its optimizer state; offloaded, that has no room in memory."""
+    """Whether a rank may update before the norm is known. Not under offload: the copy of its optimizer state would not fit in memory."""
     return staggered_end(config) and config.parallel.optimistic_step and config.parallel.offload == "none"

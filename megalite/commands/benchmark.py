@@ -1,4 +1,4 @@
-"""Measure this machine: `megalite benchmark …` in a checkout, where benchmarks/ holds what is measured; see `--help` there."""
+"""Measure this machine: `megalite benchmark …` in a checkout, whose benchmarks/ has the measurements; see `--help` there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megalite.commands.parser import Parser
 
 
 def main() -> None:
-    """Run benchmarks/command.py of the checkout that this package is in."""
+    """Run benchmarks/command.py of the checkout that contains this package."""
     Parser().enter_checkout()
     from benchmarks.command import main as measure
 

@@ -1,13 +1,14 @@
-"""What a pipeline schedule costs: its bubble, its memory and its messages, simulated from the very plan that the runtime executes.
+"""Print the bubble, memory and messages of a pipeline schedule, simulated from the same plan that the runtime executes.
 
     megalite bubble --pp 4 --microbatches 8 --schedule zb-h1 [--timeline zb-h1.html] [--print]
     megalite bubble --pp 4 --microbatches 8 --compare                       every schedule
     megalite bubble --pp 4 --sweep microbatches=4,8,16,32 --compare         at several sizes
     megalite bubble --from_run runs/demo [--compare]                        with the durations that a run measured
 
-Times are for one microbatch on a whole stage, one rank's share of the model; with several stages on a rank, each takes its part. Papers
-mean three things by a bubble, so all three are printed: bubble_fraction = idle / makespan, bubble_over_ideal = makespan / ideal - 1, and
-bubble_rate = (longest_span - ideal) / longest_span, the longest span being that of any one rank from its first action to its last.
+Durations are for one microbatch on a whole stage, one rank's share of the model; with several stages per rank, each takes a fraction of it.
+Papers define the bubble in three ways, and all three are printed: bubble_fraction = idle / makespan, bubble_over_ideal = makespan / ideal -
+1, and bubble_rate = (longest_span - ideal) / longest_span, where the longest span is the longest time of any rank from its first action to
+its last.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from megalite.planning.drawing.tables import durations, grid, heading, summary, 
 from megalite.planning.drawing.text import draw
 
 FORMATS = (".png", ".svg", ".html", ".json")
-LONGEST = 1e100  # duration: what is added up from so many stays finite
-MOST_DRAWN = 2_000  # actions up to which the terminal shows the timeline unasked
+LONGEST = 1e100  # largest duration: sums of durations stay finite
+MOST_DRAWN = 2_000  # up to this number of actions the timeline is printed by default
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,10 +52,10 @@ def main(argv: list[str] | None = None) -> None:
 def parser() -> Parser:
     made = Parser(description=__doc__, allow_abbrev=False)
     add = made.add_argument
-    add("--pp", type=positive, metavar="P", help="ranks of the pipeline")
-    add("--microbatches", type=positive, metavar="M", help="microbatches of a step")
+    add("--pp", type=positive, metavar="P", help="pipeline ranks")
+    add("--microbatches", type=positive, metavar="M", help="microbatches per step")
     add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
-    add("--virtual_stages", type=positive, metavar="V", help="stages on each rank, for interleaved (default 2)")
+    add("--virtual_stages", type=positive, metavar="V", help="stages per rank, for interleaved (default 2)")
     for name, value, what in (
         ("forward", 1, "of the forward"),
         ("input_backward", 1, "of the gradient of the input"),
@@ -62,15 +63,15 @@ def parser() -> Parser:
         ("comm", 0, "of a message between two ranks"),
     ):
         add(f"--{name}", type=duration, metavar="T", help=f"duration {what} (default {value})")
-    add("--gather", type=duration, metavar="T", help="weights are shared over data parallelism (ZeRO-3): duration of gathering a rank's")
-    add("--buckets", type=positive, metavar="N", help=f"parts in which a rank's weights are gathered (default {Weights(0).buckets})")
+    add("--gather", type=duration, metavar="T", help="simulate ZeRO-3: duration of gathering a rank's weights over data parallelism")
+    add("--buckets", type=positive, metavar="N", help=f"buckets in which a rank's weights are gathered (default {Weights(0).buckets})")
     add("--reshard", choices=("action", "step"), help="free gathered weights after each use (default), or at the end of the step")
-    add("--compare", action="store_true", help="every schedule in one table")
-    add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="several sizes")
+    add("--compare", action="store_true", help="compare every schedule in one table")
+    add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="simulate several sizes")
     add("--from_run", type=Path, metavar="RUN_DIR", help="take the schedule and the durations from a run's traces/timeline.json")
-    add("--timeline", type=Path, metavar="FILE", help="draw it, as .png, .svg, .html, or .json for Perfetto (ui.perfetto.dev)")
-    add("--print", nargs="?", const="compute", choices=("compute", "messages"), help="print each rank's actions, with messages if asked")
-    add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    add("--timeline", type=Path, metavar="FILE", help="draw the timeline as .png, .svg or .html, or .json for Perfetto (ui.perfetto.dev)")
+    add("--print", nargs="?", const="compute", choices=("compute", "messages"), help="print each rank's actions, optionally with messages")
+    add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 
 
@@ -93,7 +94,7 @@ def sizes(text: str) -> tuple[Literal["microbatches", "pp"], list[int]]:
 
 
 def check(tool: Parser, options: argparse.Namespace) -> None:
-    """Whether the options belong together; fills in the durations that were left out."""
+    """End with an error if options exclude each other or are missing; fills in the default durations."""
     given = {name for name, value in vars(options).items() if value is not None and value is not False}  # 0 is given
     times = Costs()._asdict()
     swept = options.sweep[0] if options.sweep else None
@@ -105,7 +106,7 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
             tool.error(f"--{other} does not go with --{one}. Leave one of them out.")
     for name in ("buckets", "reshard"):
         if name in given and "gather" not in given:
-            tool.error(f"--{name} says how weights are gathered. Give --gather T too, the time that it takes.")
+            tool.error(f"--{name} says how weights are gathered. Give --gather T too, the duration of gathering.")
     for name in () if options.from_run else ("pp", "microbatches"):
         if (name in given) == (name == swept):
             tool.error(f"--{name} is given by --sweep too. Leave one of them out." if name == swept else f"--{name} is missing.")
@@ -119,7 +120,7 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
 
 
 def calculate(options: argparse.Namespace) -> tuple[list[Plan], Any]:
-    """The plans that were asked for, and what to print of them: an object for JSON, or text."""
+    """The requested plans, and what to print of them: an object for JSON, or text."""
     costs = Costs(*(getattr(options, name) for name in Costs._fields))
     shared = {name: value for name in Weights._fields if (value := getattr(options, name)) is not None}
     weights = Weights(**shared) if shared else None
@@ -137,7 +138,7 @@ def calculate(options: argparse.Namespace) -> tuple[list[Plan], Any]:
 
 
 def single(found: Plan, options: argparse.Namespace) -> Any:
-    """Every measure of a plan, its drawing where it is small, its actions where they are wanted."""
+    """Every measure of a plan, its timeline if it is small, and its actions if requested."""
     schedule = found.with_messages() if options.print == "messages" else found.schedule
     if options.json:
         actions = {"actions": [list(map(repr, rank)) for rank in schedule.actions]} if options.print else {}
@@ -157,7 +158,7 @@ def compared(plans: list[Plan], options: argparse.Namespace) -> Any:
 
 
 def sweep_text(plans: list[Plan], options: argparse.Namespace) -> str:
-    """A table with a row for each size: of every measure for one schedule, of one measure each for all."""
+    """For one schedule, a table of every measure with a row per size; for all schedules, such a table for each measure."""
     axis, fixed = options.sweep[0], f"{options.pp} ranks" if options.pp else f"{options.microbatches} microbatches"
     if options.compare:
         stalled = ["stalled"] if plans[0].weights else []
@@ -167,7 +168,7 @@ def sweep_text(plans: list[Plan], options: argparse.Namespace) -> str:
 
 
 def from_run(options: argparse.Namespace) -> tuple[list[Plan], Any]:
-    """What a run measured beside what its schedule takes with the durations that it measured; other schedules with their means."""
+    """A run's measurements and its schedule simulated with its measured durations; with --compare, all schedules with their means."""
     run = measured.read(options.from_run)
     plans = run.compare() if options.compare else [run.plan]
     if options.json:
@@ -175,13 +176,13 @@ def from_run(options: argparse.Namespace) -> tuple[list[Plan], Any]:
         return plans, found | (compared(plans, options) if options.compare else {})
     parts = [run.beside(), single(run.plan, options)]
     if options.compare:
-        halves = "" if run.plan.splits else " (of a backward, each gradient is taken to be a half)"
+        halves = "" if run.plan.splits else " (each gradient counts as half of a backward)"
         parts.append(f"Every schedule with the mean of these durations{halves}: {compared(plans, options)}")
     return plans, "\n\n".join(parts)
 
 
 def write(plans: list[Plan], path: Path) -> None:
-    """Draw the plans in the format that the path's ending names."""
+    """Write the plans in the format of the path's suffix."""
     if path.suffix == ".json":
         path.write_text(json.dumps(trace.chrome_trace(plans[0])))
         return

@@ -1,12 +1,12 @@
-"""Look into checkpoints: what is there, what is in it, is it whole, how do two differ, and one plain file of its tensors.
+"""List, inspect, verify, compare and consolidate checkpoints.
 
-    megalite checkpoint list RUN                  its checkpoints, with their sizes, whole or damaged
+    megalite checkpoint list RUN                  a run's checkpoints, with their sizes, whole or damaged
     megalite checkpoint inspect CHECKPOINT        state, tensors, shapes, dtypes, bytes
-    megalite checkpoint verify CHECKPOINT         reads every byte; exit status 1 where something is damaged
-    megalite checkpoint diff ONE OTHER            tensor by tensor; exit status 1 where they differ
+    megalite checkpoint verify CHECKPOINT         reads every byte; exit status 1 if something is damaged
+    megalite checkpoint diff ONE OTHER            tensor by tensor; exit status 1 if they differ
     megalite checkpoint consolidate CHECKPOINT FILE.safetensors [--optimizer]
 
-A run's directory stands for its newest checkpoint. Nothing is changed in any of them, so a run may be using them.
+A run's directory means its newest checkpoint. Checkpoints are only read, so a run may be using them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> Parser:
     made = Parser(description=__doc__)
     common = Parser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    common.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     commands = made.add_subparsers(dest="command", required=True, metavar="list|inspect|verify|diff|consolidate")
 
     def add(name: str, description: str, *paths: str) -> argparse.ArgumentParser:
@@ -39,12 +39,12 @@ def parser() -> Parser:
             command.add_argument(path, type=Path, metavar=path.upper())
         return command
 
-    add("list", "the checkpoints of a run", "run")
-    add("inspect", "what a checkpoint holds", "checkpoint")
+    add("list", "list the checkpoints of a run", "run")
+    add("inspect", "print the contents of a checkpoint", "checkpoint")
     add("verify", "read every byte of a checkpoint", "checkpoint")
     add("diff", "compare two checkpoints tensor by tensor", "one", "other")
     out = add("consolidate", "write whole tensors into one safetensors file", "checkpoint", "file")
-    out.add_argument("--optimizer", action="store_true", help="with the moments and what else there is, under the checkpoint's names")
+    out.add_argument("--optimizer", action="store_true", help="include optimizer state and all other tensors, under the checkpoint's names")
     return made
 
 

@@ -1,12 +1,12 @@
-"""Hugging Face models in and out, and the proof that both sides compute the same.
+"""Import and export Hugging Face models, and check that both sides compute the same logits.
 
     megalite convert import HF_DIR CHECKPOINT_DIR
     megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
     megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
-    megalite convert check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 where the logits differ
+    megalite convert check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 if the logits differ
 
-A run's directory stands for its newest checkpoint; adapters are exported merged into its weights, or alone. What our model can not compute
-is refused by name before anything is written, and a directory has its name only when it is whole.
+A run's directory means its newest checkpoint; adapters are exported merged into its weights, or alone. Features that our model cannot
+compute are rejected by name before anything is written, and output directories are renamed into place only when complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megalite.data.indexed import DataError
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 TOLERANCE = 1e-4
-ROW = 8  # positions on a line
+ROW = 8  # positions per line
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     options = tool.parse_args(argv)
     from megalite.launch.process import configure_cpu
 
-    configure_cpu()  # blocks use the same memory again: half the time of an export
+    configure_cpu()  # blocks reuse memory, which halves the time of an export
     commands = {"import": bring_in, "export": bring_out, "adapter-export": bring_adapter_out, "check": check}
     return answer(tool, options, commands, CheckpointError, ConfigError, DataError)
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> Parser:
     made = Parser(description=__doc__)
     common = Parser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    common.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     commands = made.add_subparsers(dest="command", required=True, metavar="import|export|adapter-export|check")
 
     def command(name: str, description: str, *paths: str) -> Callable[..., Any]:
@@ -50,23 +50,23 @@ def parser() -> Parser:
             added.add_argument(path.lower(), type=Path, metavar=path)
         return added.add_argument
 
-    command("import", "Hugging Face directory to checkpoint (weights alone)", "HF_DIR", "CHECKPOINT_DIR")
+    command("import", "Hugging Face directory to checkpoint (weights only)", "HF_DIR", "CHECKPOINT_DIR")
     add = command("export", "checkpoint to Hugging Face directory", "CHECKPOINT_DIR", "HF_DIR")
     add(
         "--like",
         type=Path,
         metavar="HF_DIR",
-        help="whose tokenizer, token ids and generation settings go along (default: where it came from)",
+        help="source of tokenizer, token ids and generation settings (default: the directory that the model was imported from)",
     )
-    add("--family", choices=list(families().rows), help="by default that of where it came from, or the first that can express the model")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="by default each tensor keeps the one that it is stored in")
-    add("--shard_size", type=size, default="5GB", metavar="SIZE", help="bytes of a file at most, for example 500MB (default 5GB)")
-    command("adapter-export", "adapters (LoRA) of a checkpoint to PEFT directory", "CHECKPOINT_DIR", "PEFT_DIR")
-    add = command("check", "logits of a checkpoint and of transformers; exit status 1 where they differ", "CHECKPOINT_DIR", "HF_DIR")
-    add("--text", action="append", default=[], help="also on this text, through the tokenizer in HF_DIR; may be given again")
-    add("--tokens", type=count, default=64, help="random tokens of a row (default 64)")
-    add("--rows", type=count, default=2, help="rows of random tokens (default 2)")
-    add("--tolerance", type=float, default=TOLERANCE, help=f"largest difference of two logits (default {TOLERANCE:g})")
+    add("--family", choices=list(families().rows), help="target family (default: the one imported from, or the first that fits the model)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of all tensors (default: each keeps its stored dtype)")
+    add("--shard_size", type=size, default="5GB", metavar="SIZE", help="maximum bytes per file, for example 500MB (default 5GB)")
+    command("adapter-export", "a checkpoint's adapters (LoRA) to PEFT directory", "CHECKPOINT_DIR", "PEFT_DIR")
+    add = command("check", "compare logits with transformers; exit status 1 if they differ", "CHECKPOINT_DIR", "HF_DIR")
+    add("--text", action="append", default=[], help="also compare on this text, tokenized by HF_DIR's tokenizer; may be repeated")
+    add("--tokens", type=count, default=64, help="random tokens per row (default 64)")
+    add("--rows", type=count, default=2, help="number of rows of random tokens (default 2)")
+    add("--tolerance", type=float, default=TOLERANCE, help=f"largest allowed difference of two logits (default {TOLERANCE:g})")
     return made
 
 
@@ -80,7 +80,7 @@ def size(text: str) -> int:
 
 def count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
 
 
@@ -112,7 +112,7 @@ def bring_adapter_out(options: argparse.Namespace) -> Answer:
 
 def _written(content: dict[str, Any], place: Path) -> Answer:
     line = f"{place}: a {content['family']} model of {content['parameters']:,} parameters in {', '.join(content['dtypes'])}"
-    like = f", with what lies beside the weights of {content['like']}" if content.get("like") else ""
+    like = f", with the files next to the weights of {content['like']}" if content.get("like") else ""
     return content | {"written": str(place)}, [line + like], 0
 
 

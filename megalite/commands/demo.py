@@ -1,12 +1,12 @@
-"""From nothing to a trained model in a few minutes: what `make demo` runs.
+"""Train a small model on this machine in a few minutes; `make demo` runs it.
 
     megalite demo
 
-1. The Python standard library's own source, from the running interpreter, becomes a corpus; a 4,096-piece tokenizer is trained on it.
-2. configs/quickstart.yaml trains on eight ranks, TP2 × PP2 × DP2: on GPUs where there is one for every rank, else on the CPU.
-3. Losses are printed and drawn, and the trained model continues a line of Python.
+1. The source of the running interpreter's standard library is the corpus; a 4,096-piece tokenizer is trained on it.
+2. configs/quickstart.yaml trains on eight ranks, TP2 × PP2 × DP2: on GPUs if there is one for every rank, else on the CPU.
+3. Losses are printed and plotted, and the trained model continues a line of Python.
 
-Everything lies in runs/demo/. What is done already is not done again: remove runs/demo/ to start afresh.
+All files are in runs/demo/. Completed steps are not repeated: remove runs/demo/ to start over.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROMPT = "def read_config(path):\n"
 
 
 class Layout(NamedTuple):
-    """Ranks and how they share the work."""
+    """The sizes of a layout, and why it was chosen."""
 
     tp: int
     pp: int
@@ -66,10 +66,10 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Make the token file, unless an earlier demo has."""
+    """Make the token file, unless it exists from an earlier demo."""
     heading("Data: the Python standard library's own source")
     if all(Path(f"{TOKENS}{suffix}").exists() for suffix in (".bin", ".idx", ".json")):
-        print(f"{TOKENS} is there already")
+        print(f"{TOKENS} already exists")
         return
     TOKENS.parent.mkdir(parents=True, exist_ok=True)
     library = sysconfig.get_paths()["stdlib"]
@@ -88,7 +88,7 @@ def gpu_count() -> int:
 
 
 def choose_layout(gpus: int) -> Layout:
-    """The widest layout that the GPUs of this machine can hold, one rank each; without any, eight ranks on the CPU."""
+    """The largest layout with one rank per GPU of this machine; with fewer than two GPUs, eight ranks on the CPU."""
     if gpus >= 8:
         return Layout(2, 2, 2, f"{gpus} GPUs: NCCL")
     if gpus >= 4:
@@ -96,12 +96,12 @@ def choose_layout(gpus: int) -> Layout:
     if gpus >= 2:
         return Layout(2, 1, 1, f"{gpus} GPUs, too few for eight ranks: two ranks, NCCL")
     if gpus == 1:
-        return Layout(2, 2, 2, "1 GPU, and NCCL takes one rank on each: eight ranks on the CPU, gloo")
+        return Layout(2, 2, 2, "1 GPU, and NCCL needs one GPU per rank: eight ranks on the CPU, gloo")
     return Layout(2, 2, 2, "no GPU: eight ranks on the CPU, gloo")
 
 
 def train(layout: Layout) -> None:
-    """Train, or continue an interrupted run; a finished one ends at once."""
+    """Train, or resume an interrupted run; a finished run returns at once."""
     heading(f"Training: TP{layout.tp} × PP{layout.pp} × DP{layout.dp} ({layout.why})")
     sizes = ["--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.ranks)]
@@ -112,7 +112,7 @@ def train(layout: Layout) -> None:
 
 
 def show_losses() -> None:
-    """Print the losses at each validation, and draw all of them."""
+    """Print the losses at each validation, and plot all of them."""
     heading("Losses")
     training, validation = read_losses(RUN / "metrics.jsonl")
     print("  step   training   validation")
@@ -159,7 +159,7 @@ def heading(text: str) -> None:
 
 
 def run(words: list[str], quiet: bool = False, **environment: str) -> None:
-    """Run a command, shown as one would type it. Raises CalledProcessError where it fails."""
+    """Print and run a command. Raises CalledProcessError if it fails."""
     if not quiet:
         typed = shlex.join(words).replace(f"{sys.executable} -m torch.distributed.run", "torchrun").replace(sys.executable, "python")
         print(f"$ {typed}", flush=True)

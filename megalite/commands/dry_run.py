@@ -1,7 +1,7 @@
-"""What a run on any number of ranks would take, without starting one: `megalite train --dry_run --world_size W …`.
+"""Print the memory, traffic and bubble of a run on any number of ranks without starting it: `megalite train --dry_run --world_size W …`.
 
-Every distinct rank is built on the meta device, and its states must have the bytes that the planner computes from specs alone; the rest is
-the planner's. Reads no data and needs no GPU; nothing is written.
+Every distinct rank is built on the meta device, and the bytes of its states must equal those that the planner computes from specs; all
+other numbers are the planner's. Reads no data, needs no GPU and writes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         ranks = dry_run.distinct(config, options.ranks)
     except ConfigError as error:
         exit_with(str(error))
-    from megalite.training.meta_device import Disagreement  # imports torch, which a wrong configuration need not wait for
+    from megalite.training.meta_device import Disagreement  # imports torch, so only after the configuration is checked
 
     try:
         content = dry_run.calculate(config, ranks, options.device)
@@ -36,10 +36,10 @@ def main(argv: list[str] | None = None) -> None:
 def parser() -> Parser:
     made = Parser(prog=f"{command('train')} --dry_run", description=__doc__, allow_abbrev=False)
     made.add_argument("--dry_run", action="store_true", required=True)
-    made.add_argument("--world_size", type=positive, metavar="W", help="ranks of the run (default tp * pp * cp * dp)")
-    made.add_argument("--ranks", type=numbers, metavar="R,R,…", help="build these on the meta device (default two of each pipeline rank)")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks compute on (default cuda)")
-    made.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    made.add_argument("--world_size", type=positive, metavar="W", help="number of ranks (default tp * pp * cp * dp)")
+    made.add_argument("--ranks", type=numbers, metavar="R,R,…", help="ranks to build on the meta device (default: two per pipeline rank)")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device type of the ranks (default cuda)")
+    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 
 

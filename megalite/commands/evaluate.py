@@ -1,10 +1,10 @@
-"""How good a trained model is: perplexity of texts, and the tasks of lm-evaluation-harness.
+"""Evaluate a trained model: perplexity of texts, and the tasks of lm-evaluation-harness.
 
     megalite evaluate perplexity MODEL --text FILE … [--sequence_length N] [--stride N]
     megalite evaluate tasks MODEL --tasks NAME,… [--include_path DIR] [--num_fewshot N] [--limit N]
 
-MODEL is a checkpoint (step_00000100), a run's directory for its newest one, whatever topology wrote it, or hf:DIR for a Hugging Face model.
-With --tp and --pp it is spread over ranks, which torchrun has started, or else the tool starts. docs/evaluation.md says what is computed.
+MODEL is a checkpoint (step_00000100) of any topology, a run's directory for its newest one, or hf:DIR for a Hugging Face model. With --tp
+and --pp it is distributed over ranks, started by torchrun or else by this command. docs/evaluation.md describes what is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalite.commands.parser import Parser
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
-Answer = tuple[dict[str, Any], list[str]]  # for --json, for people
+Answer = tuple[dict[str, Any], list[str]]  # content for --json, lines of text
 
 if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
@@ -50,41 +50,41 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     common = Parser(add_help=False)
     add = common.add_argument
-    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="what is evaluated")
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="instead of the one that belongs to the model")
-    add("--batch_size", type=count, default=8, metavar="N", help="rows that go through the model together (default 8)")
+    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="the model to evaluate")
+    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
+    add("--batch_size", type=count, default=8, metavar="N", help="rows per forward pass (default 8)")
     add("--tp", type=count, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=count, default=1, help="pipeline stages (default 1)")
-    add("--precision", choices=["fp32", "bf16"], help="of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
-    add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    add("--precision", choices=["fp32", "bf16"], help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
+    add("--json", action="store_true", help="print only one JSON object on stdout")
     commands = made.add_subparsers(dest="command", required=True, metavar="perplexity|tasks")
     add = commands.add_parser("perplexity", parents=[common], help="perplexity and bits per byte of text files").add_argument
-    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8; each file begins anew")
-    add("--sequence_length", type=count, metavar="N", help="tokens that the model sees at once (default: as it was trained)")
-    add("--stride", type=count, metavar="N", help="tokens that a window predicts (default: half of the sequence length)")
+    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files, each evaluated as one document")
+    add("--sequence_length", type=count, metavar="N", help="tokens per window (default: the training sequence length)")
+    add("--stride", type=count, metavar="N", help="tokens that each window predicts (default: half of the sequence length)")
     add = commands.add_parser("tasks", parents=[common], help="tasks of lm-evaluation-harness").add_argument
-    add("--tasks", type=names, required=True, metavar="NAME,…", help="its tasks, groups or tags")
-    add("--include_path", type=Path, metavar="DIR", help="a folder with YAML files of further tasks")
-    add("--num_fewshot", type=int, metavar="N", help="examples before each question (default: as the task says)")
-    add("--limit", type=count, metavar="N", help="questions of each task at most, to try things out (default: all)")
+    add("--tasks", type=names, required=True, metavar="NAME,…", help="tasks, groups or tags of the harness")
+    add("--include_path", type=Path, metavar="DIR", help="directory with YAML files of further tasks")
+    add("--num_fewshot", type=int, metavar="N", help="examples before each question (default: the task's own)")
+    add("--limit", type=count, metavar="N", help="at most this many questions of each task, for a quick test (default: all)")
     return made
 
 
 def count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
 
 
 def names(text: str) -> list[str]:
     found = [name.strip() for name in text.split(",")]
     if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names with commas between them")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of names")
     return found
 
 
 def check_ranks(options: argparse.Namespace) -> None:
-    """Raise ConfigError where the model does not fit on the layout, or the layout not on the ranks that were started."""
+    """Raise ConfigError if the layout does not divide the model, or does not match the number of started ranks."""
     ranks = options.tp * options.pp
     world = int(os.environ.get("WORLD_SIZE", ranks))
     if world != ranks:
@@ -96,7 +96,7 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 
 def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
-    """The model, spread over the ranks, and its tokenizer."""
+    """The model, distributed over the ranks, and its tokenizer."""
     from megalite.generation.language_model import LanguageModel
     from megalite.generation.sources import TIMEOUT, tokenizer_of
     from megalite.launch.process import choose_device, configure_process, start_process_group
@@ -131,7 +131,7 @@ def perplexity(options: argparse.Namespace) -> Answer:
 
 
 def read(path: Path) -> str:
-    """A text, byte by byte: newlines stay as they are."""
+    """The text of a file, with its newlines unchanged."""
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -144,7 +144,7 @@ def read(path: Path) -> str:
 
 
 def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int]:
-    """The window and its stride. Raises ConfigError where they fit neither the model nor each other."""
+    """The window's length and its stride. Raises ConfigError if they do not fit the model or each other."""
     trained = min(model.config.data.sequence_length, model.longest) if model.config.data.train else model.longest
     length = options.sequence_length or trained
     if length > model.longest:
@@ -174,7 +174,7 @@ def tasks(options: argparse.Namespace) -> Answer:
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each figure of each task; the harness names them METRIC,FILTER and METRIC_stderr,FILTER."""
+    """A line for each metric of each task; the harness names them METRIC,FILTER and METRIC_stderr,FILTER."""
     lines = []
     for task, figures in results.items():
         for name, value in figures.items():
@@ -192,6 +192,6 @@ def described(model: LanguageModel) -> dict[str, Any]:
 
 
 def progress(done: int, total: int) -> None:
-    """How far it is, for who waits at a terminal."""
+    """Print progress on stderr if it is a terminal."""
     if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print(f"\r{done:,} of {total:,}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -4,9 +4,9 @@
     megalite generate hf:DIR --prompts FILE --tp 2 --pp 2 --json
     megalite generate hf:DIR --chat [--system TEXT]
 
-Takes a checkpoint (step_00000100), a run's directory for its newest one, whatever topology wrote it, or hf:DIR for a Hugging Face model.
-Prints the continuation alone; it ends after --tokens tokens, before a --stop text, or where the model ends the document. With --tp and --pp
-the model is spread over ranks, which torchrun has started, or else the tool starts.
+The model is a checkpoint (step_00000100) of any topology, a run's directory for its newest one, or hf:DIR for a Hugging Face model. Prints
+only the continuation, which ends after --tokens tokens, before a --stop text, or where the model ends the document. With --tp and --pp the
+model is distributed over ranks, started by torchrun or else by this command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megalite.generation.language_model import LanguageModel, Sampling
     from megalite.generation.text import Reply
 
-SHOWN = 60  # characters of a prompt that stand before its continuation, where there are several
+SHOWN = 60  # characters of a prompt that are printed before its continuation, if there are several
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,29 +57,29 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> Parser:
     made = Parser(description=__doc__)
     add = made.add_argument
-    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="what continues the text")
-    add("--prompt", action="append", metavar="TEXT", help="the text to continue; empty starts a document. Give it again for more at once")
-    add("--prompts", type=Path, metavar="FILE", help="a text to continue in each line; of FILE.jsonl, a string or an object with `prompt`")
-    add("--chat", action="store_true", help="answer what is typed, line by line, through a chat template, until the input ends")
-    add("--chat_template", type=Path, metavar="FILE", help="Jinja source instead of the training data's template, or the tokenizer's")
+    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="the model")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; empty starts a document. Repeat it for a batch of prompts")
+    add("--prompts", type=Path, metavar="FILE", help="a prompt per line; in FILE.jsonl, a string or an object with `prompt`")
+    add("--chat", action="store_true", help="chat through a chat template, one message per input line, until the input ends")
+    add("--chat_template", type=Path, metavar="FILE", help="Jinja source that replaces the template of the training data or the tokenizer")
     add("--system", metavar="TEXT", help="the system message of a chat")
-    add("--tokens", type=int, default=100, help="at most so many tokens (default 100)")
-    add("--temperature", type=float, default=0.8, help="0 always takes the most likely token (default 0.8)")
-    add("--top_k", type=int, default=50, help="draw among so many most likely tokens, 0 among all (default 50)")
-    add("--top_p", type=float, default=1.0, help="draw among the most likely tokens that together have this probability (default 1)")
-    add("--seed", type=int, default=0, help="of the draws (default 0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="instead of the one that belongs to the model")
+    add("--tokens", type=int, default=100, help="maximum number of new tokens (default 100)")
+    add("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)")
+    add("--top_k", type=int, default=50, help="sample from the K most likely tokens; 0: from all (default 50)")
+    add("--top_p", type=float, default=1.0, help="sample from the most likely tokens with this total probability (default 1)")
+    add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=int, default=1, help="pipeline stages (default 1)")
-    add("--precision", choices=["fp32", "bf16"], help="of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
-    add("--stream", action=argparse.BooleanOptionalAction, help="print text as it is made (default: one prompt, on a terminal)")
-    add("--json", action="store_true", help="print one JSON object, a list of them for several prompts, and nothing else, on stdout")
+    add("--precision", choices=["fp32", "bf16"], help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
+    add("--stream", action=argparse.BooleanOptionalAction, help="print text as it is generated (default: for one prompt on a terminal)")
+    add("--json", action="store_true", help="print only one JSON object on stdout, or a list of them for several prompts")
     return made
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise ConfigError where options are wrong by themselves."""
+    """Raise ConfigError for invalid options, checked without the model."""
 
     def need(condition: bool, message: str) -> None:
         if not condition:
@@ -87,9 +87,9 @@ def check(options: argparse.Namespace) -> None:
 
     need(options.tokens >= 1, f"--tokens {options.tokens}: there must be at least one token to generate.")
     temperature = options.temperature
-    need(math.isfinite(temperature) and temperature >= 0, f"--temperature {temperature} is not a number from 0 up. 0 is greedy.")
-    need(options.top_k >= 0, f"--top_k {options.top_k} is negative. Give the number of tokens to draw among, or 0 for all.")
-    need(0 < options.top_p <= 1, f"--top_p {options.top_p} is not a probability above 0. 1 draws among all tokens.")
+    need(math.isfinite(temperature) and temperature >= 0, f"--temperature {temperature} is not a non-negative number. 0 is greedy.")
+    need(options.top_k >= 0, f"--top_k {options.top_k} is negative. Give the number of tokens to sample from, or 0 for all.")
+    need(0 < options.top_p <= 1, f"--top_p {options.top_p} is not a probability above 0. 1 samples from all tokens.")
     need("" not in options.stop, '--stop "" is before every text. Give the text at which to end.')
     for axis in ("tp", "pp"):
         need(getattr(options, axis) >= 1, f"--{axis} {getattr(options, axis)}: an axis has at least one rank.")
@@ -103,7 +103,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def check_source(options: argparse.Namespace) -> None:
-    """Raise CheckpointError or ConfigError where no rank could do what is asked for: before any is started."""
+    """Raise CheckpointError or ConfigError for errors that every rank would hit, before any rank is started."""
     from megalite.generation.sources import check_layout, for_inference, open_source
 
     check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
@@ -111,7 +111,7 @@ def check_source(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """What one rank does; the first one prints."""
+    """Run one rank; rank 0 prints."""
     from megalite.generation.language_model import LanguageModel, Sampling
     from megalite.generation.sources import TIMEOUT, tokenizer_of
     from megalite.launch.process import choose_device, configure_process, exit_after_failure, start_process_group
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def prompts_of(options: argparse.Namespace) -> list[str]:
-    """The texts to continue. Raises ConfigError where their file can not be understood."""
+    """The texts to continue. Raises ConfigError if their file cannot be parsed."""
     path: Path | None = options.prompts
     if path is None:
         return options.prompt or []
@@ -165,14 +165,14 @@ def chat(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer
 
 
 def write(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling, prompts: list[str]) -> None:
-    """Continue the prompts, and print what they become: as it is made, at the end, or as JSON."""
+    """Continue the prompts, and print the continuations: as they are generated, at the end, or as JSON."""
     from megalite.generation.sources import end_tokens, opening
     from megalite.generation.text import reply_to
 
     ends, before, show = end_tokens(model.source, tokenizer), opening(model.source, tokenizer), printer(model)
     streams = sys.stdout.isatty() and not options.json and len(prompts) == 1 if options.stream is None else options.stream
     if streams and len(prompts) > 1:
-        raise ConfigError(f"--stream shows one text as it is made, and there are {len(prompts)} prompts. Leave it out.")
+        raise ConfigError(f"--stream prints one text as it is generated, and there are {len(prompts)} prompts. Leave it out.")
     rows = [(before + tokenizer.encode(prompt)) or [tokenizer.eos] for prompt in prompts]
     started = perf_counter()
     shown = {"show": show} if streams else {}
@@ -203,5 +203,5 @@ def described(model: LanguageModel, prompt: str, reply: Reply, seconds: float) -
 
 
 def printer(model: LanguageModel) -> Callable[[str], object]:
-    """What prints a piece of text at once, on the first rank."""
+    """A function that prints a piece of text at once on rank 0, and does nothing on other ranks."""
     return (lambda piece: print(piece, end="", flush=True)) if model.mesh.rank == 0 else (lambda piece: None)

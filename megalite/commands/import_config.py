@@ -1,11 +1,11 @@
-"""DeepSpeed's ds_config.json or Accelerate's default_config.yaml → a configuration for `megalite train`, on stdout.
+"""Convert DeepSpeed's ds_config.json or Accelerate's default_config.yaml to a configuration for `megalite train`, on stdout.
 
     megalite import-config ds_config.json > config.yaml
     megalite import-config default_config.yaml --json
 
-stderr lists every key that could not be honoured, with the reason and what is nearest; every key that was honoured approximately; what
-the file leaves open (`auto`); and what means nothing here. A DeepSpeed file that an Accelerate file names is read from beside it. The
-data, the model and train.steps are not in such files: give them to `megalite train`, or in a second --config.
+stderr lists every key that is not honoured, with the reason and the nearest option; every key that is honoured approximately; keys that the
+file leaves open (`auto`); and keys without meaning here. A DeepSpeed file that an Accelerate file names is read relative to that file.
+Such files do not contain the data, the model and train.steps: give them to `megalite train`, or in a second --config.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megalite.config.schema import ConfigError
 HEADINGS = {
     "lost": "not honoured",
     "approximate": "honoured approximately",
-    "assumed": "not in the file, taken over from its program's defaults",
+    "assumed": "not in the file, taken from its program's defaults",
     "open": "left open by the file",
     "harmless": "without meaning here",
 }
@@ -35,8 +35,8 @@ HEADINGS = {
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=__doc__, allow_abbrev=False)
     parser.add_argument("file", metavar="FILE", type=Path, help="ds_config.json, or a YAML file of `accelerate config`")
-    parser.add_argument("--dp", type=positive, metavar="N", help="data-parallel ranks, for a file that does not say how many there are")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    parser.add_argument("--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     options = parser.parse_args(argv)
     try:
         tree = read(options.file)
@@ -51,12 +51,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def read(path: Path) -> Any:
-    """A file's content: JSON by its name, or else YAML. Raises ConfigError where it can not be read."""
+    """A file's content: JSON if it ends in .json, else YAML. Raises ConfigError if it cannot be read."""
     if path.suffix != ".json":
         return read_tree(str(path), "FILE")
     try:
@@ -68,7 +68,7 @@ def read(path: Path) -> Any:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which Python would silently keep the last of two equal keys."""
+    """A JSON object as a dict. Raises ValueError for duplicate keys, of which Python would silently keep the last."""
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
@@ -77,7 +77,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def as_json(found: Imported) -> dict[str, Any]:
-    """Every key of the file is in honoured, not_honoured or notes."""
+    """The result as JSON: every key of the file is in honoured, not_honoured or notes."""
     return {
         "config": nest(found.options),
         "honoured": found.honoured,

@@ -1,4 +1,4 @@
-"""What the commands share: a parser whose errors are one message, and how an answer is printed."""
+"""Shared by the commands: a parser whose errors are one message, and the printing of answers."""
 
 import argparse
 import json
@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
 
-Answer = tuple[dict[str, Any], list[str], int]  # for --json, for people, exit status
+Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends with one message and exit status 2, without the usage; a description keeps its line breaks."""
+    """Exits with status 2 and one message, without the usage, on an error. Descriptions keep their line breaks."""
 
     def __init__(self, **options: object):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})  # type: ignore[arg-type]
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def enter_checkout(self, what: str = "it") -> Path:
-        """The checkout that this package is in, whose benchmarks/ can be imported from now on. Ends the process where there is none."""
+        """The checkout that contains this package; makes its benchmarks/ importable. Exits with an error if there is none."""
         if CHECKOUT is None:
             self.error(f"{what} needs files that are not part of an installed megalite. Run it in a checkout of its source.")
         if str(CHECKOUT) not in sys.path:
@@ -33,14 +33,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """The type of an option that counts something."""
+    """The argparse type of a positive integer."""
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Command], *errors: type[Exception]) -> int:
-    """Run the subcommand that was asked for and print its answer; returns the exit status. `errors` and OSErrors are the tool's message."""
+    """Run the chosen subcommand and print its answer; returns the exit status. `errors` and OSError end with their message."""
     expected: tuple[type[Exception], ...] = (OSError, *errors)
     try:
         content, lines, status = commands[options.command](options)
@@ -48,6 +48,6 @@ def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Com
         tool.error(str(error))
     try:
         print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
-    except BrokenPipeError:  # who reads it has seen enough
+    except BrokenPipeError:  # the reader, for example head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

@@ -1,11 +1,11 @@
-"""How to spread a model over GPUs: every legal layout, what it holds in memory, how long a step takes, and why the best one is the best.
+"""Find the best layout of a model on a number of GPUs: memory and step time of every legal layout, and an explanation of the best.
 
     megalite plan --model llama-3-70b --gpus 512 --gpu h100 --sequence_length 8192 --global_batch_size 1024 [--explain]
     megalite plan --model config.json --gpus 8 --gpu a100 … --tp 2 --schedule zb-v             some choices fixed
     megalite plan … --tokens 15e12 --price_per_hour 2.5 --write run.yaml                       days, dollars, a configuration to run
     megalite plan --calibrate here.yaml                                                  measure this machine; then --gpu here.yaml
 
-Memory is that of `megalite.planning.memory`, bubbles are the simulator's; docs/planner.md says what is modelled, and how far off it was.
+Memory is from `megalite.planning.memory`, bubbles are from the simulator; docs/planner.md describes the model and its measured accuracy.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ def parser() -> Parser:
     made = Parser(description=__doc__, allow_abbrev=False)
     add = made.add_argument
     add("--model", metavar="NAME|FILE", help="a preset, a Hugging Face config.json, or a configuration of a run (.yaml)")
-    add("--gpus", type=positive, metavar="N", help="devices to use, all of them")
-    add("--gpu", metavar="NAME|FILE", help=f"{', '.join(known_devices())}, or a YAML file of a device, as --calibrate writes it")
-    add("--sequence_length", type=positive, metavar="S", help="tokens of a sequence")
-    add("--global_batch_size", type=positive, metavar="B", help="sequences of a step")
-    add("--precision", choices=("bf16", "fp16", "fp32"), help="compute precision (default the configuration's, or bf16)")
+    add("--gpus", type=positive, metavar="N", help="number of devices; plans use all of them")
+    add("--gpu", metavar="NAME|FILE", help=f"{', '.join(known_devices())}, or a YAML file of a device, as written by --calibrate")
+    add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
+    add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="compute precision (default: the configuration's, or bf16)")
     for name in ("tp", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
     add("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage")
-    add("--recompute", metavar="MODE", help="fix it: none, selective, full or every-K")
-    add("--schedule", choices=SCHEDULES, help="fix the pipeline's schedule")
-    add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state lies")
-    add("--plans", type=positive, default=10, metavar="N", help="how many plans to show (default 10)")
+    add("--recompute", metavar="MODE", help="fix the recomputation: none, selective, full or every-K")
+    add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")
+    add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state is stored")
+    add("--plans", type=positive, default=10, metavar="N", help="number of plans to print (default 10)")
     add("--tokens", type=amount, metavar="T", help="tokens to train on, for example 300e9: prints days and cost")
-    add("--price_per_hour", type=amount, metavar="P", help="US dollars for one device and hour (default: the table's)")
-    add("--write", type=Path, metavar="FILE", help="write the best plan as a configuration of a run")
-    add("--explain", action="store_true", help="walk from one GPU's way of training to ZeRO-3 with offload, with this model's numbers")
-    add("--calibrate", type=Path, metavar="FILE", help="measure this machine and write it as a device for --gpu")
-    add("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+    add("--price_per_hour", type=amount, metavar="P", help="US dollars per device and hour (default: from the hardware table)")
+    add("--write", type=Path, metavar="FILE", help="write the best plan as a run's configuration")
+    add("--explain", action="store_true", help="show this model's memory and step time from one GPU up to ZeRO-3 with offload")
+    add("--calibrate", type=Path, metavar="FILE", help="measure this machine and write a device file for --gpu")
+    add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 
 
@@ -90,7 +90,7 @@ def amount(text: str) -> float:
 
 
 def calibrate(path: Path) -> str:
-    """Measure this machine, and write it as a device."""
+    """Measure this machine, and write a device file."""
     import yaml
 
     from benchmarks import plan, report
@@ -102,11 +102,11 @@ def calibrate(path: Path) -> str:
     content = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
     heading = f"# Measured by {command('plan')} --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
     path.write_text(heading + yaml.safe_dump(content, sort_keys=False))
-    return f"{path} is written. {command('benchmark')} plan tells how far predictions for this machine are off."
+    return f"{path} is written. {command('benchmark')} plan measures the error of predictions for this machine."
 
 
 def base_config(options: argparse.Namespace) -> Config:
-    """What all plans share: the model, the batch, and of a configuration file everything else."""
+    """The configuration that all plans share: the model, the batch, and everything else from a configuration file."""
     given: dict[str, Any] = {}
     name = options.model
     if name.endswith(".json"):
@@ -125,8 +125,8 @@ def base_config(options: argparse.Namespace) -> Config:
     config = from_dict(nest(given))
     if config.lora.rank:
         raise ConfigError(
-            f"lora.rank = {config.lora.rank} is not planned for: times and bounds are those of training all weights. "
-            f"Ask {command('train')} --dry_run what a layout takes with adapters."
+            f"lora.rank = {config.lora.rank} is not planned for: the planner models training of all weights. "
+            f"Use {command('train')} --dry_run for the memory of a layout with adapters."
         )
     if config.model.vocab_size is None:
         raise ConfigError(f"--model {name} leaves the vocabulary to the data. Give a configuration file that says model.vocab_size.")
@@ -146,7 +146,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Search, write what is to be written, and say it: for JSON, and for people."""
+    """Search, write the --write file, and return the answer as JSON content and as text."""
     base, device = base_config(options), find(options.gpu)
     device.peak(base.train.precision)
     if options.write and not options.write.absolute().parent.is_dir():
@@ -175,7 +175,7 @@ def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def check_alone(base: Config, recompute: str | None) -> None:
-    """Raise ConfigError for what no layout can repair: the model, the sequence, a mode that there is not."""
+    """Raise ConfigError for errors that no layout can avoid: in the model, the sequence length or the recomputation mode."""
     config = from_dict(asdict(base))
     config.parallel.dp, config.train.micro_batch_size, config.train.recompute = 1, 1, recompute or "none"
     if (message := broken_rule(config, 1)) is not None:
@@ -190,7 +190,7 @@ def parameters(config: Config) -> int:
 
 
 def cost(job: Job, plan: Plan, device: Device, options: argparse.Namespace) -> dict[str, float | None]:
-    """Days and dollars for the tokens that were asked for."""
+    """Days and dollars for --tokens."""
     if options.tokens is None:
         return {}
     seconds = options.tokens / (job.global_batch_size * job.sequence_length) * plan.step.total
@@ -207,17 +207,17 @@ def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sente
     lines = [head, "", explaining.table([explaining.row(job, plan) for plan in plans]), "", *sentences]
     if cost:
         dollars = "" if cost["cost"] is None else f", ${cost['cost']:,.0f}"
-        lines.append(f"The tokens take {cost['days']:,.1f} days{dollars}.")
+        lines.append(f"Training on the tokens takes {cost['days']:,.1f} days{dollars}.")
     return "\n".join(lines)
 
 
 def heading(search: Search, plan: Plan, path: Path) -> str:
-    """What the written file says of itself."""
+    """The heading of the written file."""
     job = search.job
     nodes = next(count for count in range(math.ceil(search.gpus / job.device.per_node), search.gpus + 1) if search.gpus % count == 0)
     start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500 " if nodes > 1 else ""
     return (
         f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
-        f"Predicted: {plan.step.total:.4g} s a step, {explaining.amount(plan.memory.total)} on the fullest rank.\n\n"
+        f"Predicted: {plan.step.total:.4g} s per step, {explaining.amount(plan.memory.total)} on the fullest rank.\n\n"
         f"  torchrun {start}--nproc-per-node {search.gpus // nodes} {torchrun_target()} --config {path} --data.train PREFIX --train.steps N"
     )

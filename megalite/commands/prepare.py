@@ -1,12 +1,12 @@
-"""Turn text into a token file: PREFIX.bin and PREFIX.idx (Megatron-LM's format) and PREFIX.json.
+"""Convert text to a token file: PREFIX.bin and PREFIX.idx (Megatron-LM's format) and PREFIX.json.
 
     megalite prepare --input book.txt --tokenizer byte --output data/book
     megalite prepare --input 'src/**/*.py' --train_tokenizer 4096 --output data/code
     megalite prepare --input hf:NAME --split train --tokenizer DIR --output data/name
     megalite prepare --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
 
-Every document ends in EOS. A text file is one document, and so is a line of a .jsonl or a row of a .parquet; empty ones are left out.
-With --chat a record is a conversation, as messages, Alpaca or ShareGPT write it, and PREFIX.loss.bin and .idx say whose tokens count.
+Every document ends with EOS. A text file, a line of a .jsonl or a row of a .parquet is one document; empty ones are left out. With --chat a
+record is a conversation in messages, Alpaca or ShareGPT form, and PREFIX.loss.bin and .idx mark the tokens that count in the loss.
 """
 
 import argparse
@@ -32,21 +32,21 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(description=__doc__)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = made.add_argument
-    add("--input", **several, required=True, metavar="PATH|GLOB|hf:NAME", help="what to read; hf:NAME[:CONFIG] goes through `datasets`")
-    add("--exclude", **several, default=[], metavar="PATTERN", help="leave out files whose path matches, for example '*/tests/*'")
+    add("--input", **several, required=True, metavar="PATH|GLOB|hf:NAME", help="input files; hf:NAME[:CONFIG] is loaded with `datasets`")
+    add("--exclude", **several, default=[], metavar="PATTERN", help="skip files whose path matches, for example '*/tests/*'")
     add("--output", required=True, type=Path, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones")
     add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory")
     add("--train_tokenizer", type=int, metavar="VOCAB", help="first train a sentencepiece model (to --tokenizer or PREFIX.model)")
-    add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="of the input files; auto goes by suffix")
-    add("--text_key", default="text", help="where a .jsonl, .parquet or hf: record holds its text")
+    add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="format of the input files; auto: by suffix")
+    add("--text_key", default="text", help="key of the text in a .jsonl, .parquet or hf: record")
     add("--split", default="train", help="split of hf:NAME")
-    add("--chat", action="store_true", help="the input holds conversations; their form is known by its keys")
-    add("--chat_template", type=Path, metavar="FILE", help="Jinja source instead of the tokenizer's own template; --chat alone")
-    add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="what counts: its turns, the last, or everything")
-    add("--max_length", type=int, metavar="N", help="tokens of a conversation at most; data.sequence_length + 1 is what a run can take")
-    add("--too_long", choices=["drop", "truncate"], default="drop", help="whether longer ones are left out or lose their end")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize; the result does not depend on it")
-    add("--json", action="store_true", help="print the result as JSON, and nothing else, on stdout")
+    add("--chat", action="store_true", help="the input contains conversations; their form is detected by their keys")
+    add("--chat_template", type=Path, metavar="FILE", help="Jinja source that replaces the tokenizer's own template; only with --chat")
+    add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="turns that count in the loss (default assistant)")
+    add("--max_length", type=int, metavar="N", help="maximum tokens per conversation; a run can use data.sequence_length + 1")
+    add("--too_long", choices=["drop", "truncate"], default="drop", help="whether longer conversations are dropped or truncated at the end")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="number of tokenizing processes; the result does not depend on it")
+    add("--json", action="store_true", help="print only the result, as JSON, on stdout")
     return made
 
 
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def chosen_tokenizer(options: argparse.Namespace) -> str:
-    """What `prepare` takes as tokenizer. Raises DataError where the options do not go together."""
+    """The tokenizer argument of `prepare`. Raises DataError if the options exclude each other."""
     if options.workers < 1:
         raise DataError(f"--workers {options.workers} must be at least 1.")
     if options.output.is_dir() or not options.output.name:
@@ -94,7 +94,7 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
 
 
 def chosen_chat(options: argparse.Namespace) -> Chats | None:
-    """How conversations are to be written; None for texts. Raises DataError where the options do not go together."""
+    """How conversations are tokenized; None for texts. Raises DataError if the options exclude each other."""
     if not options.chat:
         unset = {"chat_template": None, "max_length": None, "loss_on": "assistant", "too_long": "drop"}
         given = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
@@ -113,7 +113,7 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
 
 @contextmanager
 def progress_display() -> Iterator[Progress]:
-    """A bar on a terminal; otherwise a plain line for every tenth. On stderr, so that stdout holds the result alone."""
+    """A progress bar on a terminal, otherwise a plain line per tenth. On stderr, so that stdout has only the result."""
     if not sys.stderr.isatty():
         yield plain_progress()
         return
@@ -163,4 +163,4 @@ def report(summary: Summary, seconds: float, longest: int | None, as_json: bool)
         if count:
             print(f"{count:,} conversations {what}")
     if summary.replaced_documents:
-        print(f"{summary.replaced_documents:,} documents held bytes that are no UTF-8: each became U+FFFD")
+        print(f"{summary.replaced_documents:,} documents contained bytes that are not UTF-8: each was replaced with U+FFFD")

@@ -1,10 +1,10 @@
-"""One page that tells what a run did, or how several differ.
+"""Write one HTML page about a run, or a comparison of several.
 
     megalite report runs/run
     megalite report runs/a runs/b --output comparison.html
 
 Writes report.html into the (first) run's directory: loss, learning rate, gradient norm, throughput, memory, the pipeline's timeline,
-predicted beside measured, configuration and environment. The page needs nothing beside it; a run may still be training.
+predictions and measurements, configuration and environment. The page is self-contained; a run may still be training.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megalite.monitoring.report.run import ReportError, read
 def main(argv: list[str] | None = None) -> None:
     tool = Parser(description=__doc__)
     add = tool.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="directories of runs; several are compared")
-    add("--output", type=Path, metavar="FILE.html", help="by default report.html in the first run's directory")
-    add("--json", action="store_true", help="print where the page is as one JSON object, and nothing else, on stdout")
+    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
+    add("--output", type=Path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
+    add("--json", action="store_true", help="print only one JSON object, with the page's path, on stdout")
     options = tool.parse_args(argv)
     output = options.output or options.runs[0] / "report.html"
     try:

@@ -1,4 +1,4 @@
-"""The commands by name, and how one of them starts and ends. Imports the chosen command alone."""
+"""The commands by name, and how one of them starts and ends. Only the chosen command is imported."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import NoReturn
 COMMANDS = {
     "train": "train a model, on one process or under torchrun",
     "plan": "choose a layout for a number of GPUs: memory, step time, throughput",
-    "bubble": "what a pipeline schedule costs: bubble, memory, messages, timeline",
+    "bubble": "cost of a pipeline schedule: bubble, memory, messages, timeline",
     "prepare": "turn text or conversations into a token file",
     "convert": "import, export and check Hugging Face models",
     "generate": "continue texts, or chat, with a trained model",
-    "evaluate": "perplexity, and the tasks of lm-evaluation-harness",
+    "evaluate": "compute perplexity, or run tasks of lm-evaluation-harness",
     "verify": "compare a layout with one process, step by step",
     "benchmark": "measure this machine (in a checkout only)",
     "checkpoint": "list, inspect, verify, compare and consolidate checkpoints",
-    "report": "one HTML page about one run or several",
-    "timeline": "the recorded steps of a run beside the simulator's",
+    "report": "write an HTML page about one run or several",
+    "timeline": "compare the recorded steps of a run with the simulator's",
     "import-config": "translate a DeepSpeed or Accelerate configuration",
-    "demo": "from nothing to a trained model in minutes (in a checkout only)",
+    "demo": "prepare data and train a small model in minutes (in a checkout only)",
 }
-PRINTS_TABLES = ("plan", "bubble")  # their output may go to head, which closes the pipe early
+PRINTS_TABLES = ("plan", "bubble")  # their output may be piped to head, which closes the pipe early
 
 
 def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
@@ -33,7 +33,7 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
 
     Args:
         name: a key of COMMANDS.
-        arguments: of the command; None takes those of this process, under the name that it was started with.
+        arguments: the command's arguments; None for those of this process, whose program name is then kept.
     """
     if arguments is not None:
         sys.argv = [f"megalite {name}", *arguments]
@@ -44,7 +44,7 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
     if name != "train" and not (distributed and distributed.is_available() and distributed.is_initialized()):
         sys.exit(status)
     if status:
-        os._exit(status)  # tearing communication down would wait for the other ranks
+        os._exit(status)  # a regular exit would wait for the other ranks
     from megalite.launch.process import shutdown
 
     shutdown()

@@ -1,9 +1,9 @@
-"""What a run has recorded of a few steps (`--profiling.timeline true`), beside what the simulator says.
+"""Compare the steps that a run recorded (`--profiling.timeline true`) with the simulator.
 
     megalite timeline runs/run
 
-Prints the bubble measured and the one predicted, and writes traces/timeline.json into the run's directory, which ui.perfetto.dev opens.
-A run does the same when it ends.
+Prints the measured and the predicted bubble, and writes traces/timeline.json for ui.perfetto.dev into the run's directory. A run does the
+same when it ends.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from megalite.monitoring.timeline import compare
 
 def main(argv: list[str] | None = None) -> None:
     tool = Parser(description=__doc__)
-    tool.add_argument("run", type=Path, metavar="RUN_DIR", help="directory of a run")
+    tool.add_argument("run", type=Path, metavar="RUN_DIR", help="run directory")
     options = tool.parse_args(argv)
     try:
         print("\n".join(compare(options.run)))

@@ -1,46 +1,80 @@
-"""Train a model: `torchrun --nproc-per-node N -m megalite train --config FILE.yaml|NAME [--tp N --pp N --dp N] [--section.key VALUE …]`.
+"""Train a model: `torchrun --nproc-per-node N pretrain.py --config FILE.yaml [--tp N --pp N --dp N] [--section.key VALUE …]`.
 
-`megalite train --config FILE.yaml|NAME` is one process. `--help` lists every option, `--print_config` prints the resolved configuration,
-`--list_configs` the configurations that come with megalite.
+`python pretrain.py --config FILE.yaml` is one process. `--help` lists every option, `--print_config` prints the resolved configuration.
+`megalite train` is the same; without a checkout `torchrun --nproc-per-node N -m megalite train …`.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, NoReturn
 
 from megalite.config.load import exit_with, load_config, write_config
-from megalite.config.schema import ConfigError
-from megalite.launch.process import choose_device, configure_process, exit_after_failure, local_world_size, start_process_group, world_size
+from megalite.config.schema import Config, ConfigError
+from megalite.launch.process import (
+    choose_device,
+    configure_process,
+    exit_after_failure,
+    local_world_size,
+    start_process_group,
+    world_size,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalite.launch.environment import RankEnvironment
+    from megalite.mesh import Mesh
+    from megalite.planning.hardware import Device
+    from megalite.training.trainer import Trainer
 
 
 def main() -> None:
+    """One rank of a run, from its options to its end."""
     if "--dry_run" in sys.argv:
         from megalite.commands.dry_run import main as dry_run
 
         return dry_run()
-    config = load_config(world_size=world_size())
+    config = load_config(world_size=world_size())  # imports no torch: a wrong option is reported at once
 
     import torch
 
-    from megalite.build import parts as build
     from megalite.checkpoint import CheckpointError
-    from megalite.config.rules import check
-    from megalite.data import dataset
-    from megalite.launch.environment import compare_ranks, facts, set_variables
-    from megalite.mesh import describe
-    from megalite.monitoring import links
-    from megalite.monitoring.metrics import check_packages
     from megalite.monitoring.observers import observers
-    from megalite.monitoring.out_of_memory import out_of_memory
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
-    from megalite.planning.predicting import device_of
     from megalite.training.fit import fit
     from megalite.training.guard import FaultLimit
-    from megalite.training.memory_report import report
     from megalite.training.trainer import Trainer
 
     device = choose_device()
+    hardware = check_run(config, device)
+    environment, mesh, notes = start(config, device)
+    failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError)
+    try:
+        trainer = Trainer(config, mesh, device)
+    except failures as error:  # a checkpoint that this run must not continue is found alike by every rank
+        agreed = isinstance(error, ConfigError | CheckpointError)
+        end_run(error, config, device, mesh, status=2 if agreed else None)
+    announce(trainer, notes)
+    try:
+        fit(trainer, observers(trainer, environment, hardware))
+        trainer.close()
+    except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
+        agreed = isinstance(error, CheckpointError | FaultLimit)
+        end_run(error, config, device, mesh, status=1 if agreed else None)
+
+
+def check_run(config: Config, device: torch.device) -> Device | None:
+    """Check what needs the device and the data, before any process group starts. Returns what the planner knows of the device."""
+    import torch
+
+    from megalite.build import parts as build
+    from megalite.config.rules import check
+    from megalite.data import dataset
+    from megalite.monitoring.metrics import check_packages
+    from megalite.planning.predicting import device_of
+
     try:
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
@@ -49,36 +83,52 @@ def main() -> None:
         dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
     except ConfigError as error:
         exit_with(str(error))
+    return hardware
+
+
+def start(config: Config, device: torch.device) -> tuple[RankEnvironment, Mesh, list[str]]:
+    """Start the process group and make the mesh. Returns them with lines that rank 0 prints. Collective."""
+    from megalite.build import parts as build
+    from megalite.launch.environment import compare_ranks, facts, set_variables
+    from megalite.monitoring import links
+
     configure_process(device, config.run.deterministic)
     notes = set_variables(config.network)
     try:
-        own = facts(device, local_world_size())
-        start_process_group(device, config.run.timeout, lambda *place: notes.extend(compare_ranks(own, *place, tp=config.parallel.tp)))
+        environment = facts(device, local_world_size())
+        start_process_group(
+            device, config.run.timeout, lambda *place: notes.extend(compare_ranks(environment, *place, tp=config.parallel.tp))
+        )
     except ConfigError as error:
         exit_with(str(error))
     mesh = build.make_mesh(config)
     if config.network.test and mesh.world.size > 1:
         notes.append(links.describe(links.measure(mesh, device)))
-    try:
-        trainer = Trainer(config, mesh, device)
-    except (ConfigError, CheckpointError) as error:  # a checkpoint that this run must not continue: every rank finds the same
-        exit_with(str(error))
-    except torch.OutOfMemoryError as error:
-        exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory")
-    except (CommunicationError, OffloadError) as error:
-        exit_after_failure(error)
+    return environment, mesh, notes
+
+
+def announce(trainer: Trainer, notes: list[str]) -> None:
+    """Store the resolved configuration and print what runs where. Collective."""
+    from megalite.mesh_map import describe
+    from megalite.training.memory_report import report
+
     notes += report(trainer)
+    mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
-        write_config(config, trainer.run_dir)
+        write_config(trainer.config, trainer.run_dir)
         backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
         print(f"{describe(mesh.dims)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
         print("\n".join(notes), flush=True)
-    try:
-        fit(trainer, observers(trainer, own, hardware))
-        trainer.close()
-    except (CheckpointError, FaultLimit) as error:  # one that could not be written, or steps that stay bad: every rank hears of it
-        exit_with(str(error), status=1)
-    except torch.OutOfMemoryError as error:
+
+
+def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, status: int | None) -> NoReturn:
+    """End the process with one message; `status` where every rank ends with the same error, else None."""
+    import torch
+
+    from megalite.monitoring.out_of_memory import out_of_memory
+
+    if status is not None:
+        exit_with(str(error), status=status)
+    if isinstance(error, torch.OutOfMemoryError):
         exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory")
-    except (CommunicationError, OffloadError, ConfigError) as error:
-        exit_after_failure(error)
+    exit_after_failure(error)

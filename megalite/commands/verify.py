@@ -1,8 +1,8 @@
-"""Does this layout compute what one process computes? Runs both and prints the first step, tensor and rank that differ.
+"""Compare a layout with one process: runs both and prints the first step, tensor and rank that differ.
 
     megalite verify --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
 
-Exit status: 0 equal within the tolerances, 1 a difference, 2 a wrong configuration. With `--json` stdout is one JSON object.
+Exit status: 0 if equal within the tolerances, 1 if different, 2 for an invalid configuration. With `--json`, stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from megalite.training.verify import compare, run_ranks, single_process
 
-    on_cpu = torch.cuda.device_count() < math.prod(layout.values())  # both runs on the same kind of device
+    on_cpu = torch.cuda.device_count() < math.prod(layout.values())  # both runs use the same kind of device
 
     with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch:
         try:

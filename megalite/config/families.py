@@ -182,7 +182,9 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
             local = list(layers[::2] if family.window == "every_other" else layers[given["max_window_layers"] :])
         return {"sliding_window": window, "sliding_window_layers": local}
     if family.window != "every_other" and types and set(types) != {"full_attention"}:
-        raise _refuse("layer_types", sorted(set(types)), f"needs a sliding window, which this {family.model_type} configuration lacks.")
+        raise _refuse(
+            "layer_types", sorted(set(types)), f"needs a sliding window, which this {family.model_type} configuration does not have."
+        )
     return {}
 
 

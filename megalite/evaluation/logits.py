@@ -66,8 +66,8 @@ def rounding(directory: Path, hf: Path) -> str | None:
 
 
 def _comparison(name: str, ours: Tensor, theirs: Tensor) -> Comparison:
-    apart = (ours - theirs).abs().amax((0, 2)).nan_to_num(nan=torch.finfo(torch.float32).max)  # [tokens]; JSON has neither NaN nor infinity
-    return Comparison(name, apart.tolist(), theirs.abs().max().item())
+    difference = (ours - theirs).abs().amax((0, 2)).nan_to_num(nan=torch.finfo(torch.float32).max)  # [tokens]; JSON knows no infinity
+    return Comparison(name, difference.tolist(), theirs.abs().max().item())
 
 
 def show_text(text: str) -> str:

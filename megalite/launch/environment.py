@@ -1,4 +1,4 @@
-"""What the ranks run on: the network's variables, and whether all ranks have the same software and hardware."""
+"""The environment of the ranks: network variables, and a check that all ranks have the same software and hardware."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 RankEnvironment = dict[str, Any]
-"""What a rank says of itself: name → value."""
+"""What a rank runs on: name → value."""
 EQUAL = ("kind", "megalite", "torch", "NCCL")
-"""What must be the same everywhere: other versions compute other numbers, and a GPU can not talk to a CPU."""
+"""Must be equal on all ranks: other versions compute other numbers, and a GPU cannot communicate with a CPU."""
 ALIKE = ("driver", "device")
-"""What should be."""
+"""Should be equal on all ranks: rank 0 notes a difference."""
 SHARED_MEMORY = {"cuda": 64 << 20, "cpu": 4 << 20}
-"""Bytes of /dev/shm for each rank: NCCL's buffers within a machine, or messages between tensor-parallel ranks. Docker gives 64 MB."""
+"""Bytes of /dev/shm per rank: NCCL's buffers within a machine, or messages between tensor-parallel ranks. Docker's default is 64 MB."""
 
 
 def variables(network: NetworkConfig) -> dict[str, str]:
-    """The variables of the environment that the options stand for."""
+    """The environment variables that the options set."""
     values = {
         "NCCL_SOCKET_IFNAME": network.interface,
         "GLOO_SOCKET_IFNAME": network.interface,
@@ -47,16 +47,16 @@ def variables(network: NetworkConfig) -> dict[str, str]:
 
 
 def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set what is not set yet. Returns a line for each variable that had another value, and keeps it."""
+    """Set the variables that are not set yet. Returns a line for each that has another value, which is kept."""
     return [
-        f"{name} = {found} in the environment wins over {value} from the section network"
+        f"{name} = {found} in the environment overrides {value} from the section network"
         for name, value in variables(network).items()
         if (found := environment.setdefault(name, value)) != value
     ]
 
 
 def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
-    """What this rank has."""
+    """This rank's software and hardware."""
     gpu = device.type == "cuda"
     return {
         "kind": device.type,
@@ -72,7 +72,7 @@ def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
 
 
 def _digest(package: Path) -> str:
-    """Eight digits that differ where sources do."""
+    """Eight hexadecimal digits of a hash of the package's sources."""
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         found.update(path.read_bytes())
@@ -93,7 +93,7 @@ def _free_shared_memory() -> int | None:
 
 
 def odd_ranks(found: Sequence[RankEnvironment], names: Sequence[str]) -> list[str]:
-    """A line for each of the names in which ranks differ: what most have, and who has what else."""
+    """A line for each name whose value differs between ranks: the most common value, and the ranks with another one."""
     lines = []
     for name in names:
         counts = Counter(each[name] for each in found)
@@ -113,7 +113,7 @@ def short_of_memory(found: Sequence[RankEnvironment]) -> list[str]:
     """A line for each host whose /dev/shm may be too small for its ranks."""
     hosts = {each["host"]: each for each in found}
     return [
-        f"{host}: /dev/shm has {each['shared_memory'] / 2**20:,.0f} MiB left, and its ranks may want"
+        f"{host}: /dev/shm has {each['shared_memory'] / 2**20:,.0f} MiB free, and its ranks may need"
         f" {each['wanted_shared_memory'] / 2**20:,.0f} MiB (docker run --shm-size, or --ipc host)"
         for host, each in hosts.items()
         if each["shared_memory"] is not None and each["shared_memory"] < each["wanted_shared_memory"]
@@ -121,27 +121,27 @@ def short_of_memory(found: Sequence[RankEnvironment]) -> list[str]:
 
 
 def across_hosts(found: Sequence[RankEnvironment], tp: int) -> list[str]:
-    """A line where tensor-parallel ranks, which are neighbours (`megalite.mesh`), do not lie on one host."""
+    """A line if tensor-parallel ranks, which are neighbours (`megalite.mesh`), span hosts."""
     groups = [found[first : first + tp] for first in range(0, len(found), tp)]
-    apart = [number for number, group in enumerate(groups) if len({each["host"] for each in group}) > 1]
-    if not apart:
+    spread = [number for number, group in enumerate(groups) if len({each["host"] for each in group}) > 1]
+    if not spread:
         return []
     return [
-        f"parallel.tp = {tp}: {len(apart)} of {len(groups)} tp groups lie on several hosts, the first of them ranks"
-        f" {apart[0] * tp} to {apart[0] * tp + tp - 1}: every layer waits for the network. Choose a tp that divides the ranks of a host."
+        f"parallel.tp = {tp}: {len(spread)} of {len(groups)} tp groups span several hosts, the first of them ranks"
+        f" {spread[0] * tp} to {spread[0] * tp + tp - 1}: every layer waits for the network. Choose a tp that divides the ranks of a host."
     ]
 
 
 def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, tp: int = 1) -> list[str]:
-    """Tell rank 0 what this rank runs on, through the store with which ranks find each other; returns what is worth knowing.
+    """Compare what all ranks run on, through the rendezvous store; returns notes for the user.
 
-    Nothing else joins the ranks yet: where they differ, the communication itself might be what does not work.
+    Runs before the process group exists: between ranks that differ, its communication might fail.
 
     Args:
-        tp: neighbouring ranks that talk in every layer.
+        tp: number of neighbouring ranks that communicate in every layer.
 
     Raises:
-        ConfigError: on every rank, where they can not work together.
+        ConfigError: on every rank, if ranks differ in `EQUAL`.
     """
     store.set(f"facts/{rank}", json.dumps(own))
     if rank == 0:
@@ -154,5 +154,5 @@ def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, t
     verdict = json.loads(store.get("facts/verdict"))
     if verdict["different"]:
         listed = "\n  ".join(verdict["different"])
-        raise ConfigError(f"Ranks differ where they must not:\n  {listed}\nInstall the same everywhere, or leave these machines out.")
+        raise ConfigError(f"Ranks differ where they must not:\n  {listed}\nInstall the same everywhere, or exclude these machines.")
     return verdict["notes"]

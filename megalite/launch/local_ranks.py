@@ -1,7 +1,7 @@
-"""A tool on several ranks of this machine, started by the tool itself where torchrun has not.
+"""Starts a command on several ranks of this machine, without torchrun.
 
-The first rank to fail ends the others, and its exit status is the tool's: bad input found by a rank is one message, without a launcher's
-report around it. Ranks share the terminal; they find each other through a store in the process that started them.
+The first rank to fail ends the others, and its exit status is the command's: bad input found by a rank is one message, without a launcher's
+report around it. Ranks share the terminal; their rendezvous store is in the process that started them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from typing import IO, NoReturn
 import megalite
 
 _PACKAGE_ROOT = str(Path(megalite.__file__).resolve().parents[1])
-POLL_S, GRACE_S = 0.05, 5.0
+POLL_S, GRACE_S = 0.05, 5.0  # between polls of the ranks; from SIGTERM to SIGKILL
 
 
 def run_ranks(count: int, command: Sequence[str], *, variables: Mapping[str, str] | None = None, output: IO[bytes] | None = None) -> int:
     """Run `python COMMAND …` as ranks 0 … count − 1. Returns 0, or the status of the first rank that failed.
 
-    variables: of their environment, besides this process's. output: what takes all that they write, by default the terminal.
+    Args:
+        variables: added to the ranks' environment, which is this process's.
+        output: the file for stdout and stderr of all ranks; default: the terminal.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)  # the terminal interrupts the ranks, and they end
+    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends SIGINT to the ranks as well: they end
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(count):
@@ -49,20 +51,21 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """The environment that torchrun would set."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     own = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}  # ranks run this very package
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}  # ranks import the same package
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     return {**os.environ, **own, **path, **threads, **{name: str(number) for name, number in numbers.items()}}
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+    """Wait until all ranks have ended, or one has failed. Returns its status, 128 + the signal's number after a signal; else 0."""
     while True:
         statuses = [rank.poll() for rank in ranks]
         for rank, status in enumerate(statuses):
             if status:
-                if status < 0:  # it could not say so itself
+                if status < 0:  # it could not print a message itself
                     print(f"rank {rank} was ended by signal {-status} ({signal.strsignal(-status)})", file=sys.stderr, flush=True)
                 return status if status > 0 else 128 - status
         if None not in statuses:

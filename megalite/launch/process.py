@@ -1,6 +1,6 @@
-"""Settings of a training process, its device and its process group.
+"""Settings of a training process, its device, its process group, and its end.
 
-The backend follows the local GPU count: NCCL where every local rank has a GPU of its own (NCCL refuses two ranks on one), else gloo on CPU.
+The backend depends on the local GPU count: NCCL if every local rank has a GPU of its own (NCCL refuses two ranks on one), else gloo on CPU.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 
 from megalite.config.rules.training import duration_seconds
 
-GRACE = 2.0  # seconds that a rank which can not go on stays
+GRACE = 2.0  # seconds that a failed rank stays alive, so that others can learn the reason
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def world_size() -> int:
-    """Ranks that torchrun started; 1 without it."""
+    """Number of ranks that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_world_size() -> int:
-    """Those of them on this machine."""
+    """Number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -38,14 +38,14 @@ def local_rank() -> int:
 
 
 def choose_device() -> torch.device:
-    """A GPU of its own for every local rank, or the CPU for all of them."""
+    """The local rank's own GPU if there is one for every local rank, else the CPU."""
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size():
         return torch.device("cuda", local_rank())
     return torch.device("cpu")
 
 
 def configure_process(device: torch.device, deterministic: bool = False) -> None:
-    """Speed settings that change no result beyond rounding, and determinism where it is asked for."""
+    """Set what makes it fast without changing results beyond rounding, and deterministic algorithms on request."""
     if device.type == "cpu":
         configure_cpu()
     else:
@@ -57,14 +57,15 @@ def configure_process(device: torch.device, deterministic: bool = False) -> None
 
 
 def configure_cpu() -> None:
-    """oneDNN's AVX-512 fp32 products are twice as fast as the default ones and as accurate; with AMX it might use bf16, so not there.
+    """Use oneDNN's fp32 products, batch scheduling and memory that stays mapped.
 
-    Batch scheduling keeps ranks that share cores from preempting each other at every message. Freed memory stays with the process:
-    otherwise every large activation is mapped and zeroed anew by the kernel, a tenth to a quarter of a step.
+    oneDNN's AVX-512 fp32 products are twice as fast as the default ones and as accurate; with AMX it might use bf16, so not there. Batch
+    scheduling keeps ranks that share cores from preempting each other at every message. Freed memory stays with the process: otherwise the
+    kernel maps and zeroes every large activation again, a tenth to a quarter of a step.
     """
     if not torch.cpu._is_amx_tile_supported():
         torch.set_float32_matmul_precision("medium")
-    with suppress(AttributeError, OSError):  # not Linux, or not allowed: slower, not wrong
+    with suppress(AttributeError, OSError):  # not Linux, or not permitted: only slower
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with suppress(AttributeError, OSError):  # another C library than glibc
         libc = ctypes.CDLL(None)
@@ -73,11 +74,11 @@ def configure_cpu() -> None:
 
 
 def start_process_group(device: torch.device, timeout: str, meet: Callable[[Any, int, int], None] | None = None) -> None:
-    """Join the other ranks, where torchrun started more than one.
+    """Create the default process group if torchrun started more than one rank. Collective.
 
     Args:
         timeout: a duration, see run.timeout.
-        meet: called before, when nothing but a store of keys joins the ranks yet, with the store, this rank and their number.
+        meet: called before the process group exists, with the rendezvous store, this rank and the number of ranks.
     """
     if world_size() == 1:
         return
@@ -88,7 +89,8 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[[Any,
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     store, rank, size = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    # torchrun's store outlives a restart, with addresses of ranks that have died; on several nodes each counts for itself: docs/faults.md
+    # torchrun's store survives a restart, with the addresses of dead ranks: a prefix for each start hides them. On several nodes the
+    # counts may differ between nodes, so the prefix is constant there (docs/faults.md).
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world_size() == local_world_size() else "0"
     store = dist.PrefixStore(f"start_{start}", store)  # type: ignore[attr-defined]
     if meet is not None:
@@ -97,26 +99,25 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[[Any,
 
 
 def exit_after_failure(error: Exception | str, reason: str = "") -> NoReturn:
-    """End the process after a failure of communication, of offloaded state, of memory or of data, status 1: nothing that needs other
-    ranks can still be done.
+    """End the process with status 1 after a failure of communication, offloaded state, memory or data: nothing collective is possible.
 
-    A rank that waits for one that has given up loses that one too, so all say whom they lost, and the message names where it began, with
-    the `reason` that the first one gives.
+    A failed rank makes the ranks that wait for it fail as well. Each stores which rank it lost, so that the message can name the rank that
+    failed first, with the `reason` that it gave.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks once it has seen one end; this one does so by itself
-    print(f"{error}{_origin(error, reason)}\n", end="", file=sys.stderr, flush=True)  # in one write: other ranks print, too
-    sleep(GRACE)  # so that those who wait for this rank can ask
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended; this one ends by itself
+    print(f"{error}{_origin(error, reason)}\n", end="", file=sys.stderr, flush=True)  # one write: other ranks print, too
+    sleep(GRACE)  # until the ranks that wait for this one have read its reason
     os._exit(1)
 
 
 def _origin(error: object, reason: str) -> str:
-    """Which rank was lost first, as far as the others have said; `reason` is this rank's own, where it all began here."""
+    """Names the rank that failed first, as far as the ranks have stored it. `reason`: why this rank failed, if it is the first."""
     import torch.distributed as dist
 
     if world_size() == 1 or not (reason or hasattr(error, "peer")):
         return ""
     store, rank, seen = dist.distributed_c10d._get_default_store(), dist.get_rank(), set[int]()
-    with suppress(RuntimeError):  # the store may be gone too
+    with suppress(RuntimeError):  # the store's rank may have failed, too
         if reason:
             store.set("reason", f"rank {rank} was lost first: {reason}")
             return ""
@@ -132,9 +133,9 @@ def _origin(error: object, reason: str) -> str:
 
 
 def shutdown() -> NoReturn:
-    """End the process at once, together with the other ranks.
+    """End the process together with the other ranks, without destroying the process group.
 
-    Tearing torch down takes seconds a rank and changes nothing any more; a rank that tears gloo down while another still talks may abort.
+    The teardown of torch takes seconds per rank and has no effect any more; a rank that destroys gloo while another still sends may abort.
     """
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
 """Causal self-attention with grouped key-value heads; each tp rank computes its own heads.
 
-Column-parallel query-key-value projection, attention over this rank's heads, row-parallel output projection: the only
-communication is that of the two linears.
+Column-parallel query-key-value projection, attention over this rank's heads, row-parallel output projection. Communication: that of the two
+linears, and of a query-key norm over the full width (`FullWidthRMSNorm`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from megalite.parallel.weight import Weight
 
 
 class _Split(torch.autograd.Function):
-    """Cut the packed projection into queries, keys and values and rotate the first two; one packed gradient comes back."""
+    """Split the packed projection into queries, keys and values, and rotate queries and keys. Backward returns one packed gradient.
+
+    [seq, batch, (heads + 2 · kv_heads) · head_dim] -> [seq, batch, heads, head_dim] and twice [seq, batch, kv_heads, head_dim], all of this
+    rank's heads. Without tables nothing is rotated. No communication.
+    """
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, layer: Attention, rotary: tuple[Tensor, Tensor] | None) -> Any:
@@ -42,7 +46,7 @@ class _Split(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding; its gradient is the opposite rotation."""
+    """Rotary embedding of [seq, batch, heads, head_dim]; the gradient is rotated by the opposite angle. No communication."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -56,7 +60,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(q kᵀ · scale + mask) v. No communication."""
+    """softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim]. No communication."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -72,7 +76,7 @@ class _Attention(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """[seq, batch, hidden] -> the same ([seq/tp, …] under sequence parallelism)."""
+    """Self-attention: [seq, batch, hidden] -> the same shape; [seq/tp, batch, hidden] under sequence parallelism."""
 
     def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
         super().__init__()
@@ -81,8 +85,8 @@ class Attention(nn.Module):
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options = layer, model, options
         self.heads = model.num_attention_heads // tp.size
-        self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size
-        self.first_head = self.heads * tp.rank
+        self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size  # at least 1: tp ranks beyond the kv heads hold replicas
+        self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope = model.uses_rope(layer)
         self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], optional(f"{name}.qkv.bias"), tp, sequence_parallel)
         self.out = RowParallelLinear(weights[f"{name}.out.weight"], optional(f"{name}.out.bias"), tp, sequence_parallel)
@@ -97,18 +101,18 @@ class Attention(nn.Module):
         return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
-        q, k, v = self.project(x, state)  # [seq, batch, heads/tp, head_dim] each
-        out = _Attention.apply(q, k, v, self.operation(state))
-        return self.out(out.flatten(-2), state.adapter_mask(Site.OUT_ADAPTER, self.layer))
+        q, k, v = self.project(x, state)  # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
+        out = _Attention.apply(q, k, v, self.operation(state))  # [seq, batch, heads/tp, head_dim]
+        return self.out(out.flatten(-2), state.adapter_mask(Site.OUT_ADAPTER, self.layer))  # row-parallel: summed over tp
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, normed and rotated."""
+        """Queries, keys and values of this rank's heads, [seq, batch, heads, head_dim] each, normalized and rotated."""
         rotary = state.rotary if self.uses_rope else None
-        packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
+        packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))  # [seq, batch, (heads + 2 · kv_heads) · head_dim]
         if self.q_norm is None or self.k_norm is None:
-            return _Split.apply(packed, self, rotary)
-        q, k, v = _Split.apply(packed, self, None)
-        if self.model_config.qk_norm == "full":
+            return _Split.apply(packed, self, rotary)  # split and rotation in one pass over memory
+        q, k, v = _Split.apply(packed, self, None)  # norms are applied before the rotation
+        if self.model_config.qk_norm == "full":  # over all heads at once: [seq, batch, heads · head_dim]
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         else:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -127,5 +131,5 @@ class Attention(nn.Module):
             "document_start": state.first_visible,
             "softcap": model.attention_softcap,
             "dropout": dropout,
-            "recompute": self.options.recompute == "selective" or not torch.is_grad_enabled(),
+            "recompute": self.options.recompute == "selective" or not torch.is_grad_enabled(),  # without a backward nothing is saved
         }

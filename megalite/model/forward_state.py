@@ -1,4 +1,4 @@
-"""What a forward pass needs to know besides its input: positions, documents, and the key of dropout."""
+"""What a forward pass needs besides its input: positions, documents, and the key of dropout. No communication."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalite.parallel.tensor.lora import Mask
 
 
 class Site(IntEnum):
-    """Where in the model a dropout mask is applied; a part of its key."""
+    """The place in the model where a dropout mask is applied: part of the mask's key."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -27,12 +27,14 @@ class Site(IntEnum):
 
 @dataclass
 class ForwardState:
-    """One microbatch's surroundings, the same on every stage and tp rank.
+    """What the units need to know about one microbatch: the same on every stage and tp rank.
 
     Attributes:
+        samples, step, seed: [batch] global sample indices, the step and the seed: with the positions, the key of dropout.
+        training: False in evaluation: no dropout.
         positions, starts, document_start: those of the `Microbatch`.
-        rotary: (cos, sin) tables of the tokens, or None.
-        samples: [batch] global sample indices, and `step`: with the positions, the key of dropout. `training` is False in evaluation.
+        rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
+        lora_dropout: probability of dropout in front of adapters.
     """
 
     samples: Tensor
@@ -46,36 +48,36 @@ class ForwardState:
     lora_dropout: float = 0.0
 
     def dropout_key(self, site: Site, layer: int) -> int:
-        """The key of one mask; with the sample, position and channel it decides each bit."""
+        """The key of one mask. Key, sample, position and channel determine each bit of it."""
         return dropout_key(self.seed, self.step, int(site), layer)
 
     def adapter_mask(self, site: Site, layer: int) -> Mask | None:
-        """Dropout of what an adapter reads, which is the whole sequence; None where there is none."""
+        """Dropout of an adapter's input, which is the whole sequence also under sequence parallelism; None: no dropout."""
         if not self.lora_dropout or not self.training:
             return None
         return partial(dropout, key=self.dropout_key(site, layer), samples=self.samples, positions=self.positions, p=self.lora_dropout)
 
     @property
     def document_positions(self) -> Tensor:
-        """Position of each token in its document, [seq, batch] or [seq, 1]: what rotary and learned embeddings embed."""
+        """Position of each token in its document, [seq, batch] or [seq, 1]: the positions for rotary and learned embeddings."""
         return self.positions if self.document_start is None else self.positions - self.document_start
 
     @property
     def first_position(self) -> int:
-        """Position of the first token, where the positions are consecutive."""
+        """Position of the first token. Positions must be consecutive: one start."""
         (first,) = self.starts
         return first
 
     @property
     def first_visible(self) -> Tensor | None:
-        """`document_start` counted from the first token, as attention counts its keys."""
+        """`document_start` relative to the first token, as attention counts its keys; None: all keys are of one document."""
         if self.document_start is None or self.first_position == 0:
             return self.document_start
-        return (self.document_start - self.first_position).clamp(min=0)
+        return (self.document_start - self.first_position).clamp(min=0)  # a document may start before the first token
 
 
 class _Dropout(torch.autograd.Function):
-    """The mask is computed again in backward: it depends on its key alone."""
+    """Dropout whose mask is computed again in backward instead of kept: it depends only on its key."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, key: int, samples: Tensor, positions: Tensor, probability: float) -> Tensor:
@@ -91,9 +93,9 @@ class _Dropout(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of [seq, batch, hidden] activations by a keyed mask, the same on every mesh.
+    """Dropout of activations [seq (/tp), batch, hidden] by a keyed mask, the same on every mesh.
 
-    Under sequence parallelism `tp` says which part of the sequence the activations are.
+    Under sequence parallelism the rank on `tp` determines which part of the sequence the activations are.
     """
 
     probability: float
@@ -106,6 +108,6 @@ class Dropout:
         if self.probability == 0.0 or not state.training:
             return x
         first = x.shape[0] * self.tp.rank if self.sequence_parallel else 0
-        positions = state.positions.narrow(0, first, x.shape[0])
+        positions = state.positions.narrow(0, first, x.shape[0])  # [seq (/tp), 1] or [seq (/tp), batch]
         key = state.dropout_key(self.site, self.layer)
         return _Dropout.apply(x, key, state.samples, positions, self.probability)

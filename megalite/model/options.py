@@ -1,4 +1,4 @@
-"""How a layer is computed, as opposed to what it computes."""
+"""Options of how a layer is computed, as opposed to what it computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from megalite.parallel.compiled_ops import CompiledOps
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Sequence parallelism (only where tp > 1), what backward computes again (none, selective, full), eager or compiled regions."""
+    """Options of one layer.
+
+    Attributes:
+        sequence_parallel: False where tp is 1.
+        recompute: what backward computes again: none, selective or full.
+        ops: the functions between linears, eager or compiled.
+    """
 
     sequence_parallel: bool
     recompute: str

@@ -1,8 +1,9 @@
-"""The model's stored parameters as specs, unit by unit: computed from the configuration alone. Imports no torch.
+"""The model's stored parameters as specs, unit by unit: computed only from the configuration. Imports no torch.
 
 Units: 0 is the embedding, 1 … L the layers, L + 1 the final norm and the head.
-Global names are plain: `embedding.weight`, `layers.3.attention.q.weight`, `layers.3.mlp.up.weight`, `norm.weight`, `head.weight`.
+Global names: `embedding.weight`, `layers.3.attention.q.weight`, `layers.3.mlp.up.weight`, `norm.weight`, `head.weight`.
 The adapters of a weight are `layers.3.attention.q.lora_a` and `layers.3.attention.q.lora_b`.
+Stored names differ where segments are fused: `layers.3.attention.qkv.weight` holds q, k and v, `layers.3.mlp.in.weight` gate and up.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from math import sqrt
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.parallel.spec import ParamSpec, Segment
 
-VOCAB_ALIGN = 8  # rows of the vocabulary per tp rank are padded to a multiple of this
+VOCAB_ALIGN = 8  # vocabulary rows per tp rank are padded to a multiple of this
 
 
 def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tp ranks: equal parts, each a multiple of VOCAB_ALIGN."""
+    """Number of embedding rows over all tp ranks, padding included: equal parts, each a multiple of VOCAB_ALIGN."""
     per_rank = -(-vocab_size // tp)
     return tp * -(-per_rank // VOCAB_ALIGN) * VOCAB_ALIGN
 
 
 def kv_replicas(model: ModelConfig, tp: int) -> int:
-    """How many tp ranks hold the same key-value head."""
+    """Number of tp ranks that hold the same key-value head."""
     return max(1, tp // model.kv_heads)
 
 
 def head_unit(model: ModelConfig) -> int:
+    """The last unit: final norm and head."""
     return model.num_hidden_layers + 1
 
 
@@ -40,21 +42,22 @@ def stage_units(partition: Sequence[int], stage: int) -> range:
 
 
 def _each_alone(unit: int, *segments: Segment) -> list[ParamSpec]:
-    """Segments that are stored one by one."""
+    """One stored tensor per segment."""
     return [ParamSpec(segment.name, unit, (segment,)) for segment in segments]
 
 
 class _Specs:
-    """Builds the specs of one model for a tp size; `sequence_parallel` decides whose gradients are partial."""
+    """Builds the specs of one model for a tp size; `sequence_parallel` determines whose gradients are partial."""
 
     def __init__(self, model: ModelConfig, tp: int, sequence_parallel: bool):
         self.model, self.tp = model, tp
-        self.partial_axis = "tp" if sequence_parallel and tp > 1 else None  # of weights that see a part of the sequence
+        # Under sequence parallelism norms, positions and row biases see 1/tp of the sequence: their gradients must be summed over tp.
+        self.partial_axis = "tp" if sequence_parallel and tp > 1 else None
         self.std = model.initializer_range
-        self.out_std = self.std / sqrt(2 * model.num_hidden_layers)
+        self.out_std = self.std / sqrt(2 * model.num_hidden_layers)  # of row-parallel weights, which add to the residual twice a layer
 
     def norm(self, name: str, unit: int, width: int | None = None, *, axis: str | None = None, rms: bool | None = None) -> list[ParamSpec]:
-        """`axis`: over which the gradient is partial, besides that of the sequence."""
+        """Weight, and bias of a LayerNorm: [width or hidden]. `axis`: over which gradients are partial even without a split sequence."""
         axis = axis or self.partial_axis
         rms = self.model.norm == "rms" if rms is None else rms
         shape, one = (width or self.model.hidden_size,), 1.0 - (self.model.norm_offset if rms else 0.0)
@@ -63,7 +66,7 @@ class _Specs:
         return _each_alone(unit, weight) if rms else _each_alone(unit, weight, bias)
 
     def column(self, name: str, unit: int, parts: Sequence[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
-        """A column-parallel linear of (part name, output width, replicas) segments."""
+        """A column-parallel linear of (part name, output width, replicas) segments: weights [width, hidden], split along dim 0."""
         hidden = self.model.hidden_size
         prefix = name.rsplit(".", 1)[0]
         weights = tuple(
@@ -73,9 +76,9 @@ class _Specs:
         return [ParamSpec(f"{name}.weight", unit, weights), *([ParamSpec(f"{name}.bias", unit, biases)] if bias else [])]
 
     def qk_norm(self, name: str, unit: int, q: int, kv: int) -> list[ParamSpec]:
-        """Per head: one weight for all heads, each tp rank seeing its own heads. Full width: split like the heads themselves."""
+        """Per head: one weight [head_dim] for all heads. Full width: weights [width], split as the heads are."""
         if self.model.qk_norm == "head":
-            axis, parts = "tp" if self.tp > 1 else None, ("q_norm", "k_norm")  # each rank sees its own heads alone
+            axis, parts = "tp" if self.tp > 1 else None, ("q_norm", "k_norm")  # each rank's gradient is of its own heads only
             return [spec for part in parts for spec in self.norm(f"{name}.{part}", unit, self.model.head_size, axis=axis, rms=True)]
         if self.model.qk_norm == "none":
             return []
@@ -87,12 +90,14 @@ class _Specs:
         return _each_alone(unit, *segments)
 
     def row(self, name: str, role: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
+        """A row-parallel linear: weight [hidden, width], split along dim 1; the bias is replicated and added after the sum over tp."""
         hidden = self.model.hidden_size
         weight = Segment(f"{name}.weight", (hidden, width), 1, init_std=self.out_std, role=role)
         addend = Segment(f"{name}.bias", (hidden,), grad_partial_axis=self.partial_axis, decay=False)
         return _each_alone(unit, weight, addend) if bias else _each_alone(unit, weight)
 
     def embedding(self, both_ends: bool) -> list[ParamSpec]:
+        """Token embedding and learned positions. `both_ends`: the rank has the head, too: a tied table then gets two contributions."""
         model = self.model
         table = self._vocabulary("embedding.weight")
         tied = model.tie_word_embeddings
@@ -104,10 +109,12 @@ class _Specs:
         return specs
 
     def _vocabulary(self, name: str, copy: bool = False) -> Segment:
+        """A table [vocabulary, hidden], split along dim 0, in memory padded to equal parts."""
         rows = padded_vocabulary(self.model.vocabulary, self.tp)
         return Segment(name, (self.model.vocabulary, self.model.hidden_size), 0, padded=rows, copy=copy, init_std=self.std)
 
     def layer(self, index: int) -> list[ParamSpec]:
+        """Attention and feed-forward of layer `index`, each with its norms, in the order of the forward."""
         model, unit, name = self.model, index + 1, f"layers.{index}"
         head, copies = model.head_size, kv_replicas(model, self.tp)
         specs = []
@@ -130,6 +137,7 @@ class _Specs:
         return specs
 
     def head(self, holds_embedding: bool) -> list[ParamSpec]:
+        """Final norm and head. A tied head on a rank without the embedding stores a copy, which is neither counted nor saved."""
         unit = head_unit(self.model)
         specs = self.norm("norm", unit)
         if not self.model.tie_word_embeddings:
@@ -141,7 +149,7 @@ class _Specs:
 
 
 def model_specs(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = False, units: Iterable[int] | None = None) -> list[ParamSpec]:
-    """The stored parameters of some units (default: all) under a tp size, in the model's order."""
+    """The stored parameters of the given units (default: all) for a tp size, in the model's order."""
     build = _Specs(model, tp, sequence_parallel)
     last = head_unit(model)
     wanted = list(range(last + 1)) if units is None else list(units)
@@ -157,7 +165,7 @@ def model_specs(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = Fa
 
 
 def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> list[ParamSpec]:
-    """The specs, all frozen, and those of the adapters A [rank, in] and B [out, rank]; without a rank the specs as they are."""
+    """The specs, all frozen, followed by those of the adapters A [rank, in] and B [out, rank]; unchanged where `lora.rank` is 0."""
     if not lora.rank:
         return list(specs)
     frozen = [replace(spec, segments=tuple(replace(segment, trainable=False) for segment in spec.segments)) for spec in specs]
@@ -165,10 +173,10 @@ def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> 
 
 
 def _adapters(spec: ParamSpec, lora: LoraConfig, partial_axis: str | None) -> list[ParamSpec]:
-    """The A's of a stored tensor's segments, stored together since they read the same input, and their B's, one by one.
+    """The A's of a stored tensor's segments, stored as one tensor since they read the same input, and their B's, one tensor each.
 
-    A is drawn with the variance of PEFT's uniform distribution, and B starts at zero. `partial_axis`: the axis whose
-    ranks share the tensor; `parallel.tensor.lora` says which gradients are partial then.
+    A is drawn from a normal distribution with the variance of PEFT's uniform one, and B starts at zero. `partial_axis`: the axis whose
+    ranks split the tensor; `parallel.tensor.lora` says which gradients are then partial.
     """
     first, second = [], []
     for base in (segment for segment in spec.segments if lora.adapts(segment.role)):

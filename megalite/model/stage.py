@@ -1,4 +1,8 @@
-"""A pipeline stage: a contiguous run of the model's units, embedding first and head last where it has them."""
+"""A pipeline stage: consecutive units of the model. The first stage has the embedding, the last one the head and the loss.
+
+A stage communicates only through the modules of `parallel.tensor` (over tp) and its `WeightGatherer` (over the shard axis); the runtime
+sends activations between stages.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,16 @@ from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
 
-CHUNK_ON_GPU = 4096  # tokens: adding to the fp32 weight gradient of a chunk takes a twentieth of its products' time
+CHUNK_ON_GPU = 4096  # tokens: adding a chunk to the fp32 weight gradient then takes 1/20 of the time of the chunk's products
 
 
 class Head(nn.Module):
-    """Final norm, vocabulary projection and loss: of `chunk` tokens at a time, of all at once where it is 0, by default so on a CPU."""
+    """Final norm, vocabulary projection and loss.
+
+    Args:
+        chunk: tokens whose logits are computed at a time, so that the whole logits never exist; 0: all at once. None: CHUNK_ON_GPU on a
+            GPU, 0 on a CPU.
+    """
 
     def __init__(
         self, model: ModelConfig, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions, loss: CrossEntropy, chunk: int | None
@@ -39,7 +48,7 @@ class Head(nn.Module):
         self.chunk = (CHUNK_ON_GPU if weights[name].tensor.is_cuda else 0) if chunk is None else chunk
 
     def logits(self, x: Tensor) -> Tensor:
-        """[seq, batch, vocabulary/tp], padded columns included."""
+        """Logits of x, [seq (/tp), batch, hidden] -> [seq, batch, vocabulary/tp], padded columns included."""
         return self._logits(self.norm(x))
 
     def _logits(self, normed: Tensor) -> Tensor:
@@ -47,19 +56,31 @@ class Head(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
+        """Sum of the token losses times `scale`, a scalar. x: [seq (/tp), batch, hidden], targets: [seq, batch]."""
+
         def loss(part: Tensor, its: Tensor) -> Tensor:
-            return self.loss(self._logits(part).flatten(0, 1), its, scale)
+            return self.loss(self._logits(part).flatten(0, 1), its, scale)  # logits [tokens, vocabulary/tp]
 
         normed, weight = self.norm(x), self.project.weight
-        if not self.chunk or weight.deferred:  # its product belongs into a weight pass, which needs the gradient of the logits
+        # Chunks compute weight gradients in the forward. With a split backward these belong to the W pass, which needs the gradient of
+        # all logits: so no chunks.
+        if not self.chunk or weight.deferred:
             return loss(normed, targets.reshape(-1))
+        # The length of a chunk is counted in positions of this rank's x: over the tp ranks that split the sequence, `chunk` tokens.
         return loss_in_chunks(loss, normed, targets, weight, max(self.chunk * x.shape[0] // targets.numel(), 1))
 
 
 class Stage(nn.Module):
-    """The units [units.start, units.stop) of the model on this rank.
+    """The units `units` of the model on this rank: 0 is the embedding, 1 … L the layers, L + 1 the head.
 
-    forward takes tokens (first stage) or the previous stage's activations, and returns activations, or the summed loss (last stage).
+    `forward` takes tokens [seq, batch] (first stage) or the previous stage's activations [seq (/tp), batch, hidden]. It returns
+    activations, or the scaled sum of the token losses (last stage).
+
+    Args:
+        weights: this rank's stored tensors by name.
+        gatherer: called before and after each unit: under ZeRO-3 it gathers and frees the unit's weights, otherwise it waits until the
+            weights of the last update have arrived.
+        dtype: compute precision.
     """
 
     def __init__(
@@ -88,10 +109,10 @@ class Stage(nn.Module):
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
-        self._rotary: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}  # by starts and length
+        self._rotary: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}  # (cos, sin) by `starts` and length
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
-        """What every unit needs to know about a microbatch; `step` keys the dropout masks."""
+        """What every unit needs to know about a microbatch; `step` is part of the key of the dropout masks."""
         state = ForwardState(
             samples=microbatch.samples,
             step=step,
@@ -107,25 +128,26 @@ class Stage(nn.Module):
         return state
 
     def _rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions. Positions that are alike in every row, which the host knows by their starts, share them."""
-        model, positions = self.model_config, state.document_positions
-        alike = state.starts if state.document_start is None else ()
+        """cos and sin of the positions. Cached where all rows have the same positions, which the host knows from `starts`."""
+        model, positions = self.model_config, state.document_positions  # [seq, 1] or [seq, batch]
+        alike = state.starts if state.document_start is None else ()  # empty: positions differ between rows
         tables = self._rotary.get((alike, len(positions))) if alike else None
         if tables is None:
-            positions = positions.squeeze(1)
+            positions = positions.squeeze(1)  # [seq] where rows share positions (or batch is 1), else [seq, batch]
             tables = rotary_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.dtype, positions.device)
             if alike:
                 self._rotary[alike, len(positions)] = tables
         return tables
 
     def trunk(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Everything but the head: tokens or activations in, activations out."""
+        """All units except the head: tokens [seq, batch] or activations in, activations [seq (/tp), batch, hidden] out."""
         if self.embedding is not None:
-            x = self.gatherer.pre_forward(0, x)
-            x = self.embedding(x, state.document_positions if self.embedding.positions is not None else None)
+            x = self.gatherer.pre_forward(0, x)  # [seq, batch] token ids
+            x = self.embedding(x, state.document_positions if self.embedding.positions is not None else None)  # [seq (/tp), batch, hidden]
             x = self.embedding_dropout(self.gatherer.post_forward(0, x), state)
         for name, layer in self.layers.items():
             unit = int(name)
+            # Both calls are part of the autograd graph under ZeRO-3: in backward post_forward gathers the weights, pre_forward frees them.
             x = self.gatherer.post_forward(unit, layer(self.gatherer.pre_forward(unit, x), state))
         return x
 
@@ -134,8 +156,8 @@ class Stage(nn.Module):
         if self.head is None:
             return StageOutput(x)
         unit = head_unit(self.model_config)
-        loss = self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))
-        return StageOutput(loss, {"loss": loss.detach()})
+        loss = self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))  # []
+        return StageOutput(loss, {"loss": loss.detach()})  # detached: the sum over microbatches must not keep their graphs
 
     def logits(self, x: Tensor, state: ForwardState) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""

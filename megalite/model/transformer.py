@@ -1,7 +1,7 @@
-"""One transformer layer, and full recomputation of it.
+"""One transformer layer, and its full recomputation.
 
 The model is written once. What varies between families (norm kind and placement, biases, gating, positions) is decided in `__init__`
-from the axis values of `ModelConfig`; forward has no conditions on parallelism.
+from the fields of `ModelConfig`; `forward` has no conditions on parallelism. Communication: that of the linears (`parallel.tensor.linear`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def make_norm(model: ModelConfig, weights: Mapping[str, Weight], name: str, ops:
 
 
 class FeedForward(nn.Module):
-    """down(act(gate) · up), or down(act(up)): column-parallel in, row-parallel out; the activation belongs to the second."""
+    """down(act(gate) · up), or down(act(up)): [seq (/tp), batch, hidden] -> the same shape.
+
+    `up` is column-parallel and holds gate and up packed; `down` is row-parallel and applies the activation to its input, so that the
+    activation's output is not kept for backward.
+    """
 
     def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
         super().__init__()
@@ -41,12 +45,15 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
-        inner = self.up(x, state.adapter_mask(Site.UP_ADAPTER, self.layer))
+        inner = self.up(x, state.adapter_mask(Site.UP_ADAPTER, self.layer))  # [seq, batch, (2 ·) intermediate/tp]
         return self.down(inner, state.adapter_mask(Site.DOWN_ADAPTER, self.layer))
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with norms where the family has them."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): [seq (/tp), batch, hidden] -> the same shape.
+
+    `norm_placement` decides whether norms are in front of attention and mlp (pre), behind them (post), or both.
+    """
 
     def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
         super().__init__()
@@ -71,18 +78,19 @@ class Layer(nn.Module):
         return self.compute(x, state)
 
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
+        """The layer itself, without recomputation."""
         attended = self.attention(self.attention_input_norm(x), state)
         branch = self.attention_dropout(self.attention_output_norm(attended), state)
-        x, normed = add_and_norm(x, branch, self.mlp_input_norm)
+        x, normed = add_and_norm(x, branch, self.mlp_input_norm)  # residual sum and its norm, fused for RMSNorm: one pass over memory
         transformed = self.mlp(normed, state)
         return x + self.mlp_dropout(self.mlp_output_norm(transformed), state)
 
 
 class _Recompute(torch.autograd.Function):
-    """Keep a layer's input alone; run its forward again in backward.
+    """Keep only a layer's input; run its forward again in backward.
 
-    The second forward makes the same communication as the first, in the same order on every tp rank, and draws the same dropout
-    masks, which depend on keys alone. Weight gradients reach their buckets from the inner backward.
+    The second forward repeats the communication of the first, in the same order on every tp rank, and computes the same dropout masks,
+    which depend only on their keys. Weight gradients reach their buckets from the inner backward.
     """
 
     @staticmethod
@@ -94,8 +102,8 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
-        inputs = x.detach().requires_grad_()
-        with torch.enable_grad():
+        inputs = x.detach().requires_grad_()  # a leaf: the inner backward ends here
+        with torch.enable_grad():  # off inside a backward
             out = ctx.layer.compute(inputs, ctx.state)
         torch.autograd.backward(out, grads[0])
         return inputs.grad, None, None

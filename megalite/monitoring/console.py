@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line a step, and on a terminal a progress bar with the time left. Rank 0 alone prints."""
+"""Console output of a run: one line per step, and on a terminal a progress bar with the remaining time. Only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class Console(ExitStack):
-    """Lines, and a bar below them where the stream is a terminal. Lines reach a pipe at once.
+    """Prints lines, and below them a progress bar if the stream is a terminal. Lines are flushed at once.
 
     Args:
-        total_steps: of the whole run.
-        interval: print every so many steps; the first and the last step and skipped ones always.
-        start_step: steps that were done before this process started.
+        total_steps: number of steps of the whole run.
+        interval: print every `interval` steps; the first and the last step and skipped ones are always printed.
+        start_step: number of steps completed before this process started.
         enabled: False on every rank but 0.
     """
 
@@ -32,7 +32,7 @@ class Console(ExitStack):
             self.callback(self._bar.stop)
 
     def step(self, metrics: StepMetrics, fault: str | None = None, numbers: Mapping[str, Any] | None = None) -> None:
-        """`fault` says why a step was skipped; `numbers` is what was measured besides."""
+        """Print a step's line. `fault` says why a step was skipped; `numbers` are further measurements of the step."""
         shown = metrics.step % self.interval == 0 or metrics.step in (self.start_step + 1, self.total_steps) or metrics.skipped
         if shown:
             self.message(self._line(metrics, numbers or {}) + (f"  skipped: {fault}" if metrics.skipped else ""))
@@ -66,7 +66,7 @@ class Console(ExitStack):
             parts.append(f"mfu {metrics.mfu:.1%}")
         if metrics.bubble_fraction is not None and metrics.bubble_fraction >= 0.005:
             parts.append(f"bubble {metrics.bubble_fraction:.0%}")
-        for phase in ("data", "communication"):  # what nobody wants to see, where it can be seen
+        for phase in ("data", "communication"):  # shown only if they take a visible share of the step
             share = numbers.get(f"time_{phase}_s", 0.0) / metrics.step_time_s
             parts += [f"{phase} {share:.0%}"] if share >= 0.005 else []
         return "  ".join(parts)

@@ -1,6 +1,6 @@
-"""What rank 0's GPU says of itself: its memory, from torch's allocator, and its sensors, from the driver where nvidia-ml-py is installed.
+"""Metrics of rank 0's GPU: its memory, from torch's allocator, and its sensors, from the driver if nvidia-ml-py is installed.
 
-Each rank's share of the throughput stands beside it, on a CPU too.
+The throughput per rank is reported with them, on a CPU too.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ SENSORS: dict[str, Callable[[torch.device], float]] = {
     "gpu_temperature_c": torch.cuda.temperature,
     "gpu_clock_mhz": torch.cuda.clock_rate,
 }
-"""Name in metrics.jsonl → how torch asks NVIDIA's management library for it."""
+"""Name in metrics.jsonl → function that reads it through torch from NVIDIA's management library."""
 MEMORY = {
     "memory_allocated_bytes": "allocated_bytes.all.current",
     "memory_reserved_bytes": "reserved_bytes.all.current",
     "allocation_retries": "num_alloc_retries",
 }
-"""Name in metrics.jsonl → name in torch's statistics. A retry gives cached memory back and asks again, which stops the device."""
+"""Name in metrics.jsonl → name in torch's statistics. A retry frees cached memory and allocates again, which synchronizes the device."""
 
 
 class Gpu(Observer):
-    """Memory and sensors at `logging.interval`; on a CPU there are none."""
+    """Reports memory and sensors at `logging.interval`; on a CPU only the throughput per rank."""
 
     def __init__(self, trainer: Trainer):
         self.device, self.interval, self.world = trainer.device, trainer.config.logging.interval, trainer.mesh.world.size
@@ -47,7 +47,7 @@ class Gpu(Observer):
         return found | {name: statistics.get(key, 0) for name, key in MEMORY.items()} | self._sense()
 
     def _sense(self) -> dict[str, float]:
-        """What each sensor reads. One that this GPU does not have, or may not be read, is not asked again."""
+        """The reading of each sensor. A sensor that this GPU does not have, or that may not be read, is dropped."""
         found = {}
         for name, read in list(self.sensors.items()):
             try:

@@ -1,7 +1,8 @@
-"""How fast the links between ranks are: `network.test`.
+"""Measures the bandwidth of the links between ranks: `network.test`.
 
-In each round every rank sends to the one `stride` places further, for strides 1, 2, 4, …: neighbours on one machine as well as ranks on
-others. Rounds begin together, and of each link the best round counts, so a slow link is not blamed for another one.
+In each round every rank sends to the rank `stride` places further, for strides 1, 2, 4, …, so neighbours on one machine as well as ranks
+on other machines are tested. All ranks start a round together, and the best round of each link counts, so a slow link does not make others
+look slow.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Link(NamedTuple):
 
 
 def describe(links: Sequence[Link]) -> str:
-    """The slowest link beside the others."""
+    """One line with the slowest link and the median."""
     slowest = min(links, key=lambda link: link.bytes_per_second)
     usual = median(link.bytes_per_second for link in links)
     return (
@@ -37,7 +38,7 @@ def describe(links: Sequence[Link]) -> str:
 
 
 def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[Link]:
-    """Bandwidths between ranks, the same list on every rank. Collective; takes about so many seconds, all links busy at once."""
+    """Bandwidths between ranks, the same list on every rank. Collective; takes about `seconds`, with all links busy at once."""
     strides = [2**power for power in range((mesh.world.size - 1).bit_length())]
     best: dict[int, float] = {}
     deadline = perf_counter() + seconds
@@ -47,7 +48,7 @@ def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[Link
             took = _send_on(mesh, device, stride)
             best[stride] = min(took, best.get(stride, took))
         vote: list[Any] = [perf_counter() < deadline]
-        dist.broadcast_object_list(vote, src=0)  # rank 0's clock decides for all
+        dist.broadcast_object_list(vote, src=0)  # rank 0's clock decides for all ranks: they must leave the loop together
         going_on = vote[0]
     own = [Link((mesh.rank - stride) % mesh.world.size, mesh.rank, MESSAGE_BYTES / took) for stride, took in best.items()]
     everyone: list[Any] = [None] * mesh.world.size
@@ -60,7 +61,7 @@ def _flat(lists: Iterable[Iterable[Link]]) -> Iterable[Link]:
 
 
 def _send_on(mesh: Mesh, device: torch.device, stride: int) -> float:
-    """Send to the rank `stride` places further; seconds until this rank has what the one before has sent."""
+    """Send to the rank `stride` places further; returns the seconds until the message of the rank `stride` places before has arrived."""
     world, group = mesh.world, mesh.world.group
     target, source = world.ranks[(world.rank + stride) % world.size], world.ranks[(world.rank - stride) % world.size]
     outgoing, incoming = (torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl always, TensorBoard and Weights & Biases by option. Rank 0 alone writes."""
+"""Writes a run's metrics: to metrics.jsonl always, to TensorBoard and Weights & Biases by option. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ class StepMetrics:
     step_time_s: float
     tokens_per_second: float  # over all ranks, masked tokens included
     tflops_per_gpu: float  # model FLOPs
-    mfu: float | None  # share of the device's peak, where that is known
-    bubble_fraction: float | None  # measured: share of the pipeline's time in which its ranks do not compute; on a GPU only where asked for
+    mfu: float | None  # fraction of the device's peak, if that is known
+    bubble_fraction: float | None  # measured: fraction of the pipeline's time in which its ranks do not compute; on a GPU only if requested
     peak_memory_bytes: int
     loss_scale: float
-    skipped: bool  # nothing was updated
+    skipped: bool  # weights and optimizer state were not updated
 
 
 def check_packages(options: LoggingConfig) -> None:
-    """Raise ConfigError where an option needs a package that is not installed: every rank can say so before the run starts."""
+    """Raise ConfigError if an option needs a package that is not installed. Every rank can check this before the run starts."""
     for name, value, package in (("tensorboard", options.tensorboard, "tensorboard"), ("wandb", options.wandb, "wandb")):
         if value and find_spec(package) is None:
             raise ConfigError(f"logging.{name} = {value} needs the package {package}: pip install {package}, or leave the option out.")
 
 
 class MetricsWriter(ExitStack):
-    """One JSON object a line, in full precision, each line on its way to the disk when `write` returns.
+    """Writes one JSON object per line, with floats in full precision. Each line is written unbuffered.
 
-    A disk that is full does not end a run: lines that could not be written are kept, and written before the next one.
+    A full disk does not end a run: lines that could not be written are kept, and written before the next one.
 
     Args:
-        run_dir: the run's directory; made where it does not exist.
-        resume_step: lines of later steps, left by a run that got further than its checkpoint, are cut.
-        config: names the optional sinks, and goes to Weights & Biases whole.
+        run_dir: the run's directory; created if it does not exist.
+        resume_step: lines of later steps, left by a run that got further than its checkpoint, are removed.
+        config: names the optional sinks, and is sent to Weights & Biases as a whole.
     """
 
     def __init__(self, run_dir: Path, resume_step: int = 0, config: Config | None = None):
@@ -74,7 +74,7 @@ class MetricsWriter(ExitStack):
             self.callback(self._wandb.finish)
 
     def rewind(self, step: int) -> None:
-        """Go on after a step: lines of later ones are cut from metrics.jsonl, and TensorBoard shows them no more."""
+        """Continue after a step: lines of later steps are removed from metrics.jsonl, and TensorBoard no longer shows them."""
         cut_after(self._path, step)
         self._file = self.enter_context(open(self._path, "ab", buffering=0))  # noqa: SIM115 (the stack closes it)
         self._unwritten, self._refused = b"", False
@@ -84,14 +84,14 @@ class MetricsWriter(ExitStack):
             self._tensorboard = self.enter_context(self._open_tensorboard(step))
 
     def step(self, metrics: StepMetrics, numbers: Mapping[str, Any] | None = None) -> None:
-        """`numbers`: further keys of the line."""
+        """Write a step's line. `numbers`: further keys of the line."""
         self._write(asdict(metrics) | dict(numbers or {}))
 
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "val_loss": loss})
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Non-finite numbers become null, because JSON knows none."""
+        """Non-finite numbers are written as null, because JSON has none."""
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
         self._append(json.dumps(finite, allow_nan=False) + "\n")
         scalars = {name: float(value) for name, value in record.items() if value is not None and name != "step"}
@@ -104,7 +104,7 @@ class MetricsWriter(ExitStack):
     def _append(self, line: str) -> None:
         self._unwritten += line.encode()
         try:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]  # it may take a part only, before it refuses
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]  # a write may be partial before one fails
             self._refused = False
         except OSError as error:
             if not self._refused:
@@ -113,7 +113,7 @@ class MetricsWriter(ExitStack):
 
 
 def cut_after(file: Path, step: int) -> None:
-    """Drop the lines of later steps, and a last line that a killed run has not finished. The file is replaced whole or not at all."""
+    """Remove the lines of later steps, and an incomplete last line of a killed run. The file is replaced atomically."""
     if not file.exists():
         return
     kept = [line for line in file.read_text().splitlines() if (found := _step_of(line)) is not None and found <= step]
@@ -136,7 +136,7 @@ def _open_tensorboard(run_dir: Path, resume_step: int) -> Any:
 
 
 def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -> Any:
-    """A resumed run continues under the identity that it was started with."""
+    """Start or resume the run on Weights & Biases: a resumed run keeps the identity that it was started with."""
     import wandb
 
     identity = run_dir / "wandb_id"
@@ -147,9 +147,9 @@ def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has used: allocated tensors on a GPU; on a CPU the resident set, mapped files included.
+    """Peak memory of this rank: allocated tensors on a GPU; on a CPU the resident set, mapped files included.
 
-    Linux's VmHWM belongs to this program; getrusage, all that others have, may still hold the peak of the process that started it.
+    VmHWM on Linux counts this program only; getrusage, used elsewhere, may still hold the peak of the process that started it.
     """
     if device.type == "cuda":
         import torch

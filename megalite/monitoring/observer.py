@@ -1,4 +1,4 @@
-"""What an instrument of a run implements: called by the training loop, on every rank alike."""
+"""The protocol of a run's instruments, which the training loop calls on every rank."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from megalite.monitoring.metrics import StepMetrics
 
 
 class Observer:
-    """Watches a run from outside; this one sees nothing. Every rank has the same ones, and calls them alike but for `numbers`."""
+    """Base class of instruments; does nothing. Every rank has the same observers and calls them alike, except `numbers`."""
 
     def before(self, step: int) -> None:
-        """A step begins."""
+        """Called before a step."""
 
     def after(self, step: int) -> None:
-        """It has ended on this rank."""
+        """Called after a step has ended on this rank."""
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
-        """Further keys of a step's line in metrics.jsonl. Rank 0 alone asks, when the step's result is known."""
+        """Further keys of a step's line in metrics.jsonl. Called on rank 0 only, when the step's result is known."""
         return {}
 
     def finish(self) -> list[str]:
-        """The run is over; returns lines that rank 0 prints."""
+        """Called at the end of the run; returns lines that rank 0 prints."""
         return []

@@ -1,8 +1,8 @@
-"""The instruments of a run: what watches it without being part of it. The command `train` hands them to the training loop as observers.
+"""The list of a run's instruments, which the command `train` passes to the training loop as observers.
 
-phases.py times each step by phase, ranks.py compares the ranks, gpu.py reads the device's memory and sensors, tracing.py runs torch's
-profiler, prediction.py says at the end how far the plan was off. environment.py and links.py look at machines and network before the first
-step, memory.py says what may help where memory has run out.
+phases.py times each step by phase, rank_times.py compares the ranks, gpu.py reads the device's memory and sensors, timeline_recorder.py and
+timeline.py record and compare the pipeline's timeline, tracing.py runs torch's profiler, prediction.py reports at the end the prediction's
+error. Not observers: links.py tests the network before the first step, out_of_memory.py suggests changes when memory runs out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ComparedTimeline(TimelineRecorder):
-    """Says at the end what the simulator expects of the steps that were recorded."""
+    """Reports at the end the simulator's prediction for the recorded steps."""
 
     def finish(self) -> list[str]:
         lines = super().finish()
@@ -34,7 +34,7 @@ class ComparedTimeline(TimelineRecorder):
 
 
 def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = None) -> Sequence[Observer]:
-    """All instruments of a run, on every rank alike. own: what this rank says of itself; device: what the planner knows of its device."""
+    """All instruments of a run, the same on every rank. own: this rank's environment; device: the planner's description of its device."""
     phases = PhaseTimes(trainer)
     ranks = RankTimes(trainer, phases)
     return phases, ranks, Gpu(trainer), ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer), Outcome(trainer, own, device)

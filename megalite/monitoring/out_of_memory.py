@@ -1,7 +1,7 @@
-"""Memory has run out: what this very run can still change, and what the planner says that each change saves.
+"""Suggestions when memory runs out: the changes that this run allows, with the memory that each saves by the planner's estimate.
 
-The ladder goes from what costs little time to what costs much: smaller microbatches, recomputation, sequence parallelism, a higher ZeRO
-stage, more tensor or pipeline parallelism at the cost of data parallelism, offloading.
+The ladder is ordered from changes that cost little time to those that cost much: smaller microbatches, recomputation, sequence
+parallelism, a higher ZeRO stage, more tensor or pipeline parallelism at the cost of data parallelism, offloading.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megalite.parallel.pipeline.schedule import ScheduleError
 Changes = dict[str, Any]
 """Option → new value."""
 Peak = Callable[[Config], int]
-"""Bytes on the rank of a run that needs the most."""
+"""Configuration → peak bytes of the rank that needs the most."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of the ladder, that the rules accept and that saves memory."""
+    """One change that the rules accept and that saves memory."""
 
     changes: Changes
     saved: int  # bytes on the fullest rank
@@ -48,7 +48,7 @@ def changed(config: Config, changes: Changes) -> Config:
 
 
 def candidates(config: Config) -> Iterator[Changes]:
-    """What could be changed, in the ladder's order; the rules may still refuse it."""
+    """Candidate changes in the ladder's order; the rules may still reject one."""
     train, parallel = config.train, config.parallel
     smaller = [size for size in range(1, train.micro_batch_size) if train.micro_batch_size % size == 0]
     for size in reversed(smaller):
@@ -67,7 +67,7 @@ def candidates(config: Config) -> Iterator[Changes]:
 
 
 def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> list[Rung]:
-    """The rungs that this run can climb, each by itself."""
+    """The changes that this run can make, each evaluated on its own."""
     rungs, now = [], peak(config)
     for changes in candidates(config):
         other = changed(config, changes)
@@ -82,16 +82,16 @@ def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> l
 
 
 def describe(place: str, error: BaseException, rungs: list[Rung]) -> str:
-    """The message for a person. place: which rank, and what it was doing."""
+    """The message for the user. place: which rank, and what it was doing."""
     lines = [f"{place}: out of memory: {str(error).strip().splitlines()[0]}"]
     if not rungs:
-        return f"{lines[0]}\nNothing is left that this run could change to need less: take more GPUs, or a smaller model."
+        return f"{lines[0]}\nNo change of this run's options needs less memory: use more GPUs or a smaller model."
     lines.append("Each of these by itself lowers the memory of the fullest rank, by the planner's estimate:")
     return "\n".join([*lines, *(f"  {rung}" for rung in rungs)])
 
 
 def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.device, mesh: Mesh) -> str:
-    """What to tell the user, after writing what fills the memory, where that can be seen."""
+    """The message for the user. On a GPU a memory snapshot is written first, and named in the message."""
     from megalite.planning.memory import estimate
 
     world_size, gpu = mesh.world.size, device.type == "cuda"
@@ -102,5 +102,5 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.d
     place = f"rank {mesh.rank} in step {mesh.activity.step}, {mesh.activity.action}"
     message = describe(place, error, ladder(config, world_size, int(gpu), peak))
     if not gpu:
-        return f"{message}\nWhat fills the memory can be shown on a GPU only."
+        return f"{message}\nA memory snapshot is available on a GPU only."
     return f"{message}\nWhat fills the memory: {write_snapshot(Path(config.run.dir, config.run.name), mesh.rank, 'out_of_memory')}"

@@ -1,11 +1,11 @@
-"""Where each step's time goes, by phase.
+"""The time of each step by phase.
 
-A rank tells its listeners whenever it begins something else: an action of its pipeline, the reading of its batch, the wait for a message.
-Each of these moments is marked by a clock, and the time from one mark to the next belongs to what began there. So the phases of a step
-add up to the step.
+A rank notifies its listeners whenever it begins another activity: an action of its pipeline, reading its batch, waiting for a message.
+A clock marks each of these moments, and the time from one mark to the next belongs to the activity that began at the first. The phases of a
+step therefore add up to the step.
 
-On a CPU a mark is a reading of the host's clock. On a GPU it is an event in the stream, read when the stream has passed it: those of a
-step's update are passed only after the next step has begun, and count there. Nothing is ever waited for.
+On a CPU a mark is a reading of the host's clock. On a GPU it is an event in the stream, read once the stream has passed it: the events of a
+step's update are passed only after the next step has begun, and count there. Reading never synchronizes the device.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 PHASES = ("data", "forward", "backward", "pipeline", "communication", "optimizer")
 WORKING = ("data", "forward", "backward", "optimizer")
-"""The phases in which a rank waits for no other."""
+"""The phases in which a rank does not wait for another."""
 _OF_KIND = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "backward"}
 _OF_WORDS = {READING: "data", REDUCING: "communication", UPDATING: "optimizer", BETWEEN: None}
-_KEPT = 4  # steps whose phases wait to be asked for: results come a step late under some schedules, and on rank 0 alone
+_KEPT = 4  # steps whose phases are kept until `numbers` reads them: results are a step late under some schedules, and read on rank 0 only
 
 Lap = tuple[Any, Any]
-"""What a rank began, and the mark of that moment."""
+"""The activity that a rank began, and the clock's mark of that moment."""
 
 
 def phase_of(place: Any) -> str | None:
-    """The phase to which what a rank does belongs; None for what is no part of a step.
+    """The phase of a rank's activity; None if it is not part of a step.
 
-    `pipeline` is the wait for another stage, which is the bubble as one rank sees it; `communication` every other wait, what is done to
-    send, and the adding up of what arrives over data parallelism.
+    `pipeline` is waiting for another stage, which is the bubble as one rank sees it; `communication` is every other wait, the work of
+    sending, and the data-parallel reduction of gradients.
     """
     if isinstance(place, Action):
         return _OF_KIND.get(place.kind, "communication")
@@ -48,7 +48,7 @@ def phase_of(place: Any) -> str | None:
 
 
 def add_up(laps: Sequence[Lap], clock: HostClock) -> dict[str, float]:
-    """Seconds of each phase. The last lap only ends the one before it."""
+    """Seconds per phase. The last lap only ends the one before it."""
     seconds = dict.fromkeys(PHASES, 0.0)
     for (place, start), (_, end) in pairwise(laps):
         phase = phase_of(place)
@@ -58,7 +58,7 @@ def add_up(laps: Sequence[Lap], clock: HostClock) -> dict[str, float]:
 
 
 class PhaseTimes(Observer):
-    """Times this rank's steps: every one on a CPU, on a GPU, where an event costs some microseconds, those of `logging.interval`."""
+    """Times this rank's steps: every step on a CPU; on a GPU, where an event costs microseconds, those of `logging.interval`."""
 
     def __init__(self, trainer: Trainer, clock: HostClock | None = None):
         gpu = trainer.device.type == "cuda"
@@ -87,7 +87,7 @@ class PhaseTimes(Observer):
         self.of_step.pop(step - _KEPT * self.interval, None)
 
     def working(self, step: int) -> float:
-        """Seconds of a step in which this rank waited for no other."""
+        """Seconds of a step in which this rank did not wait for another."""
         seconds = self.of_step[step]
         return sum(seconds[phase] for phase in WORKING)
 

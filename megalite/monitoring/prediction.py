@@ -1,4 +1,4 @@
-"""What was predicted of a run beside what was measured: the last line that it prints."""
+"""The predicted and the measured step time and bubble of a run: the last line that it prints."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def stage_costs(config: Config) -> list[float]:
-    """The work of each stage beside that of a mean rank, whose stages sum to 1: as measured (parallel.layer_costs), else estimated."""
+    """The work of each stage relative to the mean over ranks: measured (parallel.layer_costs) or else estimated. Sums to pp."""
     costs = stage_sums(config, config.parallel.layer_costs or estimated_costs(config))
     mean = sum(costs) / config.parallel.pp
     return [cost / mean for cost in costs]
 
 
 def predicted_bubble(config: Config) -> float | None:
-    """The bubble that the simulator gives the run's own schedule, in the measure that the run uses; None without a pipeline."""
+    """The simulated bubble of the run's own schedule, in the measure that the run uses; None without a pipeline."""
     if config.parallel.pp == 1:
         return None
     costs, plan = stage_costs(config), build.schedule(config, build.layout(config).microbatches)
@@ -41,7 +41,7 @@ def predicted_bubble(config: Config) -> float | None:
 
 
 def describe(times: list[float], bubbles: list[float], predicted_time: float | None, predicted_bubble: float | None) -> list[str]:
-    """The line, or none where nothing was predicted. The first step, which warms up, is left out where there are others."""
+    """The line, or an empty list if nothing was predicted. The first step, a warm-up, is left out if there are others."""
     parts = []
     if times and predicted_time is not None:
         parts.append(f"step time {predicted_time:.4g} s predicted, {median(times[1:] or times):.4g} s measured (median)")
@@ -52,10 +52,10 @@ def describe(times: list[float], bubbles: list[float], predicted_time: float | N
 
 
 class Outcome(Observer):
-    """Keeps what the run runs on, and compares at the end what rank 0 measured with the simulator's bubble and the planner's step.
+    """Writes the run's environment, and at the end compares rank 0's measurements with the simulator's bubble and the planner's step time.
 
-    environment.json and prediction.json of the run's directory hold both. `own` is what this rank says of itself, `device` what the
-    planner knows of its device; None is unknown.
+    They are stored in environment.json and prediction.json of the run's directory. `own` is this rank's environment, `device` the planner's
+    description of its device, None if unknown.
     """
 
     def __init__(self, trainer: Trainer, own: RankEnvironment, device: Device | None = None):
@@ -82,5 +82,5 @@ class Outcome(Observer):
         return describe(self.times, self.bubbles, seconds, bubble)
 
     def _keep(self, name: str, content: dict[str, Any]) -> None:
-        with suppress(OSError):  # a full disk is no reason to end a run
+        with suppress(OSError):  # a full disk does not end a run
             write_synced(self.trainer.run_dir / name, json.dumps(content, indent=2) + "\n")

@@ -1,7 +1,7 @@
-"""Which rank is the slowest. Ranks wait for each other, so all have the same step time; what differs is how much of it they work.
+"""Finds the slowest rank. Ranks wait for each other, so all have the same step time; they differ in how much of it they work.
 
-Each rank hands the seconds in which it worked to all others, at `logging.interval`. They travel while the next step computes, and are
-read after it.
+At `logging.interval` the ranks all-gather the seconds in which each worked. The all-gather overlaps with the next step, and its result is
+read after that step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def compare(step: int, working: Sequence[float]) -> dict[str, Any]:
-    """The slowest and the fastest rank of a step, by the names of metrics. working: seconds in which each rank worked."""
+    """The slowest and the fastest rank of a step, under their keys in metrics.jsonl. working: seconds in which each rank worked."""
     order = sorted(range(len(working)), key=working.__getitem__)
     fastest, slowest = order[0], order[-1]
     return {
@@ -33,7 +33,7 @@ def compare(step: int, working: Sequence[float]) -> dict[str, Any]:
 
 
 class RankTimes(Observer):
-    """Compares the ranks. While torch's profiler runs nothing is under way: torch crashes where a message outlives the profiler."""
+    """Compares the ranks. Nothing is in flight while torch's profiler runs: torch crashes if a message outlives the profiler."""
 
     def __init__(self, trainer: Trainer, phases: PhaseTimes):
         self.world, self.device, self.phases = trainer.mesh.world, trainer.device, phases
@@ -54,7 +54,7 @@ class RankTimes(Observer):
             self.sent = step, all_gather(own, self.world)
 
     def _receive(self) -> None:
-        """Take what all ranks have sent a step ago; on a GPU start its way to the host, which waits for nothing either."""
+        """Receive the all-gather started a step ago; on a GPU start an asynchronous copy of it to the host."""
         if self.sent is None:
             return
         (step, pending), self.sent = self.sent, None

@@ -1,4 +1,4 @@
-"""What a step achieved: tokens, model FLOPs and their share of the device's peak a second."""
+"""The throughput of a step: tokens/s, model FLOP/s and their fraction of the device's peak."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from megalite.planning.peaks import peak_flops
 
 
 def throughput(config: Config, seconds: float, ranks: int, device_name: str) -> dict[str, Any]:
-    """What a step of `seconds` achieved, by the names of metrics. Every token of the batch is computed, so every token counts, masked ones
-    included."""
+    """The throughput of a step of `seconds`, under its keys in metrics.jsonl. Masked tokens count too, because they are computed."""
     tokens_per_second = config.train.global_batch_size * config.data.sequence_length / seconds
     per_rank = tokens_per_second * model_flops_per_token(config.model, config.data.sequence_length, config.lora) / ranks
     peak = peak_flops(device_name, config.train.precision)

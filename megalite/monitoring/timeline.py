@@ -1,9 +1,9 @@
-"""What a run has recorded of a few steps (profiling.timeline), on one clock and beside what the simulator says.
+"""Compares the timeline that a run recorded of a few steps (profiling.timeline), on one clock, with the simulator's.
 
-From traces/records.json of a run's directory to traces/timeline.json: the durations by stage, the bubble measured and the one predicted
-from these durations, and a trace that ui.perfetto.dev and chrome://tracing open, in which the prediction stands below what was measured.
+Reads traces/records.json of a run's directory and writes traces/timeline.json: the durations by stage, the measured bubble and the one
+predicted from these durations, and a trace for ui.perfetto.dev or chrome://tracing, in which the prediction is below the measurement.
 
-Processes of one host share its monotonic clock. Clocks of other hosts are shifted by what they read right after a few barriers.
+Processes of one host share its monotonic clock. Clocks of other hosts are aligned by their readings right after a few barriers.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ MICROSECONDS = 1e6
 
 
 def compare(run_dir: Path) -> list[str]:
-    """Write the timeline of what a run has recorded, and say what is in it, in lines for a person.
+    """Write the timeline of a run's records, and return lines that describe it to the user.
 
-    Raises ConfigError where the directory holds no records.
+    Raises ConfigError if the directory has no records.
     """
     try:
         config = from_dict(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")))
         records = [read_record(found) for found in json.loads((run_dir / RECORDS).read_text())]
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}. A run writes it where profiling.timeline is set.") from None
+        raise ConfigError(f"{error.filename}: {error.strerror}. A run writes it if profiling.timeline is set.") from None
     layout = build.layout(config)
     schedule = build.schedule(config, layout.microbatches)
     found, path = timeline(schedule, layout, records), run_dir / TIMELINE
@@ -62,7 +62,7 @@ def read_record(found: Mapping[str, Any]) -> Record:
 
 
 def offsets(records: Sequence[Record]) -> list[float]:
-    """By how many seconds each rank's clock is ahead of rank 0's."""
+    """Seconds by which each rank's clock is ahead of rank 0's."""
     lead = records[0]
     readings: defaultdict[str, list[float]] = defaultdict(list)
     for record in records:
@@ -72,7 +72,7 @@ def offsets(records: Sequence[Record]) -> list[float]:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of one pipeline: the ranks that differ in pp alone, each with its actions and transfers in time, on one clock."""
+    """One step of one pipeline: the ranks that differ only in pp, each with its timed actions and transfers, on one clock."""
 
     name: str
     step: int
@@ -82,12 +82,12 @@ class PipelineStep:
 
     @property
     def start(self) -> float:
-        """When its first action starts."""
+        """The start of the first action of any rank."""
         return min(actions[0].start for actions in self.ran)
 
     @property
     def measured(self) -> Timeline:
-        """In the simulator's form, so that the same formulas measure both."""
+        """The measured step as a simulator's Timeline, so that both use the same formulas."""
         start = self.start
         return Timeline(tuple(tuple(Span(one.action, one.start - start, one.end - start) for one in actions) for actions in self.ran))
 
@@ -115,8 +115,8 @@ def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> d
     """The whole content of timeline.json.
 
     Args:
-        schedule: what the ranks executed.
-        records: of every rank, in rank order, each with the same steps.
+        schedule: the schedule that the ranks executed.
+        records: one per rank, in rank order, each with the same steps.
     """
     steps = pipelines(layout, records)
     durations, comm = stage_durations(schedule, steps), message_seconds(schedule, steps)
@@ -139,7 +139,7 @@ def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> d
 
 
 def stage_durations(schedule: Schedule, steps: Iterable[PipelineStep]) -> dict[str, list[float] | None]:
-    """For each pass the median seconds of one microbatch on each stage; None for a pass that the schedule does not have."""
+    """For each pass, the median seconds of one microbatch on each stage; None for a pass that the schedule does not have."""
     seconds: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     for actions in (actions for step in steps for actions in step.ran):
         for action, _, start, end in actions:
@@ -151,7 +151,7 @@ def stage_durations(schedule: Schedule, steps: Iterable[PipelineStep]) -> dict[s
 
 
 def data_parallel(steps: Sequence[PipelineStep]) -> dict[str, float]:
-    """Means over ranks and steps: transfers, seconds in which at least one is under way, and seconds of waiting for one."""
+    """Means over ranks and steps: number of transfers, seconds with at least one in flight, and seconds of waiting for one."""
     ranks = [transfers for step in steps for transfers in step.transfers]
     under_way = waited = 0.0
     for transfers in ranks:
@@ -164,9 +164,9 @@ def data_parallel(steps: Sequence[PipelineStep]) -> dict[str, float]:
 
 
 def message_seconds(schedule: Schedule, steps: Iterable[PipelineStep]) -> float:
-    """The median latency of a message for which a rank was waiting already; 0 where there was none.
+    """The median latency of the messages for which a rank was already waiting; 0 if there were none.
 
-    That is from the end of the action that made it to the start of the one that needed it.
+    The latency is from the end of the action that produces the message to the start of the action that needs it.
     """
     latencies = []
     for step in steps:
@@ -209,7 +209,7 @@ def _names(pid: int, name: str, ranks: int) -> list[dict[str, Any]]:
 
 
 def _transfer_events(step: PipelineStep, pid: int, origin: float) -> Iterable[dict[str, Any]]:
-    """What is under way over data parallelism, on tracks of its own since several may be at once, and how the rank waits for it."""
+    """Data-parallel transfers, on tracks of their own because several may overlap, and the rank's waits for them."""
     for tid, transfers in enumerate(step.transfers):
         for place, (name, start, awaited, end) in enumerate(transfers):
             track = {"name": f"pp {tid}: {name}", "cat": "data parallel", "id": f"{step.step}.{pid}.{tid}.{place}", "pid": pid, "tid": tid}
@@ -230,7 +230,7 @@ def _slice(name: str, category: str, pid: int, tid: int, start: float, end: floa
 
 
 def describe(found: Mapping[str, Any]) -> list[str]:
-    """Lines for a person: measured beside predicted, and what the prediction was made from."""
+    """Lines for the user: measured and predicted, and the durations behind the prediction."""
     measured, predicted, steps = found["measured"], found["predicted"], found["steps"]
     compared = "; ".join(f"{name} {measured[name]:.1%} measured, {predicted[name]:.1%} predicted" for name in MEASURES)
     spans = (f"{name} {_range(values)} ms" for name, values in found["durations"].items() if values)
@@ -238,8 +238,8 @@ def describe(found: Mapping[str, Any]) -> list[str]:
     lines = [head, f"  predicted from the median {', '.join(spans)} a stage, and {found['comm'] * 1000:.2f} ms a message"]
     count, under_way, waited = found["data_parallel"].values()
     if count:
-        each = f"{under_way * 1000:.2f} ms with something under way, {waited * 1000:.2f} ms of waiting for it"
-        lines.append(f"  over data parallelism, a rank and step: {count:.4g} transfers, {each}")
+        each = f"{under_way * 1000:.2f} ms with a transfer in flight, {waited * 1000:.2f} ms of waiting for one"
+        lines.append(f"  over data parallelism, per rank and step: {count:.4g} transfers, {each}")
     return lines
 
 

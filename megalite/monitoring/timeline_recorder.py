@@ -1,7 +1,7 @@
-"""The measured timeline: when every compute action of a few steps ran, on every rank, and what travelled over data parallelism meanwhile.
+"""Records the measured timeline: the times of every compute action and data-parallel transfer of a few steps, on every rank.
 
-The runtime marks its actions in every step; here those of `profiling.steps` are kept, gathered after the last of them, and written by
-rank 0 to traces/records.json, as they were measured. `timeline.py` puts them on one clock, and beside what the simulator says.
+The runtime times its actions in every step. Those of `profiling.steps` are kept here, gathered after the last of these steps, and written
+by rank 0, as measured, to traces/records.json. `timeline.py` aligns them to one clock and compares them with the simulator.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from megalite.parallel.sharding.transfers import Transfer
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
 
-BARRIERS = 5  # readings of each clock: those of several hosts are compared by their median
+BARRIERS = 5  # readings of each clock: hosts are aligned by the median of their differences
 RECORDS = Path("traces", "records.json")
 
 
 @dataclass
 class Record:
-    """What one rank hands in.
+    """The record of one rank.
 
     Attributes:
-        host: equal where clocks are.
+        host: equal for ranks that share a clock.
         clock: its readings after each of the barriers, in seconds.
-        steps: step → its actions.
-        transfers: step → what arrived in it over data parallelism.
+        steps: step → its timed actions.
+        transfers: step → the data-parallel transfers that ended in it.
     """
 
     host: str
@@ -46,7 +46,7 @@ class Record:
 
 
 class TimelineRecorder(Observer):
-    """Records `profiling.steps` on this rank, if `profiling.timeline` asks for it. Every rank calls everything alike."""
+    """Records `profiling.steps` on this rank if `profiling.timeline` is set. Every rank must make the same calls."""
 
     def __init__(self, trainer: Trainer):
         options = trainer.config.profiling
@@ -62,7 +62,7 @@ class TimelineRecorder(Observer):
             self.log.clock = self.runtime.clock = self.measuring
 
     def after(self, step: int) -> None:
-        """Keep what the step has left; collect after the last one."""
+        """Keep the step's timings; collect after the last step."""
         if step not in self.wanted:
             return
         self.record.steps[step] = self.runtime.ran
@@ -72,7 +72,7 @@ class TimelineRecorder(Observer):
             self.collect()
 
     def collect(self) -> None:
-        """Gather what is recorded, and write it on rank 0. Collective."""
+        """Gather the records, and write them on rank 0. Collective."""
         if not self.record.steps:
             return
         records = gather(self.record, self.trainer.mesh.world.size)
@@ -82,7 +82,7 @@ class TimelineRecorder(Observer):
         self.record = Record(self.record.host)
 
     def finish(self) -> list[str]:
-        """Where the run ended early, write the steps recorded until then. Collective."""
+        """If the run ended early, write the steps recorded until then. Collective."""
         self.collect()
         if self.wanted and not self.summary and self.trainer.mesh.rank == 0:
             return [f"no timeline: the run has done none of profiling.steps = {self.trainer.config.profiling.steps}"]
@@ -90,7 +90,7 @@ class TimelineRecorder(Observer):
 
 
 def host_name() -> str:
-    """What processes with one monotonic clock have in common: the boot of their kernel, else the name of their host."""
+    """An identity shared by processes with one monotonic clock: the kernel's boot id, or else the host name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
@@ -109,7 +109,7 @@ def gather(record: Record, world: int) -> list[Record] | None:
 
 
 def write(records: list[Record], run_dir: Path) -> Path:
-    """Write the records of all ranks, whole or not at all."""
+    """Write the records of all ranks atomically."""
     path = run_dir / RECORDS
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")

@@ -1,4 +1,4 @@
-"""torch's profiler on chosen steps and ranks, with the pipeline's actions by name, and the use of every byte of GPU memory."""
+"""torch's profiler on chosen steps and ranks, with the pipeline's actions by name, and snapshots of GPU memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalite.monitoring.observer import Observer
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
 
-MOST_ENTRIES = 100_000  # allocations and frees that a memory snapshot remembers, the newest
+MOST_ENTRIES = 100_000  # newest allocations and frees that a memory snapshot contains
 
 
 class Tracer(Observer):
@@ -30,7 +30,7 @@ class Tracer(Observer):
         self.range: Any = None
 
     def __call__(self, place: Any) -> None:
-        """Name what follows in the trace. A wait is part of the action that waits."""
+        """Start a named range in the trace. A wait is part of the action that waits."""
         if not self.activity.waiting and place is not self.place:
             self._end_range()
             self.place, self.range = place, torch.autograd.profiler.record_function(str(place))
@@ -65,7 +65,7 @@ class Tracer(Observer):
         self.activity.listeners += (self,)
 
     def _stop(self) -> None:
-        """End the trace and write it. Collective: torch crashes where a message outlives the profiler that saw it start."""
+        """End the trace and write it. Collective: everything in flight ends first, as torch crashes if a message outlives its profiler."""
         self.running = False
         self.trainer.saver.wait()
         self.trainer.finalizer.drain()
@@ -81,7 +81,7 @@ class Tracer(Observer):
 
 
 class MemorySnapshot(Observer):
-    """Writes what GPU memory is used for after the step `profiling.memory_snapshot`; pytorch.org/memory_viz shows it."""
+    """Writes a snapshot of GPU memory after the step `profiling.memory_snapshot`; pytorch.org/memory_viz displays it."""
 
     def __init__(self, trainer: Trainer):
         options, self.trainer = trainer.config.profiling, trainer
@@ -96,7 +96,7 @@ class MemorySnapshot(Observer):
 
 
 def write_snapshot(run_dir: Path, rank: int, moment: str) -> Path:
-    """Write what this process's GPU memory is used for, and where it was allocated as far as that was recorded."""
+    """Write a snapshot of this process's GPU memory, with stack traces of allocations as far as they were recorded."""
     path = run_dir / "traces" / f"memory_rank_{rank:05d}_{moment}.pickle"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))

@@ -1,4 +1,4 @@
-"""AdamW over shards (adamw.py), learning-rate schedules, loss scaling, gradient norm and clipping.
+"""AdamW over shards (adamw.py), learning-rate schedules, loss scaling, gradient norm and clipping (norm.py).
 
 May import megalite.parallel and what is below.
 """

@@ -1,4 +1,4 @@
-"""What an optimizer over shards implements. The trainer, the end of a step, checkpoints and memory reports know no more of it."""
+"""The interface of an optimizer over shards: all that the trainer, step finalizers, checkpoints and memory reports use of it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ class Optimizer(Protocol):
     """The optimizer state of one rank, next to the store's master weights."""
 
     def state_kinds(self, segment: Segment) -> tuple[str, ...]:
-        """Names of what is kept of a segment, in its shape, besides the master weight."""
+        """Names of the optimizer state of a segment, each of the segment's shape; the master weight is not among them."""
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor` first."""
+        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor`, a scalar."""
 
     def changing(self) -> list[Tensor]:
-        """All that a step changes: master weights and state."""
+        """All tensors that a step changes: master weights and state."""
 
     def copy_state(self) -> list[Tensor]:
-        """A copy of all that a step changes."""
+        """Copies of all tensors that a step changes."""
 
     def restore_state(self, copies: Sequence[Tensor]) -> None:
-        """Undo the steps since `copy_state`; `ParameterStore.publish` then makes the master weights the weights."""
+        """Undo all steps since `copy_state`. The weights follow with the next `step`, or with `ParameterStore.publish`."""
 
     def to_save(self, kinds: Sequence[str] | None = None) -> list[Rectangle]:
-        """This rank's share of a checkpoint: over all ranks each element of weights and state exactly once."""
+        """This rank's part of a checkpoint: over all ranks, each element of weights and state exactly once."""
 
     def to_load(self) -> list[Rectangle]:
-        """Everything that this rank keeps and that a checkpoint must fill, copies and replicas included."""
+        """Everything on this rank that a checkpoint must fill, tied copies and replicas included."""

@@ -1,8 +1,8 @@
 """Dynamic loss scaling for fp16, by DeepSpeed's rules. Imports no torch.
 
-fp16 has few small numbers: gradients are multiplied by a scale before the backward, and divided by it before the update. Where they are
-not finite, the step is skipped; after `hysteresis` such steps the scale is halved, down to a minimum. After a window of steps without one
-it is doubled. Every rank sees the same norm, so every rank's scale is the same.
+Small gradients underflow in fp16: the loss is multiplied by a scale before the backward, and gradients are divided by it before the update.
+A step with gradients that are not finite is skipped; after `hysteresis` such steps the scale is halved, down to a minimum. After
+`loss_scale_window` steps without one it is doubled. All ranks see the same norm, so the scale is the same on all.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from megalite.config.schema import FP16Config
 
 @dataclass
 class LossScale:
-    """The scale, and what decides about its next change. `value` is 1 where nothing is scaled."""
+    """The scale, and the counters that determine its next change. `value` is 1 where loss scaling is off."""
 
     options: FP16Config
     active: bool
     value: float = 1.0
     tolerance: int = 1  # overflows until the scale is halved
-    step: int = 0
-    last_overflow: int = -1
+    step: int = 0  # steps counted, skipped ones included
+    last_overflow: int = -1  # the step of the last overflow
 
     def __post_init__(self) -> None:
         if self.active:
@@ -30,11 +30,11 @@ class LossScale:
 
     @property
     def adapts(self) -> bool:
-        """Whether gradients that are not finite may only mean that the scale is too large."""
+        """Whether gradients that are not finite may be due to a scale that is too large."""
         return self.active and self.value > self.options.min_loss_scale
 
     def update(self, finite: bool) -> None:
-        """Take note of a step."""
+        """Count a step; `finite`: whether its gradients were."""
         if not self.active:
             return
         if not finite:
@@ -49,11 +49,11 @@ class LossScale:
         self.step += 1
 
     def state(self) -> dict[str, float | int]:
-        """What a checkpoint keeps."""
+        """The state as stored in a checkpoint."""
         return {"value": self.value, "tolerance": self.tolerance, "step": self.step, "last_overflow": self.last_overflow}
 
     def load(self, state: dict[str, float | int]) -> None:
-        """Continue from a checkpoint's state; one of another precision has counted no step."""
+        """Continue from a checkpoint's state; that of a run in another precision has counted no step and is ignored."""
         if self.active and state["step"] > 0:
             self.value, self.tolerance = float(state["value"]), int(state["tolerance"])
             self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])

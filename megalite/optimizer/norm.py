@@ -1,7 +1,10 @@
-"""The global gradient norm: squares of every global element once, over chunks, combined in fp64.
+"""The global gradient norm: each global element is squared once, summed in chunks, and the chunks are combined in fp64.
 
-Chunks of at most 65,536 elements are cut at segment boundaries. Each dp rank takes its own shard (under every ZeRO stage), each
-segment is taken on its owning tp rank and stage; one all-reduce over the world then adds each element exactly once.
+Chunks of at most 65,536 elements are cut at segment boundaries. Each dp rank counts its own shard (under every ZeRO stage), and each
+segment counts on its owning tp rank and stage, so that the sum over the world has each element exactly once.
+
+Communication: one all-reduce over the world (`AllReduceNorm`), or an all-reduce over the ranks of a stage and one message each way between
+neighbouring pipeline ranks (`ChainedNorm`).
 """
 
 from __future__ import annotations
@@ -18,31 +21,31 @@ from megalite.mesh import Mesh
 from megalite.parallel.collectives import Pending, Work, all_reduce, message
 from megalite.parallel.sharding.store import ParameterStore
 
-CHUNK = 65_536
+CHUNK = 65_536  # elements: longer fp32 sums lose accuracy on a CPU
 
 
 class NormReduction(Protocol):
-    """Sums every rank's squares of gradients, and other numbers with them. For each `start` call `total` once.
+    """Sums the squares of gradients over all ranks, and other numbers with them. Call `total` exactly once for each `start`.
 
     Attributes:
-        chunks: this rank's gradients, each global element on one rank.
-        knows_total: whether `total` waits for no other rank once `start` has returned.
+        chunks: the gradients that this rank counts: each global element on exactly one rank.
+        knows_total: whether the total is on this rank when `start` returns, so that `total` waits for no other rank.
     """
 
     chunks: list[Tensor]
     knows_total: bool
 
     def start(self, others: Sequence[float | Tensor]) -> None:
-        """Add this rank's part."""
+        """Add this rank's squares and `others`."""
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """The norm (0-d fp64) and the sums of the other numbers over the world (1-d fp64), on the CPU.
+        """The norm, [] fp64, and the sums of the other numbers over the world, [len(others)] fp64, on the CPU.
 
-        Reading them is the one time in a step that the host waits for a GPU.
+        Reading them is the only time in a step that the host waits for the GPU.
         """
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Wait until all messages are delivered."""
 
 
 class LocalSquares:
@@ -54,21 +57,21 @@ class LocalSquares:
         for bucket, rectangle, offset in store.owned_rectangles():
             if bucket.gradients is not None:
                 flat = bucket.owned_grads[offset + rectangle.start - bucket.start : offset + rectangle.stop - bucket.start]
-                self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])  # on a GPU a launch costs more than accuracy gains
+                self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])  # on a GPU more launches cost more than accuracy gains
 
     def followed_by(self, others: Sequence[float | Tensor]) -> Tensor:
-        """The sum of squares, then `others` (1-d fp64)."""
+        """The sum of squares, then `others`: [1 + len(others)] fp64."""
         squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
         return torch.stack([self._number(value) for value in (squares, *others)])
 
     def _number(self, value: float | Tensor) -> Tensor:
         if isinstance(value, Tensor):
             return value.to(self.device, torch.float64)
-        return torch.full((), value, dtype=torch.float64, device=self.device)  # unlike a copy from the host, this waits for nothing
+        return torch.full((), value, dtype=torch.float64, device=self.device)  # unlike a copy from the host, this does not synchronize
 
 
 class AllReduceNorm:
-    """Sums by one all-reduce over the world."""
+    """Sums with one all-reduce over the world."""
 
     knows_total = False
 
@@ -82,18 +85,18 @@ class AllReduceNorm:
 
     def total(self) -> tuple[Tensor, Tensor]:
         assert self._pending is not None
-        total = self._pending.wait().cpu()
+        total = self._pending.wait().cpu()  # [1 + len(others)]
         self._pending = None
         return total[0].sqrt(), total[1:]
 
     def finish(self) -> None:
-        """`total` leaves nothing in flight."""
+        """Nothing is in flight after `total`."""
 
 
 class ChainedNorm:
-    """Sums rank by rank along the pipeline: up to the last rank, and the total back down.
+    """Sums along the pipeline: partial sums go up to the last pipeline rank, the total comes back down.
 
-    A rank waits only for those before it; those after it may still be computing.
+    In `start` a rank waits only for the ranks before it; those after it may still be computing. `total` waits for all.
     """
 
     def __init__(self, store: ParameterStore, mesh: Mesh):
@@ -107,8 +110,8 @@ class ChainedNorm:
         self._sends: list[tuple[Work, Tensor]] = []
 
     def start(self, others: Sequence[float | Tensor]) -> None:
-        self.finish()
-        sums = all_reduce(self._own.followed_by(others), self.stage).wait()
+        self.finish()  # the previous step's messages: their buffers may be freed afterwards
+        sums = all_reduce(self._own.followed_by(others), self.stage).wait()  # [1 + len(others)], over the ranks of this stage
         if self.pp.rank > 0:
             before = torch.empty_like(sums)
             self._message(dist.irecv, before, -1, "totals_up").wait()
@@ -117,7 +120,7 @@ class ChainedNorm:
         if not self.knows_total:
             self._sends.append((self._message(dist.isend, sums, 1, "totals_up"), sums))
             self._total = torch.empty_like(sums)
-            self._arriving = self._message(dist.irecv, self._total, 1, "totals_down")
+            self._arriving = self._message(dist.irecv, self._total, 1, "totals_down")  # posted now, awaited in `total`
 
     def total(self) -> tuple[Tensor, Tensor]:
         if self._arriving is not None:
@@ -129,7 +132,7 @@ class ChainedNorm:
         return total[0].sqrt(), total[1:]
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived: what nobody holds any more would be lost on the way."""
+        """Wait until all messages are delivered. Until then the sent tensors are held: a freed one would be lost."""
         for work, _ in self._sends:
             work.wait()
         self._sends = []
@@ -141,8 +144,8 @@ class ChainedNorm:
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor | None:
-    """What gradients are divided by so that their norm does not exceed `limit`: at least 1, on the device of the norm.
+    """The divisor of gradients that limits their norm to `limit`: [] fp32, at least 1, on the device of `norm`; None: clipping is off.
 
-    None where clipping is off. torch's convention: limit / (norm + 1e-6).
+    As in torch, gradients are multiplied by limit / (norm + 1e-6).
     """
     return ((norm + 1e-6) / limit).clamp(min=1.0).float() if limit > 0 else None

@@ -1,7 +1,7 @@
-"""Learning rate as a pure function of the step. Imports no torch.
+"""The learning rate as a pure function of the step. Imports no torch.
 
-Scaling rules: linear (Goyal et al. 2017) and square root (Krizhevsky 2014; the usual choice with Adam) in the global batch size.
-wsd: warm up, stay, decay (Hu et al. 2024).
+Scaling with the global batch size: linear (Goyal et al. 2017) or square root (Krizhevsky 2014; the usual choice with Adam).
+wsd: warmup, stable, decay (Hu et al. 2024).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megalite.config.schema import Config
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The rate of a 1-based step; warm-up reaches its peak at step warmup_steps, decay its minimum at the last step."""
+    """The learning rate of a 1-based step: warm-up reaches the peak at step warmup_steps, decay reaches the minimum at the last step."""
     options, steps = config.optimizer, config.train.steps
     scale = batch_scale(config)
     peak, low = options.lr * scale, options.min_lr * scale
@@ -27,7 +27,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def batch_scale(config: Config) -> float:
-    """Factor on the learning rate for a batch size other than the one it was chosen at."""
+    """Factor on the learning rate for a global batch size other than the one it was chosen for (`base_batch_size`)."""
     base = config.optimizer.base_batch_size
     if config.optimizer.lr_scaling == "none" or base is None:
         return 1.0

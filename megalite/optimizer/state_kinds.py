@@ -1,6 +1,6 @@
-"""What an optimizer keeps of each parameter, by name, without torch: offload, planner, memory reports and checkpoints read it here.
+"""The kinds of optimizer state of each parameter, by name: read by offload, planner, memory reports and checkpoints. Imports no torch.
 
-A kind of state has the shape of its segment and at least fp32. The master weight is not among them: it belongs to the weights.
+Each kind has the shape of its segment, in at least fp32. The master weight is not one of them: the store holds it.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ ADAMW = ("exp_avg", "exp_avg_sq")
 
 
 def state_kinds(segment: Segment) -> tuple[str, ...]:
-    """The kinds of state that the optimizer keeps of a segment; none where it is not trained."""
+    """The kinds of optimizer state of a segment; empty where it is frozen."""
     return ADAMW if segment.trainable else ()

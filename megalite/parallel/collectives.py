@@ -1,12 +1,12 @@
-"""Collectives over a mesh axis, started and awaited apart, so that communication runs beside computation.
+"""Asynchronous collectives over a mesh axis: start and wait are separate calls, so that communication overlaps with computation.
 
-The layers of `parallel.tensor` use them in both directions and say which: a collective and its gradient stand side by side.
+Every operation returns a `Pending`, whose `wait()` returns the result. On an axis of size 1 nothing is communicated. The autograd functions
+of `parallel.tensor` use these operations in forward and in backward, and state which.
 
-Every operation returns a `Pending`; its `wait()` gives the result. On an axis of size 1 nothing is communicated.
-NCCL uses torch.distributed's collectives. gloo's own collectives hand each call to a worker thread and add in an order that depends on
-where a byte lies in the buffer; here, on gloo, each rank exchanges directly with each other rank and adds in rank order. That is 2–3 times
-faster on one host, and the sum of an element depends on nothing but the values: all-reduce, reduce-scatter and any bucket layout agree
-bit for bit.
+On NCCL these are torch.distributed's collectives. gloo's own collectives pass each call to a worker thread, and their order of additions
+depends on an element's offset in the buffer. On gloo, therefore, each rank exchanges directly with every other rank and adds in rank order.
+That is 2–3 times faster on one host, and the sum of an element depends only on the values: all-reduce, reduce-scatter and any bucket layout
+agree bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megalite.shared_memory import SLOT_BYTES, PeerLost
 
 _T = TypeVar("_T")
 
-WHOLE_EXCHANGE_BYTES = 1 << 18  # below this, sending everything to everyone once beats two rounds of parts
+WHOLE_EXCHANGE_BYTES = 1 << 18  # up to this size one exchange of whole tensors is faster than reduce-scatter and all-gather
 
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,9 +40,9 @@ class CommunicationError(RuntimeError):
 
 
 class Work:
-    """An operation with one rank, or with all of a group (`peer` None), started here. Says what it was when it fails, at once or later.
+    """An operation with one rank, or with all of a group (`peer` None). The constructor starts it.
 
-    While it is awaited, `activity` says so.
+    A failure, at the start or in `wait`, raises CommunicationError with the operation's name (`what`). `activity` records the wait.
     """
 
     def __init__(self, start: Callable[[], Any], what: str, activity: Activity, peer: int | None = None):
@@ -71,7 +71,7 @@ class Work:
 
 
 class Pending:
-    """A collective under way. `wait()` returns its result and may be called once."""
+    """A collective in flight. `wait()` returns its result and may be called once."""
 
     def __init__(self, works: list[Work], result: Callable[[], Tensor], held: Any = None):
         self._works, self._result, self._held = works, result, held  # held: buffers that must outlive the transfer
@@ -91,7 +91,10 @@ def _is_gloo(axis: MeshAxis) -> bool:
 
 
 def _shared_memory_collective(x: Tensor, axis: MeshAxis, what: str, use: Callable[[list[Tensor]], Tensor]) -> Pending | None:
-    """Let the other ranks read x; the result is what `use` makes of every rank's tensor. None where sockets are to be used."""
+    """A collective through shared memory: publish x, then apply `use` to the tensors of every rank, in rank order.
+
+    Returns None if sockets must be used: the ranks share no memory, or x is larger than a slot.
+    """
     shared = axis.shared
     if shared is None or x.nbytes > SLOT_BYTES:
         return None
@@ -99,14 +102,14 @@ def _shared_memory_collective(x: Tensor, axis: MeshAxis, what: str, use: Callabl
 
     def result() -> Tensor:
         found = use(_raise_on_peer_loss(lambda: shared.peers(number, x), axis, what))
-        shared.release(number)
+        shared.release(number)  # after `use`, which reads the peers' slots in place
         return found
 
     return Pending([], result)
 
 
 def _raise_on_peer_loss(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
-    """What `act` gives. Raises CommunicationError where a rank is lost."""
+    """Returns act(). Raises CommunicationError if a rank is lost."""
     axis.activity.wait_for(f"{what} over {axis.name}", None)
     try:
         found = act()
@@ -118,14 +121,14 @@ def _raise_on_peer_loss(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
 
 
 def reduces_in_place(axis: MeshAxis) -> bool:
-    """Whether a reduction over the axis takes no memory beside its buffer."""
+    """Whether a reduction over the axis needs no memory besides its buffer."""
     return axis.size == 1 or not _is_gloo(axis)
 
 
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, what: str) -> list[Work]:
-    """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, ourselves left out."""
+    """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, for all ranks but this one."""
     works, what = [], f"{what} over {axis.name}"
-    for step in range(1, axis.size):  # each rank starts with its own neighbour: no rank is everybody's first target
+    for step in range(1, axis.size):  # each rank starts with its own neighbour, so that no rank is the first target of all
         source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
         receive, send = (
             partial(dist.irecv, incoming[source], src=axis.ranks[source], group=axis.group),
@@ -136,12 +139,12 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, wh
 
 
 def _received(axis: MeshAxis) -> int:
-    """Which of the first two parts came from another rank, and may be overwritten."""
+    """Index of one of the first two parts that is a receive buffer, and may be overwritten: this rank's own part is the caller's."""
     return 0 if axis.rank == 1 else 1
 
 
 def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype, reuse: int | None = None) -> Tensor:
-    """Sum in list order, floating-point numbers in at least fp32; the result is of `dtype`. Part `reuse`, 0 or 1, may be overwritten."""
+    """Sum in list order, floating-point numbers in at least fp32; the result has `dtype`. Part `reuse`, 0 or 1, may be overwritten."""
     accumulate_dtype = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     first, second = parts[0].to(accumulate_dtype), parts[1].to(accumulate_dtype)
     total = first + second if reuse is None else torch.add(first, second, out=(first, second)[reuse])
@@ -151,16 +154,19 @@ def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype, reuse: int | None 
 
 
 def message(operation: Callable[..., Any], x: Tensor, peer: int, group: Any, what: str, activity: Activity) -> Work:
-    """Start dist.isend or dist.irecv with a rank: on NCCL as a batch of one, which uses the group's own communicator, not a lazy pair."""
+    """Start dist.isend or dist.irecv with a rank.
+
+    On NCCL as a batch of one: that uses the group's communicator, where a plain isend would lazily create one for the pair of ranks.
+    """
     if dist.get_backend(group) == "gloo":
         return Work(lambda: operation(x, peer, group=group), what, activity, peer)
     return Work(lambda: dist.batch_isend_irecv([dist.P2POp(operation, x, peer, group)])[0], what, activity, peer)
 
 
 def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable: bool = False) -> Pending:
-    """The sum over the axis, in a new tensor, or in `into` (which may be x itself).
+    """The sum of x over the axis, in a new tensor of x's shape, or in `into` (which may be x itself).
 
-    `disposable` says that the caller has no further use of x: NCCL then reduces it in place.
+    disposable: the caller does not use x again, so NCCL reduces it in place.
     """
     if axis.size == 1:
         return Pending([], lambda: x)
@@ -175,6 +181,7 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
         parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
         works = _exchange([x] * axis.size, parts, axis, "all_reduce")
         return Pending(works, lambda: _deliver(_ordered_sum(parts, x.dtype, _received(axis)), into), x)
+    # Reduce-scatter and all-gather send (size - 1) / size of x each; the exchange above sends it size - 1 times.
     scattered = _scatter_sum(x.view(-1), axis, x.dtype)
 
     def gather() -> Tensor:
@@ -184,9 +191,9 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
 
 
 def all_reduce_together(tensors: Sequence[Tensor], axis: MeshAxis) -> Callable[[], list[Tensor]]:
-    """The sums of many tensors of one dtype over the axis, in one collective. Call the result to await them: new tensors."""
+    """Start summing tensors of one dtype over the axis, in one collective. Returns a function that waits for the sums (new tensors)."""
     sizes = [tensor.numel() for tensor in tensors]
-    padding = tensors[0].new_zeros(-sum(sizes) % axis.size)
+    padding = tensors[0].new_zeros(-sum(sizes) % axis.size)  # a multiple of the axis's size can be reduce-scattered
     pending = all_reduce(torch.cat([*(tensor.reshape(-1) for tensor in tensors), padding]), axis, disposable=True)
     return lambda: [part.view(like.shape) for part, like in zip(pending.wait().split([*sizes, padding.numel()]), tensors, strict=False)]
 
@@ -196,7 +203,7 @@ def _deliver(value: Tensor, into: Tensor | None) -> Tensor:
 
 
 def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
-    """This rank's part (along dim 0) of the sum, added here in rank order; the result is of `dtype`."""
+    """This rank's part (along dim 0) of the sum, added locally in rank order; the result has `dtype`."""
     outgoing = list(x.chunk(axis.size))
 
     def added(whole: list[Tensor]) -> Tensor:
@@ -215,22 +222,23 @@ def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
 
 
 def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
-    """gloo: the ranks' tensors, concatenated along dim 0."""
+    """all_gather on gloo: the ranks' tensors, concatenated along dim 0."""
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
     parts = list(out.chunk(axis.size))
     if into is None and (pending := _shared_memory_collective(x, axis, "all_gather", lambda found: torch.cat(found, out=out))):
         return pending
     works = _exchange([x] * axis.size, parts, axis, "all_gather")
-    if parts[axis.rank].data_ptr() != x.data_ptr():
+    if parts[axis.rank].data_ptr() != x.data_ptr():  # else x is this rank's part of `into`
         parts[axis.rank].copy_(x)
     return Pending(works, lambda: out, x)
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None, comm_dtype: torch.dtype | None = None) -> Pending:
-    """This rank's part (along dim 0, which the axis divides) of the sum over the axis.
+    """This rank's part of the sum over the axis: [n, …] -> [n / size, …]; the axis's size must divide n.
 
-    `travel` is what values are rounded to on their way, this rank's own too: a sum does not depend on who makes it. They are added in rank
-    order in at least fp32 on every backend, where NCCL's own reduce-scatter would round the sum again at each rank that it passes.
+    comm_dtype: values are cast to this before they are sent, this rank's own, too, so that a sum does not depend on the rank that computes
+    it. They are added in rank order in at least fp32 on every backend: NCCL's own reduce-scatter would round the sum at each rank on its
+    ring.
     """
     if axis.size == 1:
         return Pending([], lambda: x)
@@ -245,7 +253,7 @@ def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None, comm_d
 
 
 def all_gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
-    """The ranks' tensors concatenated along dim 0; `into` may be a buffer whose own part is x itself."""
+    """The ranks' tensors concatenated along dim 0: [n, …] -> [n · size, …]. `into` may be a buffer whose part of this rank is x itself."""
     if axis.size == 1:
         return Pending([], lambda: x)
     axis.traffic["all_gather", axis.name] += 1

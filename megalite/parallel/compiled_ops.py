@@ -1,8 +1,8 @@
 """The pure functions between linears, eager or compiled (`train.compile`).
 
-Compilation is regional: a region holds no collective, no weight-gradient queue and no gather, so compiling it changes neither what is
-communicated nor when. Linears, attention and the loss stay eager: they are matrix products, and what surrounds them communicates.
-A region that can not be compiled stays eager, and says so once. Compiled code fuses additions: results agree within 1e-4, not to the bit.
+Compilation is regional: a region contains no collective, no weight-gradient queue and no gather, so compiling it changes neither the
+communication nor its order. Linears, attention and the loss stay eager: they are matrix products with communication around them.
+A region that cannot be compiled stays eager, and prints one line. Compiled code fuses additions: results agree within 1e-4, not bitwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megalite_kernels import activation, norm, rotary
 
 
 class _Compiled:
-    """A function compiled at its first call, or itself where that fails."""
+    """A function that is compiled at its first call, and runs eagerly if that fails."""
 
     def __init__(self, function: Callable[..., Any]):
         self._eager = function
@@ -38,7 +38,7 @@ class _Compiled:
 
 
 class CompiledOps:
-    """The regions of a model by name, as the layers call them."""
+    """The regions of a model by name, as the layers call them: compiled or eager functions with the same arguments."""
 
     def __init__(self, compiled: bool = False):
         def region(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
-"""What a stored parameter is globally, segment by segment, and what a tensor-parallel rank holds of it. Imports no torch.
+"""Parameter specs: the global tensors that a stored parameter consists of, and the part of them that each rank holds. Imports no torch.
 
 A stored tensor is an ordered list of *segments* along dim 0: the fused query-key-value projection is one tensor for the matrix product,
-but three segments for initialisation, gradient norm, checkpoints, conversion and counting, which never see the fused form.
-Everything here is plain data computed from sizes, so a planner asks the same questions for 16,384 ranks without starting one.
+but three segments for initialisation, gradient norm, checkpoints, conversion and counting, which never use the fused form.
+Everything here is plain data computed from sizes, so a planner can evaluate it for 16,384 ranks without starting one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """What one rank holds of a segment: where it starts globally, how much of it is real, and its shape in memory (with padding)."""
+    """The part of a segment that one rank holds."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    shape: tuple[int, ...]
+    offsets: tuple[int, ...]  # global index of its first element
+    sizes: tuple[int, ...]  # without padding
+    shape: tuple[int, ...]  # in memory, with padding
 
     @property
     def numel(self) -> int:
@@ -34,21 +34,21 @@ class LocalPart:
 
 @dataclass(frozen=True)
 class Segment:
-    """One tensor of the model as the world knows it.
+    """One global tensor of the model.
 
     Attributes:
         name: global name, with the global layer index.
         shape: global shape, without padding.
-        split: the dimension that `axis` splits, or None where every rank of the axis holds all of it.
-        axis: the mesh axis that splits it, or over whose ranks it is replicated.
-        replicas: how many neighbouring ranks of the axis hold the same part (key-value heads where tp exceeds their number).
-        padded: length of the split dimension in memory over all ranks, where it is padded (vocabulary), else 0.
-        grad_partial_axis: the mesh axis of whose ranks each computes only a part of the gradient, which must then be summed over it.
+        split: the dimension that is split over `axis`; None if every rank of the axis holds the whole tensor.
+        axis: the mesh axis that the tensor is split or replicated over.
+        replicas: number of neighbouring ranks of the axis that hold the same part (key-value heads if tp exceeds their number).
+        padded: length of the split dimension in memory, summed over the ranks, if it is padded (vocabulary); else 0.
+        grad_partial_axis: the mesh axis whose ranks each compute a partial gradient, which must be summed over the axis.
         decay: whether weight decay applies.
         trainable: whether it has a gradient and optimizer state.
-        copy: whether this is the second copy of a tied tensor: neither counted nor stored.
-        init_std, init_value: normal(0, init_std), or the constant init_value where init_std is 0.
-        role: of the weights of a layer's projections: q, k, v, o, gate, up or down; of others empty.
+        copy: whether this is the second copy of a tied tensor, which is neither counted nor stored.
+        init_std, init_value: initialised from normal(0, init_std), or to the constant init_value if init_std is 0.
+        role: q, k, v, o, gate, up or down for the weights of a layer's projections; empty for others.
     """
 
     name: str
@@ -67,11 +67,15 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole tensor, padding not counted."""
+        """Number of elements of the global tensor, without padding."""
         return prod(self.shape)
 
     def local(self, at: Coordinates) -> LocalPart:
-        """What the rank at these coordinates holds."""
+        """The part that the rank at these coordinates holds.
+
+        Raises:
+            ValueError: the split dimension is not divisible by the number of parts.
+        """
         rank, size = at[self.axis]
         if self.split is None or size == 1 and not self.padded:
             return LocalPart((0,) * len(self.shape), self.shape, self.shape)
@@ -80,6 +84,7 @@ class Segment:
         if length % parts:
             raise ValueError(f"{self.name}: dimension {self.split} of {length} does not split into {parts} equal parts")
         per_rank = length // parts
+        # The last ranks may hold fewer elements than per_rank, or none: the rest is padding.
         start = min(rank // self.replicas * per_rank, self.shape[self.split])
         count = min(per_rank, self.shape[self.split] - start)
 
@@ -90,7 +95,7 @@ class Segment:
         return LocalPart(replaced(zeros, start), replaced(self.shape, count), replaced(self.shape, per_rank))
 
     def is_owner(self, at: Coordinates) -> bool:
-        """Whether the part of the rank at these coordinates counts in norms and is stored in checkpoints: each element exactly once."""
+        """Whether the rank at these coordinates counts its part in norms and stores it in checkpoints: each element has one owner."""
         if self.copy:
             return False
         rank = at[self.axis].rank
@@ -99,10 +104,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One stored tensor: its segments along dim 0, and the unit of the model (0 embedding, 1 … L layers, L+1 head) it belongs to.
+    """One stored tensor.
 
-    `contributions` is how many gradient contributions one microbatch makes: 2 where embedding and head share the tensor on one rank.
-    `domain` names the ranks that share and reduce it (`Mesh.domain`).
+    Attributes:
+        unit: the unit of the model that it belongs to: 0 embedding, 1 … L layers, L+1 head.
+        segments: its global tensors, concatenated along dim 0.
+        tied: whether embedding and head use the same values.
+        contributions: gradient contributions per microbatch: 2 if embedding and head share the tensor on one rank.
+        domain: name of the ranks that shard and reduce it (`Mesh.domain`).
     """
 
     name: str
@@ -127,13 +136,13 @@ class ParamSpec:
 
 
 def parameter_count(specs: Sequence[ParamSpec]) -> int:
-    """Parameters of the model that the specs describe: each global element once, padding and tied copies not counted."""
+    """Number of parameters of the specs' model: each global element once, without padding and tied copies."""
     return sum(segment.numel for spec in specs for segment in spec.segments if not segment.copy)
 
 
 @dataclass(frozen=True)
 class FlatRectangle:
-    """A rectangle of a segment inside a flat range: elements [start, stop) of the stored tensor, at these global offsets and sizes."""
+    """A rectangle of a segment that is contiguous in memory: elements [start, stop) of the stored tensor, at global offsets and sizes."""
 
     segment: Segment
     start: int
@@ -144,7 +153,7 @@ class FlatRectangle:
 
 @dataclass
 class Rectangle:
-    """A rectangle of a global tensor and the local memory that holds it: the unit of checkpoints and of resharding."""
+    """A rectangle of a global tensor with its local memory: the unit of checkpoints and of resharding."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -153,7 +162,7 @@ class Rectangle:
 
 
 def rectangles(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> Iterator[FlatRectangle]:
-    """The rectangles of the global tensors that cover elements [start, stop) of the flattened stored tensor, padding left out.
+    """The rectangles of the global tensors that cover elements [start, stop) of the flattened stored tensor, without padding.
 
     A range of a row-major matrix is at most three rectangles of each segment: the end of a row, whole rows, the start of a row.
     """
@@ -164,11 +173,11 @@ def rectangles(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> Itera
         low, high = max(start - base, 0), min(stop - base, part.sizes[0] * width)
         while low < high:
             row, column = divmod(low, width)
-            if column == 0 and high - low >= width:
+            if column == 0 and high - low >= width:  # whole rows
                 rows = (high - low) // width
                 end = low + rows * width
                 sizes: tuple[int, ...] = (rows, *part.sizes[1:])
-            else:
+            else:  # a part of one row
                 end = min(high, (row + 1) * width)
                 sizes = (1, end - low)
             offsets = (part.offsets[0] + row, *(offset + (column if dim == 0 else 0) for dim, offset in enumerate(part.offsets[1:])))
@@ -186,7 +195,7 @@ class Held(NamedTuple):
 
 
 def holders(spec: ParamSpec, layout: Layout, pp_rank: int) -> list[Held]:
-    """Who holds which part of a stored tensor that belongs to a pipeline rank, whole buckets being counted (ZeRO divides them further)."""
+    """The ranks that hold each part of a stored tensor of a pipeline rank, before ZeRO, which divides the parts further."""
     found: dict[tuple[Segment, LocalPart], list[int]] = {}
     for rank in range(layout.world):
         if layout.position(rank)["pp"] == pp_rank:

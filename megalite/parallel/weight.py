@@ -1,12 +1,12 @@
 """A stored parameter with its memory, and the queue of weight-gradient products.
 
-Weight gradients do not pass through autograd. The backward of each operation gives its contribution to the `Weight`, which adds it where
-the gradient accumulates: in a flat bucket, in at least fp32. That saves a copy and an addition per tensor, keeps microbatches in ascending
-order, lets a bucket be reduced the moment it is complete, and lets a schedule defer weight gradients to its W passes.
+Weight gradients bypass autograd. The backward of each operation passes its contribution to the `Weight`, which adds it to the gradient's
+slice of a flat bucket, in at least fp32. This saves a copy and an addition per tensor, keeps microbatches in ascending order, starts the
+reduction of a bucket as soon as it is complete, and allows a schedule to defer weight gradients to its W passes.
 
-The life of a gradient: a contribution arrives (`accumulate`, `accumulate_rows`, or `accumulate_product` through the `WeightGradQueue`), the
-last one of a reduction completes the weight in its bucket (`Bucket.complete`), and the last weight starts the bucket's reduction.
-No communication here.
+The life of a gradient: a contribution is added (`accumulate`, `accumulate_rows`, or `accumulate_product` through the `WeightGradQueue`);
+the last one of a reduction completes the weight in its bucket (`GradientBucket.complete`); the last weight of the bucket starts its reduction.
+This module does no communication.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from megalite.parallel.tensor.lora import Adapter
 
 
-class Bucket(Protocol):
-    """What a weight knows of the bucket that its gradient accumulates in (`parallel.sharding.gradient_bucket`)."""
+class GradientSink(Protocol):
+    """The interface of a weight to the bucket that its gradient accumulates in (`parallel.sharding.gradient_bucket`)."""
 
     def open(self) -> None:
-        """Allocate the buffer that gradients accumulate in, and set `grad` of every weight of the bucket."""
+        """Allocate the buffer that gradients accumulate in, and set `grad` of every weight in the bucket."""
 
     def complete(self, weight: Weight, reduction: int) -> None:
-        """Count a weight that has all contributions of the step's `reduction`-th reduction."""
+        """Count a weight that has all contributions of the step's reduction number `reduction` (from 0)."""
 
 
 class WeightProduct(NamedTuple):
@@ -45,8 +45,10 @@ class WeightProduct(NamedTuple):
 class WeightGradQueue:
     """Weight-gradient products: computed at once, or kept until the schedule's W pass of their (stage, microbatch).
 
+    Keyed by both, since a schedule may run other backwards between a backward and its W pass.
+
     Attributes:
-        deferred: whether products are kept for W passes, in the present run of a schedule.
+        deferred: whether the current run of a schedule keeps products for W passes.
         backward: (stage, microbatch) that products belong to.
     """
 
@@ -56,12 +58,12 @@ class WeightGradQueue:
         self.backward = (0, 0)
 
     def begin_run(self, deferred: bool) -> None:
-        """A schedule begins to execute; what an aborted run has left is dropped."""
+        """Call before a schedule is executed. Drops what an aborted run has left."""
         self.deferred = deferred
         self._products.clear()
 
     def begin_backward(self, stage: int, microbatch: int) -> None:
-        """Products that are put from now on belong to this backward."""
+        """Assign the products that follow to this backward."""
         self.backward = (stage, microbatch)
 
     def put(self, product: WeightProduct) -> None:
@@ -72,7 +74,7 @@ class WeightGradQueue:
             product.weight.add_product(product.grad_output, product.inputs)
 
     def run(self, stage: int, microbatch: int) -> None:
-        """Compute the products of one backward, in the order in which they were put."""
+        """Compute the products of one backward, in the order in which they were put: that of a backward that is not split."""
         for weight, grad_output, inputs in self._products.pop((stage, microbatch), ()):
             weight.add_product(grad_output, inputs)
 
@@ -80,19 +82,19 @@ class WeightGradQueue:
 class Weight:
     """A stored tensor: what it is (`spec`), its value (`tensor`), and where its gradient accumulates (`grad`).
 
-    Contributions are counted per weight and reduction. The first contribution to a buffer overwrites it, the others are added: zero-and-add
-    would round differently and pass over the memory once more.
+    Contributions are counted per weight and reduction. The first contribution to a buffer overwrites it, the others are added: zeroing the
+    buffer first would round differently and cost one more pass over the memory.
 
     Attributes:
-        tensor: a leaf in compute precision, a view of a flat bucket.
+        tensor: a leaf in compute precision, a view of a flat bucket, of the spec's local shape.
         grad: a view of a flat gradient bucket, of the same shape; None while the bucket has no buffer.
-        grad_dtype: what gradients accumulate in; None: the weight is not trained.
-        bucket: where completed gradients are reduced; None: nowhere.
+        grad_dtype: accumulate dtype of the gradient; None if the weight is not trained.
+        bucket: reduces completed gradients; None: they are not reduced.
         adapter: low-rank matrices added to its products (LoRA).
     """
 
     def __init__(
-        self, spec: ParamSpec, tensor: Tensor, grad_dtype: torch.dtype | None, queue: WeightGradQueue, bucket: Bucket | None = None
+        self, spec: ParamSpec, tensor: Tensor, grad_dtype: torch.dtype | None, queue: WeightGradQueue, bucket: GradientSink | None = None
     ):
         self.spec = spec
         self.tensor = tensor
@@ -104,7 +106,7 @@ class Weight:
         self._expected = self._arrived = 0  # contributions of the step
         self._per_reduction = 1  # contributions to one reduction
         self._one_contribution = False
-        self._uninitialized = True  # nothing has been added to `grad` since it was opened: its content is undefined
+        self._uninitialized = True  # nothing has been added to `grad` in this reduction: its content is undefined
         self._separate_embedding_grad: Tensor | None = None
 
     @property
@@ -117,7 +119,7 @@ class Weight:
         return self._queue.deferred
 
     def begin_step(self, microbatches: int, reductions: int) -> None:
-        """Expect the contributions of a step, in `reductions` equal groups."""
+        """Expect the contributions of a step: microbatches · spec.contributions, in `reductions` equal groups."""
         self._expected, self._arrived = microbatches * self.spec.contributions, 0
         self._per_reduction = self._expected // reductions
         self._uninitialized = True
@@ -125,18 +127,18 @@ class Weight:
             self._separate_embedding_grad.zero_()
 
     def release_grad(self) -> None:
-        """The buffer that `grad` is a view of is being reduced and no longer belongs to this weight."""
+        """Drop `grad`: the buffer that it is a view of is being reduced. The next contribution opens a new one."""
         self.grad, self._uninitialized = None, True
 
     def separate_embedding_grad(self, buffer: Tensor) -> None:
-        """Accumulate the embedding's use of a tied tensor in a buffer of its own, which is reduced separately and added at the step's end.
+        """Accumulate the embedding's gradient of a tied tensor in a buffer that is reduced separately and added at the end of the step.
 
-        The sum then has the order that two pipeline stages produce, head + embedding: bitwise equal under every pp.
+        The order of the sum is then that of two pipeline stages, head + embedding: bitwise equal under every pp.
         """
         self._separate_embedding_grad = buffer
 
     def accumulate(self, value: Tensor) -> None:
-        """Add a gradient of the whole tensor's shape."""
+        """Add a gradient of the tensor's shape; it is cast to the accumulate dtype."""
         if not self.trainable:
             return
         self._add(value)
@@ -148,21 +150,21 @@ class Weight:
             self._queue.put(WeightProduct(self, grad_output, inputs))
 
     def accumulate_rows(self, rows: Tensor, values: Tensor) -> None:
-        """Add values[i] to row rows[i] ([n], [n, width]): the gradient of a lookup; equal rows add up."""
+        """Add values[i] to row rows[i] ([n], [n, width]): the gradient of a lookup. Equal rows are summed."""
         if not self.trainable:
             return
-        target = self._open_grad()  # before the choice: the bucket is needed in any case
+        target = self._open_grad()  # also for a separate buffer: the bucket is reduced in either case
         if self._separate_embedding_grad is not None:
             target = self._separate_embedding_grad
         elif self._uninitialized:
-            target.zero_()
+            target.zero_()  # not overwritten: a lookup writes only some of the rows
             self._uninitialized = False
         target.index_add_(0, rows, values.to(target.dtype))
         self._count()
 
     @contextmanager
     def accumulate_as_one(self) -> Iterator[None]:
-        """Count everything that is added inside as one contribution, complete at the end."""
+        """Count everything that is added inside the block as one contribution, complete at its end."""
         self._one_contribution = True
         yield
         self._one_contribution = False
@@ -171,11 +173,11 @@ class Weight:
 
     def add_product(self, grad_output: Tensor, inputs: Tensor) -> None:
         """Compute and add grad_outputᵀ · inputs now. Called by the queue."""
-        grad, left = self._open_grad(), grad_output.t()
-        if left.dtype != grad.dtype and left.is_cuda:  # the product's fp32 accumulators are added to the target without rounding
+        grad, left = self._open_grad(), grad_output.t()  # [out, in], [out, tokens]
+        if left.dtype != grad.dtype and left.is_cuda:  # the product's fp32 accumulators are added to grad without being rounded first
             torch.addmm(grad, left, inputs, out_dtype=grad.dtype, beta=0 if self._uninitialized else 1, out=grad)
             self._uninitialized = False
-        elif left.dtype != grad.dtype:
+        elif left.dtype != grad.dtype:  # CPU: addmm has no out_dtype
             self._add(left @ inputs)
         elif self._uninitialized:
             torch.mm(left, inputs, out=grad)
@@ -185,10 +187,10 @@ class Weight:
         self._count()
 
     def finish_step(self) -> None:
-        """Complete a weight that the step did not use, with a zero gradient.
+        """Complete a weight that the step did not use, with a zero gradient: its bucket would otherwise never be reduced.
 
         Raises:
-            RuntimeError: some contributions are missing: training on would be wrong.
+            RuntimeError: only some of the contributions have arrived, so the gradient is wrong.
         """
         if 0 < self._arrived < self._expected:
             raise RuntimeError(f"{self.spec.name}: {self._arrived} of {self._expected} gradient contributions arrived in this step")
@@ -212,7 +214,7 @@ class Weight:
             grad.add_(value)
 
     def _count(self) -> None:
-        """One contribution has been added; the last one of a reduction completes the weight in its bucket."""
+        """Count a contribution; the last one of a reduction completes the weight in its bucket."""
         if self._one_contribution:
             return
         self._arrived += 1
@@ -222,7 +224,7 @@ class Weight:
             self._complete()
 
     def _complete(self) -> None:
-        if self._uninitialized and self.grad is not None:  # every contribution went elsewhere, or there was none
+        if self._uninitialized and self.grad is not None:  # no contribution, or all went to the separate buffer: reduce zeros, not garbage
             self.grad.zero_()
             self._uninitialized = False
         if self.bucket is not None:

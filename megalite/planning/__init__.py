@@ -1,4 +1,5 @@
-"""What a plan costs before it runs: memory, traffic, kernels, links, the time of a step, and the search over layouts.
+"""The predicted cost of a plan: memory, traffic, kernels, links, the time of a step, and the search over layouts.
 
-Start with search.py or step.py; computed from configurations and schedules alone. May import megalite.build and what is below. No torch.
+Start with search.py or step.py. Everything is computed from configurations and schedules. May import megalite.build and the packages below
+it, not torch.
 """

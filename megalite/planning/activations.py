@@ -1,6 +1,6 @@
-"""What each unit of the model keeps of one microbatch on one rank, in bytes: from forward to backward, and on to a weight pass.
+"""Bytes that each unit of the model keeps per microbatch on one rank, from forward to backward, and on to a weight pass.
 
-The units' description (`megalite.model.cost`) says which tensors those are; this module adds the configuration of a run: widths, kernels,
+The units' description (`megalite.model.cost`) lists the tensors; this module applies the configuration of a run: dtypes, kernels,
 recomputation, and how the loss is computed. Imports no torch.
 """
 
@@ -19,8 +19,8 @@ from megalite.model.parameters import head_unit
 from megalite.planning.states import Device, Widths
 
 INDEX = 8  # bytes of a token or a target
-WIDEST_HEAD = 256  # channels that the Triton kernels of `megalite_kernels.attention` take
-LOSS_CHUNK_ON_GPU = 4096  # tokens, of `megalite.model.stage`
+WIDEST_HEAD = 256  # largest head size that the Triton kernels of `megalite_kernels.attention` support
+LOSS_CHUNK_ON_GPU = 4096  # tokens, as in `megalite.model.stage`
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Held:
 
     Attributes:
         saved: kept from the forward to the backward.
-        recomputed: more while its own backward runs, which computes it again.
-        stash: kept from a split backward to the weight pass; `stash_first` of it is made before anything saved is free.
-        logits, logits_stash: the same as `saved` and `stash`, of logits and their gradient; `logits_chunk`: while the forward runs.
-        workspace: largest temporaries of its backward, an estimate: gradients on their way, gathered inputs.
+        recomputed: additional while its own backward runs, which recomputes it.
+        stash: kept from a split backward to the weight pass; `stash_first` of it is allocated before anything saved is freed.
+        logits, logits_stash: the same as `saved` and `stash`, for the logits and their gradient; `logits_chunk`: while the forward runs.
+        workspace: an estimate of the largest temporaries of its backward: gradients of activations, gathered inputs.
     """
 
     saved: int = 0
@@ -49,8 +49,8 @@ class Activations:
     """The units of a configuration's model.
 
     Args:
-        splits: whether backward is in two passes, so that weight gradients are put off.
-        lora: adapters; by default everything is trained.
+        splits: whether the backward is split into two passes, so that weight gradients are deferred.
+        lora: adapters; by default all parameters are trained.
     """
 
     def __init__(self, config: Config, device: Device = "cuda", splits: bool = False, lora: LoraConfig | None = None):
@@ -58,14 +58,14 @@ class Activations:
         self.config, self.model, self.device, self.splits = config, model, device, splits
         self.width, self.accumulate = widths.compute, widths.accumulate
         self.widths: dict[Dtype, int] = {"compute": widths.compute, "accumulate": widths.accumulate, "index": INDEX, "mask": 1}
-        self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions follow them
+        self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions depend on documents
         self.share = Share(config.data.sequence_length, train.micro_batch_size, parallel.tp, parallel.sequence_parallel)
         self.units = Units(model, self.share, lora, self.flash)
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 
     @property
     def message(self) -> int:
-        """Bytes of what travels between two stages."""
+        """Bytes of a message between two stages."""
         return self.own
 
     def _size(self, buffers: Iterable[Buffer], mode: str = "none") -> int:
@@ -79,14 +79,14 @@ class Activations:
     def layer(self, index: int) -> Held:
         unit, mode = self.units.layer(index), self.config.train.recompute_of(index)
         saved = self._size(unit.kept, mode)
-        recomputed = self._size(unit.kept) - saved if mode == "full" else 0  # selective: probabilities exist a block at a time
+        recomputed = self._size(unit.kept) - saved if mode == "full" else 0  # selective recomputes probabilities one block at a time
         stash, first = self._stash(unit)
         workspace = self.own + max(self._size(block.workspace) for block in unit.blocks)
         return Held(saved, recomputed, stash, first, workspace=workspace)
 
     def _stash(self, unit: UnitCost) -> tuple[int, int]:
-        """What a layer's weight pass needs, and what of it is made before anything saved is free: that of the last product, but for what is
-        among the saved tensors, and for what the norm behind the product frees."""
+        """Bytes that a layer's weight pass needs, and the part allocated before anything saved is freed: the last product's stash, except
+        tensors that are also saved, and except what the norm after the product frees."""
         if not self.splits:
             return 0, 0
         last = unit.blocks[-1]
@@ -96,7 +96,7 @@ class Activations:
 
     @property
     def flash(self) -> bool:
-        """Whether a kernel computes attention that keeps a number for each query instead of probabilities."""
+        """Whether attention runs in a kernel that keeps one number per query (the log-sum-exp) instead of probabilities."""
         model, train = self.model, self.config.train
         if self.device == "cpu" or train.precision not in ("bf16", "fp16"):
             return False
@@ -106,7 +106,7 @@ class Activations:
 
     @property
     def loss_chunk(self) -> int:
-        """Tokens whose logits exist at a time; 0 where all do, from forward to backward."""
+        """Tokens whose logits exist at a time; 0 if all logits exist from forward to backward."""
         tokens, batch = self.share.tokens, self.share.batch
         chunk, ranks = self.config.train.loss_chunk, tokens // self.share.own_tokens
         chunk = (LOSS_CHUNK_ON_GPU if self.device == "cuda" else 0) if chunk is None else chunk
@@ -116,7 +116,7 @@ class Activations:
         return min(max(chunk * positions // tokens, 1), positions) * ranks * batch
 
     def head(self) -> Held:
-        """The final norm's input and output (or the gradient that was computed with the loss), and the logits."""
+        """The final norm's input and output (or the gradient computed together with the loss), and the logits."""
         (block,) = self.units.head().blocks
         (product,) = block.products
         kept = self._size(block.before.kept)
@@ -134,14 +134,14 @@ class Activations:
         )
 
     def stage(self, numbers: Sequence[int]) -> list[Held]:
-        """The units of a stage, first to last. Where positions depend on the documents, so do a microbatch's rotary tables."""
+        """The units of a stage, first to last. If positions depend on documents, each microbatch keeps its own rotary tables."""
         units = [self.unit(number) for number in numbers]
         if self.documents:
             units[0] = replace(units[0], saved=units[0].saved + self.share.batch * self._rotary(numbers))
         return units
 
     def tables(self, numbers: Sequence[int]) -> int:
-        """What a stage keeps for good: rotary tables."""
+        """Bytes a stage keeps for the whole run: rotary tables, if they do not depend on documents."""
         return 0 if self.documents else self._rotary(numbers)
 
     def _rotary(self, numbers: Sequence[int]) -> int:

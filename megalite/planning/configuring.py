@@ -1,4 +1,4 @@
-"""From a choice of layout to the configuration of a run: what the rules check, what memory is estimated for, and what --write writes."""
+"""Turns a choice of layout into the configuration of a run: for the rules, for the memory estimate, and for --write."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.planning.step import Choice
 
 ELSEWHERE = ("data.train", "data.validation", "run.", "checkpoint.", "faults.", "validation.", "logging.", "profiling.")
-"""What a plan leaves open: rules about it wait for the run."""
+"""Options that a plan does not decide: their rules are checked only when the run starts."""
 
 
 def configured(base: Config, choice: Choice) -> Config:
-    """The base configuration under a choice."""
-    changed: dict[str, Any] = {"offload": choice.offload, "schedule": choice.schedule}  # names that a rule or the parser has checked
+    """The base configuration with a choice applied."""
+    changed: dict[str, Any] = {"offload": choice.offload, "schedule": choice.schedule}  # names already validated by a rule or the parser
     parallel = replace(
         base.parallel,
         **changed,
@@ -33,7 +33,7 @@ def configured(base: Config, choice: Choice) -> Config:
 
 
 def broken_rule(config: Config, world_size: int) -> str | None:
-    """The message of the first rule that a run would end with, of those that a plan decides; None where it would start."""
+    """The message of the first broken rule about options that a plan decides; None if no rule is broken."""
     facts = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world_size)
     for rule in RULES:
         if not rule.option.startswith(ELSEWHERE) and rule.broken(facts):
@@ -42,11 +42,11 @@ def broken_rule(config: Config, world_size: int) -> str | None:
 
 
 def tree_of(config: Config) -> dict[str, dict[str, Any]]:
-    """Section → key → value of everything that differs from the defaults; a preset stands for the shape that it gives."""
+    """Section → key → value of everything that differs from the defaults; a preset replaces the shape options that it sets."""
     defaults, tree = asdict(Config()), asdict(config)
     shape = asdict(ModelConfig()) if config.model.preset is None else _preset_shape(config.model.preset)
     defaults["model"] = {**shape, "preset": None}
-    defaults["parallel"] = {**asdict(ParallelConfig()), **dict.fromkeys(("tp", "pp", "dp", "zero", "schedule"))}  # what was chosen is shown
+    defaults["parallel"] = {**asdict(ParallelConfig()), **dict.fromkeys(("tp", "pp", "dp", "zero", "schedule"))}  # always written
     found = {name: {key: value for key, value in section.items() if value != defaults[name][key]} for name, section in tree.items()}
     return {name: section for name, section in found.items() if section}
 
@@ -58,7 +58,7 @@ def _preset_shape(name: str) -> dict[str, Any]:
 
 
 def to_yaml(config: Config, heading: str) -> str:
-    """A file for `megalite train --config`: the heading as comments, then what differs from the defaults."""
+    """A file for `megalite train --config`: the heading as comments, then all options that differ from the defaults."""
     import yaml
 
     comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())

@@ -1,4 +1,4 @@
-"""Plans in sentences and tables: what binds the winner, why the next ones lose, and how one arrives there from a single GPU."""
+"""Plans in sentences and tables: what limits the best plan, why the next ones are slower, and the steps to it from a single GPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megalite.planning.search import USABLE, Plan, Search
 from megalite.planning.step import Choice, Job, StepTime
 
 GIB = 2**30
-ALIKE = 0.02  # difference of two predictions that says nothing: they share most of their errors, but not all
+ALIKE = 0.02  # relative difference of two predictions that is not significant: they share most of their errors, but not all
 PARTS = {
     "compute": "computation",
-    "recompute": "forwards that run again",
+    "recompute": "recomputation",
     "tensor": "tensor-parallel communication",
     "bubble": "waiting in the pipeline",
     "gradients": "reducing gradients",
     "weights": "gathering weights and reducing each microbatch's gradients",
     "optimizer": "the optimizer",
 }
-"""Part of StepTime → what it is, for people."""
+"""Part of StepTime → its name in sentences."""
 COLUMNS = (
     "tp",
     "pp",
@@ -42,12 +42,12 @@ COLUMNS = (
 
 
 def amount(size: float) -> str:
-    """Bytes for people."""
+    """Bytes in GiB or MiB, formatted for display."""
     return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"
 
 
 def described(choice: Choice) -> str:
-    """A choice in a few words."""
+    """A one-line description of a choice."""
     parts = [f"{name}{size}" for name, size in (("tp", choice.tp), ("pp", choice.pp), ("dp", choice.dp)) if size > 1] or ["one device"]
     if choice.pp > 1:
         parts.append(choice.schedule + (f" with {choice.virtual_stages} stages a rank" if choice.asked_stages else ""))
@@ -115,19 +115,19 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
 
 
 def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
-    """What the best plan spends its time and memory on, and what would be better if it could be."""
+    """The time and memory of the best plan, what limits it, and how the next plans compare."""
     best, room = plans[0], search.job.device.memory
     shares = sorted(((value / best.step.total, name) for name, value in best.step.parts().items()), reverse=True)
     spent = [f"{PARTS[name]} {share:.1%}" for share, name in shares if share >= 0.005]
     sentences = [
-        f"Fastest: {described(best.choice)}. A step of {best.step.total:.4g} s goes into {', '.join(spent)}.",
+        f"Fastest: {described(best.choice)}. A step takes {best.step.total:.4g} s: {', '.join(spent)}.",
         f"Its fullest rank takes {amount(best.memory.total)} of {amount(room)}: {memory_parts(best)}.",
         binding(best),
     ]
     if search.rejected is not None:
         rejected = search.plan(search.rejected)
         if rejected.step.total < best.step.total:
-            over = f"{amount(rejected.memory.total)} where {amount(USABLE * room)} may be used"
+            over = f"{amount(rejected.memory.total)}, and {amount(USABLE * room)} are usable"
             sentences.append(
                 f"Memory rules out {described(rejected.choice)}, which would take {rejected.step.total:.4g} s: it needs {over}."
             )
@@ -135,7 +135,7 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
 
 
 def memory_parts(plan: Plan) -> str:
-    """What memory holds, the largest first."""
+    """The parts of memory, largest first."""
     memory = plan.memory
     parts = {
         "weights": 0 if plan.choice.offload_parameters else memory.parameters,
@@ -150,37 +150,37 @@ def memory_parts(plan: Plan) -> str:
 
 
 def binding(plan: Plan) -> str:
-    """The largest cost that is not work, and what moves it."""
+    """The largest cost other than computation, and how to reduce it."""
     advice = {
-        "tensor": "The link of tensor parallelism binds: a smaller tp, or a faster link inside the node, would help most.",
-        "bubble": "The bubble binds: more microbatches, more stages on a rank or a smaller pp would help most.",
-        "gradients": "The reduction of gradients binds: it does not fit beside one backward pass. More microbatches would spread it.",
-        "weights": "Data parallelism binds: what ZeRO communicates for each microbatch takes time from its computation, or outlasts it.",
-        "optimizer": "The optimizer step binds: sharding it further, or a larger batch, would help most.",
-        "recompute": "Recomputation binds: forwards run again, so that their activations need no room.",
+        "tensor": "Tensor-parallel communication is the bottleneck: a smaller tp, or a faster link inside the node, would help most.",
+        "bubble": "The pipeline bubble is the bottleneck: more microbatches, more stages per rank or a smaller pp would help most.",
+        "gradients": "The gradient reduction is the bottleneck: it is longer than one backward pass. More microbatches would amortize it.",
+        "weights": "ZeRO's communication for each microbatch is the bottleneck: it slows the computation down, or takes longer than it.",
+        "optimizer": "The optimizer step is the bottleneck: sharding it further, or a larger batch, would help most.",
+        "recompute": "Recomputation is the bottleneck: it runs forwards twice to save the memory of their activations.",
     }
     parts = plan.step.parts()
     del parts["compute"]
     largest = max(parts, key=lambda name: parts[name])
     if parts[largest] < 0.03 * plan.step.total:
-        return "Compute binds: everything else together is small, and only a faster device or larger products would help."
+        return "Computation is the bottleneck: everything else is small, and only a faster device or larger matrix products would help."
     return advice[largest]
 
 
 def loses(best: Plan, other: Plan) -> str:
-    """Where a slower plan spends the time that it takes more, and what it saves."""
+    """How a plan compares with the best: where its extra time goes, and the difference in memory."""
     more = {name: value - best.step.parts()[name] for name, value in other.step.parts().items()}
     worst = max(more, key=lambda name: more[name])
     slower = other.step.total / best.step.total - 1
     saved = best.memory.total - other.memory.total
     memory = f"{amount(abs(saved))} {'less' if saved > 0 else 'more'}"
     if slower < ALIKE:
-        return f"{described(other.choice)} is as fast, as far as a prediction can tell ({slower:.1%} slower), with {memory} memory."
+        return f"{described(other.choice)} is as fast within the prediction's accuracy ({slower:.1%} slower), with {memory} memory."
     return f"{described(other.choice)} is {slower:.1%} slower: {PARTS[worst]} takes {more[worst]:.3g} s more, with {memory} memory."
 
 
 def nothing_fits(search: Search) -> str:
-    """Why there is no plan, with the layout that needs least."""
+    """Why no plan fits, explained with the layout that needs the least memory."""
     least = min((variant for core in search.cores() for variant in search.variants(core)), key=search.memory_bound)
     memory, device = (plan := search.plan(least)).memory, search.job.device
     if memory.total > search.room:
@@ -188,13 +188,13 @@ def nothing_fits(search: Search) -> str:
         need, way = f"{amount(memory.total)} on a rank ({memory_parts(plan)})", f"Use more GPUs, {shorter}or a larger device."
         return f"Nothing fits: even {described(least)} needs {need}, and {device.name} has {amount(device.memory)}. {way}"
     if broken := broken_rule(configured(search.base, least), search.gpus):
-        return f"Nothing fits: {described(least)}, which needs least, is refused. {broken}"
-    need = f"{amount(memory.states.host)} of the host's memory for a rank, and there {amount(device.host_size)} are assumed"
-    return f"Nothing fits: {described(least)}, which needs least, needs {need}. Use more GPUs, or --offload disk."
+        return f"Nothing fits: {described(least)}, which needs the least memory, is refused. {broken}"
+    need = f"{amount(memory.states.host)} of host memory per rank, and {amount(device.host_size)} are assumed"
+    return f"Nothing fits: {described(least)}, which needs the least memory, needs {need}. Use more GPUs, or --offload disk."
 
 
 def illegal(search: Search) -> str:
-    """Why the user's choices leave no layout."""
+    """Why no layout satisfies the user's choices."""
     fixed = search.fixed
     schedule = str(fixed.get("schedule", "interleaved" if int(fixed.get("virtual_stages", 1)) > 1 else "1f1b"))
     usual = {"pp": 2, "virtual_stages": 2} if schedule == "interleaved" else {}
@@ -213,7 +213,7 @@ def illegal(search: Search) -> str:
 
 @dataclass(frozen=True)
 class Rung:
-    """One strategy on the way: what it is called, what it does about memory, and an example of it."""
+    """One strategy: its name, its effect on memory, and an example."""
 
     name: str
     why: str
@@ -221,29 +221,29 @@ class Rung:
 
 
 def ladder(search: Search) -> list[Rung]:
-    """From a single device to everything sharded and offloaded on all of them."""
+    """Strategies from a single device to everything sharded and offloaded on all devices."""
     gpus, node = search.gpus, search.job.device.per_node
     tp = max((size for size in _legal_tp(search) if size <= min(node, gpus)), default=1)
     data = Choice(dp=gpus, zero=0)
     both = Choice(tp=tp, dp=gpus // tp, sequence_parallel=tp > 1 and search.job.sequence_length % tp == 0)
     rungs = [
-        Rung("one GPU", "everything is whole, and one device does the whole batch", Choice()),
-        Rung("replicas", "weights, gradients and optimizer state are whole on every GPU", data),
-        Rung("ZeRO-1", "optimizer state is divided over data parallelism", replace(data, zero=1)),
-        Rung("ZeRO-2", "gradients too, reduced for each microbatch", replace(data, zero=2)),
-        Rung("ZeRO-3", "weights too, gathered for each use", replace(data, zero=3)),
-        Rung("recomputation", "activations are computed again, all of them", replace(data, zero=3, recompute="full")),
+        Rung("one GPU", "nothing is sharded, and one device processes the whole batch", Choice()),
+        Rung("replicas", "weights, gradients and optimizer state are replicated on every GPU", data),
+        Rung("ZeRO-1", "optimizer state is sharded over data-parallel ranks", replace(data, zero=1)),
+        Rung("ZeRO-2", "gradients are sharded too, and reduced for each microbatch", replace(data, zero=2)),
+        Rung("ZeRO-3", "weights are sharded too, and gathered for each use", replace(data, zero=3)),
+        Rung("recomputation", "all activations are recomputed in the backward pass", replace(data, zero=3, recompute="full")),
     ]
     if gpus == 1:
         rungs = [rungs[0], Rung("recomputation", rungs[-1].why, Choice(recompute="full"))]
     if tp > 1:
-        rungs.append(Rung("tensor", "layers are divided inside a node, activations with them", both))
-    rungs += [Rung("pipeline", "stages hold some of the layers each", choice) for choice in _pipelines(search, both)]
+        rungs.append(Rung("tensor", "layers and their activations are split inside a node", both))
+    rungs += [Rung("pipeline", "each stage holds some of the layers", choice) for choice in _pipelines(search, both)]
     offload = replace(data if gpus > 1 else Choice(), recompute="full", offload="cpu")
-    rungs.append(Rung("offload", "optimizer state lies in CPU memory", replace(offload, zero=3 if gpus > 1 else 1)))
-    rungs.append(Rung("offload all", "weights too, and come layer by layer", replace(offload, zero=3, offload_parameters=True)))
+    rungs.append(Rung("offload", "optimizer state is stored in CPU memory", replace(offload, zero=3 if gpus > 1 else 1)))
+    rungs.append(Rung("offload all", "weights too, fetched layer by layer", replace(offload, zero=3, offload_parameters=True)))
     rungs.append(
-        Rung("offload to disk", "and optimizer state on a disk", replace(offload, zero=3, offload="disk", offload_parameters=True))
+        Rung("offload to disk", "optimizer state is stored on disk", replace(offload, zero=3, offload="disk", offload_parameters=True))
     )
     return rungs
 
@@ -253,29 +253,29 @@ def _legal_tp(search: Search) -> list[int]:
 
 
 def _pipelines(search: Search, both: Choice) -> list[Choice]:
-    """With tensor parallelism inside the node, the shortest pipeline that the search may take."""
+    """With tensor parallelism inside the node, the shortest legal pipeline."""
     lengths = sorted({core.pp for core in search.cores() if core.pp > 1 and core.tp == both.tp})
     return [replace(both, pp=pp, dp=search.gpus // (both.tp * pp), zero=1) for pp in lengths[:1]]
 
 
 def walk(search: Search) -> list[str]:
-    """The ladder with this model's numbers: memory, time, and whether it is enough."""
+    """The ladder with this model's numbers: memory, step time, and whether it fits."""
     lines, first = [], True
     for rung in ladder(search):
         if search.job.global_batch_size % rung.choice.dp:
             lines.append(f"{rung.name}: {rung.why}. The batch of {search.job.global_batch_size} does not divide over dp {rung.choice.dp}.")
             continue
         plan = search.plan(rung.choice)
-        need = f"{amount(plan.memory.total)} a rank ({memory_parts(plan)})"
-        verdict = f"fits, {plan.step.total:.4g} s a step" if plan.fits else f"does not fit into {amount(search.job.device.memory)}"
+        need = f"{amount(plan.memory.total)} per rank ({memory_parts(plan)})"
+        verdict = f"fits, {plan.step.total:.4g} s per step" if plan.fits else f"does not fit into {amount(search.job.device.memory)}"
         if plan.fits and first:
-            verdict, first = f"{verdict}: the first that does", False
+            verdict, first = f"{verdict}: the first that fits", False
         lines.append(f"{rung.name}: {rung.why}. {need}: {verdict}; {time_parts(plan.step)}.")
     return lines
 
 
 def time_parts(step: StepTime) -> str:
-    """The largest part of a step that is not kernels."""
+    """The largest part of a step other than computation."""
     parts = {name: value for name, value in step.parts().items() if name != "compute"}
     largest = max(parts, key=lambda name: parts[name])
-    return f"beside computation most time goes into {PARTS[largest]}, {parts[largest] / step.total:.1%}"
+    return f"apart from computation, the largest part is {PARTS[largest]}, {parts[largest] / step.total:.1%}"

@@ -1,4 +1,4 @@
-"""Devices and what connects them: read from hardware.yaml or from a user's file. Units are bytes, seconds and FLOP/s throughout."""
+"""Devices and their links, read from hardware.yaml or from a user's file. Units are bytes, seconds and FLOP/s throughout."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megalite.config.schema import ConfigError
 from megalite.planning.peaks import peak_flops
 
 TABLE = Path(__file__).with_name("hardware.yaml")
-HOST_MEMORY_GBS = 40.0  # of a host's bandwidth, for each of its devices: eight share twelve channels of DDR5-4800
-HOST_MEMORY_GIB = 200.0  # of a host's memory, for each of its devices
-DISK_GBS = 1.5  # of a host's NVMe, for each of its devices
+HOST_MEMORY_GBS = 40.0  # host memory bandwidth per device: eight devices share twelve channels of DDR5-4800
+HOST_MEMORY_GIB = 200.0  # host memory per device
+DISK_GBS = 1.5  # NVMe bandwidth per device
 
 MAY_BE_ZERO = ("latency_us", "kernel_us", "host_us", "price_per_hour")
 
 
 class HardwareError(ValueError):
-    """A device that is not known, or a file that does not describe one; the message says what to do."""
+    """An unknown device, or a file that does not describe one; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One device's way to another. bandwidth: bytes/s in one direction that large messages reach; latency: seconds of one hop."""
+    """A link between devices. bandwidth: bytes/s in one direction that large messages reach; latency: seconds per hop."""
 
     name: str
     bandwidth: float
@@ -36,23 +36,23 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A device and its surroundings.
+    """A device, its host and its links.
 
     Attributes:
         peaks: precision → dense peak, FLOP/s.
-        sustained: what large products reach of the peak.
-        multiprocessors: units that a product's tiles are dealt to.
-        memory: bytes; bandwidth: bytes/s of it, as on the data sheet, or as measured.
-        within, between: links inside a node and between nodes; per_node: devices of a node.
-        host: the link to the host; host_memory: bytes/s of the host's memory, and host_size its bytes, for each device; disk: bytes/s.
-        price: US dollars an hour, None where it is not known.
-        rates: where products were measured, (cube root of m·n·k, FLOP/s), ascending: then they hold, not tiles.
-        attention: where it was measured, FLOP/s of its forward and of its backward.
-        loss: where it was measured, bytes/s of the loss and its gradient, which read the logits once and write their gradient over them.
-        kernel: seconds that a kernel takes beyond its bytes and FLOPs; host_time: seconds of the host for each operation.
-        tensor, messages: inside a node, what tensor parallelism and messages between stages have of their own, where that was measured.
-        cpu: whether it is a processor, whose cores communicate and compute in turn, and which no kernels are written for.
-        measured: the bandwidth is one that kernels reached, not a data sheet's.
+        sustained: fraction of the peak that large products reach.
+        multiprocessors: number of units that a product's tiles are assigned to.
+        memory: bytes; bandwidth: bytes/s of the memory, from the data sheet or measured.
+        within, between: links inside a node and between nodes; per_node: devices per node.
+        host: the link to the host; host_memory: bytes/s of the host's memory, host_size: its bytes, disk: bytes/s, each per device.
+        price: US dollars per hour, None if unknown.
+        rates: measured products, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace the model of tiles.
+        attention: if measured, FLOP/s of its forward and of its backward.
+        loss: if measured, bytes/s of the loss and its gradient, which read the logits once and overwrite them with their gradient.
+        kernel: seconds of overhead per kernel; host_time: seconds of the host per operation.
+        tensor, messages: if measured, separate links inside a node for tensor parallelism and for messages between stages.
+        cpu: whether it is a CPU, whose cores do not overlap communication and computation, and for which there are no custom kernels.
+        measured: whether the bandwidth was reached by kernels, not taken from a data sheet.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Device:
     measured: bool = False
 
     def peak(self, precision: str) -> float:
-        """FLOP/s. Raises HardwareError where the device has no fast products of that precision."""
+        """Dense peak in FLOP/s. Raises HardwareError if the device has no peak at that precision."""
         if precision not in self.peaks:
             raise HardwareError(f"--precision {precision} has no peak on {self.name}. {describe_legal(precision, list(self.peaks))}")
         return self.peaks[precision]
@@ -93,12 +93,12 @@ def _table() -> dict[str, Any]:
 
 
 def known_devices() -> list[str]:
-    """The names that --gpu takes."""
+    """The device names that --gpu accepts."""
     return list(_table()["devices"])
 
 
 def find(name: str) -> Device:
-    """The device of a name of the table, or of a YAML file. Raises HardwareError."""
+    """The device with a name of the table, or described by a YAML file. Raises HardwareError."""
     if name.lower() in _table()["devices"]:
         return read_device(name.lower(), _table()["devices"][name.lower()])
     if not name.endswith((".yaml", ".yml")):
@@ -116,13 +116,13 @@ def find(name: str) -> Device:
 
 
 def found_as(driver_name: str) -> Device | None:
-    """The device of the table that the driver calls so, None where it has none."""
+    """The table's device with the driver's name for it, None if there is none."""
     named = (name for name, row in _table()["devices"].items() if row.get("device") == driver_name)
     return next((find(name) for name in named), None)
 
 
 def read_device(name: str, row: Mapping[str, Any]) -> Device:
-    """A device from its row. Raises HardwareError."""
+    """A device from its row of the table or file. Raises HardwareError."""
     if wrong := next((key for key, value in _numbers(row) if value < 0 or (value == 0 and key not in MAY_BE_ZERO)), None):
         raise HardwareError(f"--gpu {name}: {wrong} must be above 0. {TABLE.name} explains every key.")
     try:
@@ -130,7 +130,7 @@ def read_device(name: str, row: Mapping[str, Any]) -> Device:
     except KeyError as error:
         raise HardwareError(f"--gpu {name} does not say {error.args[0]}: {TABLE.name} explains every key.") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise HardwareError(f"--gpu {name} has a value of a wrong kind: {error}. {TABLE.name} explains every key.") from None
+        raise HardwareError(f"--gpu {name} has a value of the wrong type: {error}. {TABLE.name} explains every key.") from None
 
 
 def _read(name: str, row: dict[str, Any]) -> Device:
@@ -177,7 +177,7 @@ def _read(name: str, row: dict[str, Any]) -> Device:
 
 
 def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(key, number) of a row and of what lies in it."""
+    """(key, number) pairs of a row and of its nested mappings."""
     for key, value in row.items():
         if isinstance(value, Mapping):
             yield from _numbers(value)
@@ -187,7 +187,7 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _peaks(row: dict[str, Any]) -> dict[str, float]:
-    """Precision → FLOP/s: of 16 bits from the device's name, unless the file of a device gives its own."""
+    """Precision → FLOP/s: 16-bit peaks from the device's name, unless the row gives its own."""
     device, bf16, given = row.pop("device", ""), bool(row.pop("bf16", True)), row.pop("tflops", {})
     peaks = {}
     for precision in ("bf16", "fp16") if bf16 else ("fp16",):
@@ -202,7 +202,7 @@ def _peaks(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _link(value: str | Mapping[str, Any]) -> Link:
-    """A row of the table's links by its name, or a link of one's own."""
+    """A link of the table by its name, or one described in place."""
     links = _table()["links"]
     if isinstance(value, str) and value not in links:
         raise HardwareError(f"{value} is not a known link. Nearest: {nearest_name(value, list(links))}; or give {{gbs: N, latency_us: N}}.")

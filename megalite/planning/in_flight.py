@@ -1,6 +1,6 @@
-"""Buffers that exist only because ranks talk: messages between stages, weights gathered for use, gradient buckets not yet reduced.
+"""Communication buffers: messages between stages, weights gathered for use, gradient buckets not yet reduced.
 
-Found by following a rank's list of actions as the runtime does, so they are the schedule's own. Imports no torch.
+Computed by following a rank's list of actions as the runtime does, so they hold for any schedule. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from megalite.config.schema import Config
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, receive_before
 from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planning.states import Device, Sharing, Widths
 
-NARROW = 2  # bytes of a bf16 number, in which gradients may travel
+NARROW = 2  # bytes of a bf16 element: gradients may be reduced in bf16
 
 
 def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
-    """Most bytes of tensors on their way between stages: received ahead of their use, sent and not yet known to have arrived, handed over
-    within the rank. Messages are of one `size`. What arrives and is used counts as an activation, or as a gradient under way."""
+    """Peak bytes of tensors in flight between stages: received ahead of use, sent and not yet known to have arrived, or handed over within
+    the rank. Every message has `size` bytes. A received tensor that is in use counts as an activation or as workspace instead."""
     arriving: set[Action] = set()
     handed: set[tuple[Kind, int, int]] = set()  # (pass, stage, microbatch) whose result waits on this rank
     sends: dict[tuple[Kind, int, int], None] = {}
@@ -45,8 +45,8 @@ def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
     return most * size
 
 
-def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[Bucket], width: int) -> int:
-    """Most bytes of weights that are whole at once under ZeRO-3: with the unit that computes, the one that comes next."""
+def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:
+    """Peak bytes of gathered weights under ZeRO-3: those of the unit that computes and of the next one, which is prefetched."""
     announced: list[Action] = []
     whole: set[int] = set()
     most = 0
@@ -68,9 +68,9 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[Bucket], wid
     return most * width
 
 
-def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[Bucket], device: Device) -> int:
-    """Most bytes of gradients beside those that are kept: whole buckets that fill or wait for their reduction (ZeRO-2 and 3), and what a
-    reduction itself takes: copies in bf16, on gloo the other ranks' parts."""
+def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: Device) -> int:
+    """Peak bytes of gradients in addition to those that are kept: whole buckets that fill or wait for their reduction (ZeRO-2 and 3), and
+    buffers of the reduction itself: copies in bf16; on gloo, the other ranks' parts."""
     sharing, width = Sharing.of(config), Widths.of(config).gradient
     trained = [bucket for bucket in buckets if bucket.trainable]
     if sharing.data == 1 or not trained:
@@ -79,15 +79,15 @@ def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[Bucket]
     opened = [bucket.size for bucket in trained if sharing.gradients_sharded(bucket, config.run.deterministic)]
     if not opened:
         return reducing
-    # A backward fills one bucket after the other, and one that is full may wait. Where weight gradients are put off, every bucket of a
-    # stage stays open between a backward and its weight pass.
+    # A backward fills one bucket after the other, and a full one may still wait for its reduction. If weight gradients are deferred, every
+    # bucket of a stage stays open between a backward and its weight pass.
     largest = max(opened)
     filling = sum(opened) if Kind.WEIGHT in schedule.passes else min(2 * largest, sum(opened))
     return filling * width + max(reducing, largest // sharing.shard * width)
 
 
 def _reduction(config: Config, size: int, device: Device) -> int:
-    """Bytes that the reduction of a bucket of `size` elements takes beside it."""
+    """Bytes of the buffers that the reduction of a bucket of `size` elements needs in addition to the bucket."""
     sharing, width = Sharing.of(config), Widths.of(config).gradient
     if config.parallel.reduce_dtype == "bf16":
         return 2 * size * NARROW + size // sharing.data * width

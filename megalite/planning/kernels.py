@@ -1,7 +1,7 @@
-"""How long one kernel takes on a device: matrix products by tiles and waves, attention, and what is bound by memory. Seconds.
+"""The time of one kernel on a device, in seconds: matrix products by tiles and waves, attention, and memory-bound kernels.
 
-Every constant is a property of hardware or of a way to write kernels, and is the same for all devices, models and layouts. docs/planner.md
-says where each comes from.
+Every constant is a property of the hardware or of how kernels are written, and is the same for all devices, models and layouts.
+docs/planner.md states the source of each.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from megalite.model.cost.steps import attended_pairs
 from megalite.planning.hardware import Device
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.62))
-"""Rows and columns of the result that one multiprocessor computes at a time, and its speed: a small tile reads more for each FLOP."""
+"""Rows and columns of the output tile that one multiprocessor computes, and its relative speed: a small tile reads more bytes per FLOP."""
 TILE_START = 1.2e-6
-"""Seconds that a wave of tiles takes beyond its products: the first operands come from memory, the result goes there."""
+"""Seconds that a wave of tiles takes beyond its products: loading the first operands from memory and storing the result."""
 STREAM = 0.8
-"""Share of the data sheet's bandwidth that kernels reach; a plain copy of gigabytes reaches 0.9."""
+"""Fraction of the data sheet's bandwidth that kernels reach; a plain copy of gigabytes reaches 0.9."""
 ELEMENTWISE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-"""Bytes of a value."""
+"""Bytes per element, by precision."""
 SOFTMAX = 4e-11
-"""Seconds of one multiprocessor for a score of attention, besides its products: an exponential (16 a cycle), a maximum, a scale and two
-sums, half of it beside the products."""
+"""Seconds of one multiprocessor per attention score, without the matrix products: an exponential (16 per cycle), a maximum, a scale and two
+sums, half of which overlap with the products."""
 ATTENTION_BACKWARD = 1.2
-"""How much slower attention's five backward products run than its two forward ones: gradients of queries are added up across tiles."""
+"""Slowdown of attention's five backward products relative to its two forward ones: query gradients are accumulated across tiles."""
 BLOCK = 128
-"""Positions that attention takes at a time: a block that the causal mask cuts is computed whole."""
+"""Positions per attention block: a block that the causal mask cuts is computed in full."""
 
 
 def stream(device: Device, size: float) -> float:
-    """A kernel that moves `size` bytes from or to memory and computes little."""
+    """A memory-bound kernel that moves `size` bytes from or to memory."""
     return device.kernel + size / (device.bandwidth * (1.0 if device.measured else STREAM))
 
 
 def product(device: Device, m: float, n: float, k: float, precision: str, batch: float = 1, written: float | None = None) -> float:
     """`batch` products of [m, k] and [k, n].
 
-    written: bytes that move for each element of the result, by default one write of the precision; a gradient that is added to an fp32
-        accumulator reads and writes it: 8.
+    written: bytes moved per element of the result, by default one write at the precision; 8 for a gradient that is added to an fp32
+        accumulator, which is read and written.
     """
     size = ELEMENTWISE_BYTES[precision]
     moved = batch * (size * (m * k + k * n) + (size if written is None else written) * m * n)
@@ -49,8 +49,8 @@ def product(device: Device, m: float, n: float, k: float, precision: str, batch:
 
 
 def _tiled(device: Device, m: float, n: float, k: float, precision: str, batch: float) -> float:
-    """The best of several tilings: tiles are dealt to the multiprocessors in waves, of which the last may be nearly empty. Where there are
-    too few for one wave, several multiprocessors share a tile, each with a part of the inner dimension."""
+    """The fastest of several tilings. Tiles are assigned to the multiprocessors in waves; the last wave may be nearly empty. If there are
+    too few tiles for one wave, several multiprocessors share a tile, each with a part of the inner dimension (split-K)."""
     unit = device.peak(precision) * device.sustained / device.multiprocessors
     best = math.inf
     for rows, columns, speed in TILES:
@@ -61,7 +61,7 @@ def _tiled(device: Device, m: float, n: float, k: float, precision: str, batch: 
 
 
 def _measured_rate(device: Device, volume: float) -> float:
-    """FLOP/s of a product of m·n·k = volume, between the measured sizes linearly in the size's logarithm."""
+    """FLOP/s of a product with m·n·k = volume, interpolated between the measured sizes linearly in the logarithm of the size."""
     size = volume ** (1 / 3)
     sizes = [each for each, _ in device.rates]
     at = bisect_left(sizes, size)
@@ -72,14 +72,14 @@ def _measured_rate(device: Device, volume: float) -> float:
 
 
 def computed_pairs(sequence: int, window: int | None) -> float:
-    """(query, key) pairs that causal attention computes for one head of one sequence: those that it needs, in whole blocks."""
+    """(query, key) pairs that causal attention computes for one head of one sequence: the attended pairs, rounded up to whole blocks."""
     return attended_pairs(sequence, window) + sequence * (min(BLOCK, window or sequence, sequence) - 1) / 2
 
 
 def attention(
     device: Device, heads: float, head_size: int, sequence: int, batch: int, window: int | None, precision: str
 ) -> tuple[float, float]:
-    """Forward and backward of attention that never writes its scores (FlashAttention, Dao et al. 2022); backward computes them again."""
+    """Forward and backward of attention that never writes its scores (FlashAttention, Dao et al. 2022); backward recomputes them."""
     scores = batch * heads * computed_pairs(sequence, window)
     if device.attention is not None:
         flops = 4 * scores * head_size

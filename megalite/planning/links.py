@@ -1,10 +1,10 @@
-"""How long communication takes: rings and trees over the links that a group of ranks really has. Seconds and bytes.
+"""The time of communication: rings and trees over the links between a group's ranks. Seconds and bytes.
 
 Ranks are laid out tp innermost, then dp, then pp (`megalite.mesh`), so a group is a size and a stride: tp has stride 1, dp stride tp, pp
-stride tp · dp. A node holds neighbouring ranks.
+stride tp · dp. A node holds consecutive ranks.
 
-A ring passes the ranks of a node one after the other over the inner link and leaves the node once. Every member has a network card of its
-own, and as many rings run as the group has members on a node, each over another card (NCCL does so): between nodes it has their sum.
+A ring passes through the ranks of a node over the link inside the node, and leaves the node once. Every rank has its own network card, and
+as in NCCL there are as many rings as the group has ranks on a node, each over another card, so bandwidth between nodes is their sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megalite.planning.hardware import Device
 
 START = 5e-6
-"""Seconds from the call of a collective to its first byte, with the kernel that carries it."""
+"""Seconds from the call of a collective to its first byte, including the launch of its kernel."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Group:
 
 
 def group(device: Device, size: int, stride: int, world: int = 0) -> Group:
-    """A group of equally spaced ranks; where they do not fill nodes evenly, the fewest that any node has.
+    """A group of equally spaced ranks; if they do not fill nodes evenly, `local` is the smallest number on any node.
 
     Args:
-        world: ranks that such groups fill one after the other. Where a node does not hold whole groups, some lie across its end, and all
-            others wait for them; without it every group that may lie inside a node does.
+        world: number of ranks that consecutive groups of this kind fill. If a node does not hold whole groups, some groups span two nodes,
+            and all others wait for them. By default, a group that fits into a node is inside one.
     """
     if (block := size * stride) <= device.per_node:
         if world <= device.per_node or device.per_node % block == 0:
@@ -47,34 +47,35 @@ def group(device: Device, size: int, stride: int, world: int = 0) -> Group:
 
 @dataclass(frozen=True)
 class Fabric:
-    """Collectives of a device's groups.
+    """Times of collectives over a device's groups.
 
-    Args of all: size, the bytes of the whole (of what every rank has before an all-reduce or reduce-scatter, and after an all-gather).
+    In all methods `size` is the bytes of the whole tensor: what every rank holds before an all-reduce or reduce-scatter, or after an
+    all-gather.
     """
 
     device: Device
 
     def bandwidth(self, ranks: Group) -> float:
-        """Bytes/s at which a ring moves."""
+        """Bytes/s of a ring."""
         within, between = self.device.within.bandwidth, self.device.between.bandwidth
         if ranks.nodes == 1:
             return within
         return between if ranks.local == 1 else min(within, ranks.local * between)
 
     def _hops(self, ranks: Group) -> float:
-        """Latency of once around the ring."""
+        """Latency of one pass around the ring."""
         leaving = ranks.nodes if ranks.nodes > 1 else 0
         return (ranks.size - leaving) * self.device.within.latency + leaving * self.device.between.latency
 
     def half(self, size: float, ranks: Group) -> float:
-        """An all-gather or a reduce-scatter, by a ring: (n - 1)/n of the bytes pass each link, in n - 1 steps."""
+        """An all-gather or a reduce-scatter by a ring: (n - 1)/n of the bytes pass over each link, in n - 1 steps."""
         if ranks.size == 1 or size == 0:
             return 0.0
         share = (ranks.size - 1) / ranks.size
         return START + share * (size / self.bandwidth(ranks) + self._hops(ranks))
 
     def all_reduce(self, size: float, ranks: Group) -> float:
-        """The faster of a ring, 2 (n - 1)/n of the bytes in 2 (n - 1) steps, and of two trees, twice the bytes in about 2 log n steps."""
+        """The faster of a ring (2 (n - 1)/n of the bytes in 2 (n - 1) steps) and a double tree (twice the bytes in about 2 log n steps)."""
         if ranks.size == 1 or size == 0:
             return 0.0
         share = 2 * (ranks.size - 1) / ranks.size
@@ -84,7 +85,7 @@ class Fabric:
         return START + min(ring, tree)
 
     def send(self, size: float, world: int) -> float:
-        """A message between neighbouring stages of a world of ranks: where some share a node and others do not, the slower way counts."""
+        """A message between neighbouring stages: over the link between nodes, unless the whole world is inside one node."""
         inside = self.device.messages or self.device.within
         link = inside if world <= self.device.per_node else self.device.between
         return START + link.latency + size / link.bandwidth

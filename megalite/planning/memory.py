@@ -1,11 +1,11 @@
-"""What each rank of a run holds in memory, from a configuration and a number of ranks alone, 16,384 ranks in a second. Imports no torch.
+"""The memory of each rank of a run, computed from a configuration and a number of ranks; a second for 16,384 ranks. Imports no torch.
 
     states          weights, gradients, master weights, moments: as the store's buckets allocate them (`states.py`)
-    activations     what each unit keeps of a microbatch (`activations.py`), summed along the schedule's own list of actions
-    communication   gradient buckets in flight, gathered weights (ZeRO-3), pipeline messages
+    activations     what each unit keeps per microbatch (`activations.py`), summed along the schedule's list of actions
+    communication   gradient buckets in flight, gathered weights (ZeRO-3), pipeline messages (`in_flight.py`)
 
-tp and dp ranks of one pipeline rank hold equal amounts: vocabularies and buckets are padded to equal parts. So there is one answer
-for each pipeline rank. `docs/memory.md` has the formulas, and what was measured.
+tp and dp ranks of one pipeline rank use equal memory, because vocabularies and buckets are padded to equal parts, so there is one result
+per pipeline rank. See `docs/memory.md` for the formulas and measurements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megalite.planning.states import Device, States, Widths, model_states
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that exist only because ranks talk: see `in_flight`."""
+    """Bytes of communication buffers, see `in_flight`."""
 
     messages: int
     gathered: int
@@ -41,9 +41,9 @@ class RankMemory:
     """Peak bytes of every rank in `ranks`.
 
     Attributes:
-        states: what lies there between steps too.
-        activations, logits, workspace: each at its own highest during a step.
-        step: all three together at their highest, which need not be at once.
+        states: bytes that are kept between steps too.
+        activations, logits, workspace: the peak of each during a step.
+        step: the peak of their sum; their own peaks may occur at different times.
         communicating: buffers of collectives and messages.
     """
 
@@ -74,11 +74,11 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Peak on the device: offloaded state lies elsewhere, `states.host` and `states.disk`."""
+        """Peak on the device, without offloaded state (`states.host` and `states.disk`)."""
         return self.states.device + self.step + self.communication
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: ranks as first and count, every part in bytes."""
+        """Plain data for JSON: the range of ranks as its start and length, every part in bytes."""
         names = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
         tree = {"states": asdict(self.states), "communicating": asdict(self.communicating), "workspace": self.workspace, "step": self.step}
         return {
@@ -93,13 +93,13 @@ class RankMemory:
 def estimate(
     config: Config, world_size: int, device: Device = "cuda", schedule: Schedule | None = None, pp_ranks: Sequence[int] | None = None
 ) -> list[RankMemory]:
-    """The memory of every rank, one entry for each pipeline rank.
+    """The memory of every rank, one entry per pipeline rank.
 
     Args:
-        config: complete and checked, for this number of ranks.
-        device: what the ranks compute on. It decides which attention runs, the default loss chunk, and where offloaded state lies.
-        schedule: of `plan.schedule(config, …)`, where it is at hand.
-        pp_ranks: the pipeline ranks that are asked for, by default all.
+        config: complete and validated for this number of ranks.
+        device: what the ranks compute on. It determines the attention kernel, the default loss chunk, and where offloaded state is stored.
+        schedule: `plan.schedule(config, …)`, if the caller has it already.
+        pp_ranks: the pipeline ranks to compute, by default all.
     """
     config = settled(config, world_size)
     dims = ParallelDims.of(config)
@@ -110,7 +110,7 @@ def estimate(
 
 
 def settled(config: Config, world_size: int) -> Config:
-    """The configuration with dp and the partition written down, which is dear to find and is asked for often."""
+    """The configuration with dp and the partition filled in; the partition is expensive to compute and is read often."""
     config = replace(config, parallel=replace(config.parallel, dp=ParallelDims.of(config, world_size).dp))
     return replace(config, parallel=replace(config.parallel, partition=plan.partition(config)))
 
@@ -140,10 +140,10 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int, ranks: range, device
 
 
 class Profile:
-    """What a rank's stages hold while it goes through its list of actions; after `follow` the highest of each kind.
+    """Memory of a rank's stages while it runs its list of actions; after `follow`, the peak of each kind.
 
-    A forward adds what its units save. A backward goes through them in reverse: a unit that is computed again takes more for the moment,
-    then what it saved is free, but for what a weight pass needs.
+    A forward adds what its units save. A backward goes through them in reverse: a recomputed unit temporarily needs more, then its saved
+    bytes are freed, except what a weight pass needs.
     """
 
     def __init__(self, stages: dict[int, list[Held]], tables: int):

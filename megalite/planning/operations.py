@@ -1,7 +1,7 @@
-"""What one microbatch takes on each unit of the model (embedding, layer, head) on one rank: its kernels, one after the other. Seconds.
+"""The time of one microbatch on each unit of the model (embedding, layer, head) on one rank, in seconds: the sum of its kernels.
 
-A kernel for each step of a unit's description (`megalite.model.cost`), with the memory traffic that docs/kernels.md states. `Software` says
-in what other training codes differ, so that their published speeds can be predicted too.
+Each step of a unit's description (`megalite.model.cost`) is a kernel, with the memory traffic that docs/kernels.md states. `Software`
+describes how other training codes differ, so that their published speeds can be predicted too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megalite.planning.hardware import Device
 from megalite.planning.kernels import ELEMENTWISE_BYTES, attention, product, stream
 from megalite.planning.links import Fabric, group
 
-LOSS_CHUNK = 4096  # tokens whose logits exist at a time on a GPU, `megalite.model.stage`
+LOSS_CHUNK = 4096  # tokens whose logits exist at a time on a GPU, as in `megalite.model.stage`
 ACCUMULATED = 8.0  # bytes: an fp32 accumulator is read and written
-FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 12, 20  # of a layer, as the host sees them
+FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 12, 20  # that the host launches per layer
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Software:
 
     Attributes:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
-        attention: speed of its attention in that of ours.
-        masks: dropout writes its masks.
+        attention: speed of its attention relative to ours.
+        masks: dropout writes its masks to memory.
         fused_loss: the loss reads 16-bit logits once each way; otherwise it works on fp32 logits in several passes.
         fp32_accumulation: weight gradients are added to fp32 accumulators.
-        hides_tensor: the input gradient's reduction runs beside the weight gradient's product.
-        hides_gradients: data parallelism runs beside the backward pass.
-        hides_messages: stages send and receive beside computation.
-        splits_messages: ranks of tensor parallelism send a part each, and gather it behind.
-        elementwise: memory traffic of norms, activations and residual sums in that of fused kernels.
-        adam_bytes: traffic of the optimizer for each parameter that a rank updates.
+        hides_tensor: the input gradient's reduction overlaps with the weight gradient's product.
+        hides_gradients: data-parallel communication overlaps with the backward pass.
+        hides_messages: sends and receives between stages overlap with computation.
+        splits_messages: each tensor-parallel rank sends a part, and the receivers all-gather it.
+        elementwise: memory traffic of norms, activations and residual sums relative to fused kernels.
+        adam_bytes: memory traffic of the optimizer per parameter that a rank updates.
     """
 
     flash: bool = True
@@ -51,15 +51,15 @@ class Software:
     hides_messages: bool = True
     splits_messages: bool = False
     elementwise: float = 1.0
-    adam_bytes: float = 34.0  # 30, and the gradients once more for their norm
+    adam_bytes: float = 34.0  # 30, and 4 to read the gradient for its norm
 
 
 OURS = Software()
 
 
 class Passes(NamedTuple):
-    """One microbatch on one unit or stage: forward, gradient of the input, gradient of the weights; of these, the tensor-parallel
-    communication of forward and backward that nothing hides."""
+    """Seconds of one microbatch on one unit or stage: forward, gradient of the input, gradient of the weights; the waits are the exposed
+    tensor-parallel communication contained in forward and backward."""
 
     forward: float
     backward: float
@@ -79,7 +79,7 @@ class Passes(NamedTuple):
 
 
 class Operations:
-    """The units of a model on a device."""
+    """The times of a model's units on a device."""
 
     def __init__(self, device: Device, model: ModelConfig, precision: str, software: Software = OURS):
         self.device, self.model, self.precision, self.software = device, model, precision, software
@@ -96,15 +96,15 @@ class Operations:
         return product(self.device, n, k, rows, self.precision, written=ACCUMULATED if self.software.fp32_accumulation else None)
 
     def _move(self, *values: float) -> float:
-        """Kernels that move so many values each."""
+        """Kernels that move the given numbers of values."""
         return sum(stream(self.device, value * self.size) for value in values)
 
     def _pointwise(self, *values: float) -> float:
-        """The same of norms, activations and residual sums, as the software has written them."""
+        """The same for norms, activations and residual sums, with the software's memory traffic."""
         return self._move(*(value * self.software.elementwise for value in values))
 
     def units(self, share: Share) -> Units:
-        """The descriptions of the model's units."""
+        """The descriptions of the model's units under a share."""
         if share not in self._units:
             self._units[share] = Units(self.model, share)
         return self._units[share]
@@ -125,12 +125,12 @@ class Operations:
 
     def _block(self, share: Share, block: Block) -> Passes:
         steps = [self._step(step) for step in block.steps]
-        last = steps[::-1]  # backward goes from the last step to the first
+        last = steps[::-1]  # backward runs from the last step to the first
         passes = Passes(sum(step.forward for step in steps), sum(step.backward for step in last), sum(step.weight for step in last))
         return passes.plus(self._around(share, block))
 
     def _step(self, step: Step) -> Passes:
-        """One step, its tensor-parallel communication left out."""
+        """One step, without its tensor-parallel communication."""
         match step:
             case Product(rows=rows, outputs=outputs, inputs=inputs):
                 forward, backward = self._gemm(rows, outputs, inputs), self._gemm(rows, inputs, outputs)
@@ -139,11 +139,11 @@ class Operations:
                 return Passes(*self._attention(step), 0.0)
             case Elementwise():
                 return Passes(self._pointwise(*step.forward), self._pointwise(*step.backward), 0.0)
-            case Lookup(values=values):  # backward adds to fp32 accumulators
+            case Lookup(values=values):  # backward accumulates in fp32
                 return Passes(self._move(2 * values), 0.0, stream(self.device, values * (self.size + ACCUMULATED)))
 
     def _around(self, share: Share, block: Block) -> Passes:
-        """What surrounds a block: norms, residual sum, dropout, and tensor-parallel communication."""
+        """The operations around a block: norms, residual sum, dropout, and tensor-parallel communication."""
         forward = self._pointwise(*block.before.forward, *block.after.forward)
         backward = self._pointwise(*block.before.backward, *block.after.backward)
         if values := block.dropped:
@@ -154,8 +154,8 @@ class Operations:
         return Passes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
     def _tensor_parallel(self, share: Share, column: Product) -> tuple[float, float]:
-        """Communication that nothing hides, forward and backward, around a product whose outputs are split and the one behind it that sums
-        them up (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+        """Exposed communication, forward and backward, of a column-parallel product and the row-parallel product after it
+        (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
         if share.tp == 1:
             return 0.0, 0.0
         ranks = group(self.device, share.tp, 1)
@@ -167,7 +167,7 @@ class Operations:
             return reduce, max(0.0, reduce - beside)
         half = self.tensor.half(size, ranks)
         product = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
-        again = max(0.0, half - product)  # the input, gathered again for the weights' gradient
+        again = max(0.0, half - product)  # the input is gathered again for the weight gradient
         return 2 * half, half + again + max(0.0, half - beside)
 
     def _attention(self, step: Attention) -> tuple[float, float]:
@@ -177,14 +177,14 @@ class Operations:
         return times[0] / self.software.attention, times[1] / self.software.attention
 
     def attention_again(self, share: Share, index: int) -> float:
-        """What `selective` recomputes of a layer: attention's forward, which kernels that never write their scores compute again in any
-        case."""
+        """Seconds of a layer that `selective` recomputes: attention's forward. 0 for kernels that never write their scores, whose backward
+        recomputes them in any case."""
         if self.software.flash and not self.device.cpu:
             return 0.0
         return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
 
     def _written_scores(self, step: Attention) -> tuple[float, float]:
-        """Attention whose scores lie in memory: two batched products, softmax and dropout, the mask's half not skipped."""
+        """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked half is computed too."""
         sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch
         scores = batch * sequence**2
         dropped = bool(self.model.attention_dropout)
@@ -194,10 +194,10 @@ class Operations:
         backward = query_key + 3 * by_value + self._move(3 * scores, *([2 * scores + mask] if dropped else []))
         return forward, backward
 
-    # --- the ends ----------------------------------------------------------------------------------------------------------
+    # --- embedding and head ------------------------------------------------------------------------------------------------
 
     def embedding(self, share: Share) -> Passes:
-        """Rows looked up, summed over tp; backward adds them to fp32 accumulators."""
+        """Rows are looked up and summed over tp; backward adds them to fp32 accumulators."""
         (block,) = self.units(share).embedding().blocks
         passes = functools.reduce(Passes.plus, map(self._step, block.steps))
         ranks, size = group(self.device, share.tp, 1), share.tokens * self.model.hidden_size * self.size
@@ -206,7 +206,7 @@ class Operations:
         return passes.plus(Passes(wait, gather, 0.0, wait, gather))
 
     def head(self, share: Share, splits: bool) -> Passes:
-        """Final norm, logits and loss. In chunks, gradients come with the loss; a schedule that splits the backward has no chunks."""
+        """Final norm, logits and loss. With loss chunks, the forward also computes the gradients; a split backward does not use chunks."""
         (block,) = self.units(share).head().blocks
         (logits,) = block.products
         chunked = self.software.fused_loss and not splits and not self.device.cpu

@@ -1,9 +1,10 @@
-"""How long a schedule takes with the durations of its stages: by the simulator, and for many microbatches by its steady state.
+"""The time of a schedule with given stage durations: simulated, and extrapolated from the steady state for many microbatches.
 
-A schedule with fixed durations is a system of sums and maxima, and such a system settles into a cycle: from some number of microbatches
-on, each further `cycle` of them adds the same time. So a step of thousands of microbatches is simulated at a few small sizes. Two equal
-increments in a row count as settled, if they are no less than the busiest rank's work: with less, another rank still decides, and the
-busiest one catches up later. Until then the sizes grow, up to the whole step, so a schedule that does not settle is simulated in full.
+A schedule with fixed durations is a system of sums and maxima, and such a system becomes periodic: from some number of microbatches on,
+each further `cycle` of them adds the same time. A step of thousands of microbatches is therefore simulated at a few small sizes. Two equal
+increments in a row count as settled if they are no less than the busiest rank's work: if they are less, another rank is still the
+bottleneck, and the busiest one becomes it later. Otherwise the sizes grow, up to the whole step, so a schedule that does not settle is
+simulated in full.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ SETTLED = 1e-9  # relative difference of two increments that count as equal: sum
 
 @dataclass(frozen=True)
 class ScheduleTime:
-    """A step of a pipeline in time.
+    """The times of one step of a pipeline.
 
     Attributes:
         makespan: from the first action of any rank to the last of any.
-        longest_span: from the first to the last of one rank, the most of any.
-        starts, ends: of each rank, ends counted back from the makespan: how much earlier the rank is done.
-        busy: what each rank computes.
+        longest_span: from the first to the last action of one rank, the longest of any.
+        starts, ends: each rank's first start, and the time from its last end to the makespan.
+        busy: the computation time of each rank.
     """
 
     makespan: float
@@ -39,13 +40,13 @@ class ScheduleTime:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which they wait."""
+        """Fraction of all ranks' time spent idle."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
 
 @functools.lru_cache(maxsize=512)
 def schedule_of(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Schedule:
-    """The schedule that a run would execute, made for its default costs."""
+    """The schedule that a run would execute, built for the default costs."""
     return build(name, ranks, microbatches, virtual_stages)
 
 
@@ -59,11 +60,11 @@ def pace(
     weight: Sequence[float],
     message: float,
 ) -> ScheduleTime:
-    """Time a step. Durations are those of one microbatch on each stage; message: the latency of one between two ranks."""
+    """The times of a step. Durations are per stage, of one microbatch; message: the latency of one message between two ranks."""
     if ranks == 1 and len(forward) == 1:
         busy = microbatches * (forward[0] + backward[0] + weight[0])
         return ScheduleTime(busy, busy, (0.0,), (0.0,), (busy,))
-    cycle, rest = ranks, microbatches % ranks  # messages make waves as long as the pipeline, and interleaved takes groups of so many
+    cycle, rest = ranks, microbatches % ranks  # messages make waves as long as the pipeline; interleaved works in groups of pp microbatches
     few = rest + cycle * max(3, rest + 1 if RECIPES[name].chunks is None else 0)
 
     def simulated(count: int) -> ScheduleTime:
@@ -84,8 +85,8 @@ def _simulated(name: str, ranks: int, microbatches: int, virtual_stages: int | N
 
 
 def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:
-    """Whether both steps add the same to the makespan and to the longest span, all that the busiest rank has to do at least, and leave the
-    ends as they are."""
+    """Whether both increments add the same to the makespan and to the longest span, at least the busiest rank's work, and do not change
+    the ends."""
 
     def equal(a: float, b: float) -> bool:
         return abs(a - b) <= SETTLED * three.makespan
@@ -97,7 +98,7 @@ def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:
 
 
 def _continued(one: ScheduleTime, two: ScheduleTime, cycles: int) -> ScheduleTime:
-    """What follows from the first two of equal increments."""
+    """The time after `cycles` equal increments, extrapolated from the first two sizes."""
 
     def line(a: float, b: float) -> float:
         return a + cycles * (b - a)

@@ -1,4 +1,4 @@
-"""What the planner expects of a given run: its step, on the device that it runs on."""
+"""The planner's prediction for a given run: its step time on the device it runs on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalite.planning.step import Choice, Job, Stepper
 
 
 def choice_of(config: Config) -> Choice:
-    """The layout of a run whose dp is resolved."""
+    """The layout of a run; its dp must be resolved."""
     parallel, train, dims = config.parallel, config.train, ParallelDims.of(config)
     return Choice(
         tp=parallel.tp,
@@ -31,21 +31,21 @@ def choice_of(config: Config) -> Choice:
 
 
 def estimated_costs(config: Config) -> list[float]:
-    """FLOPs of the matrix products of the embedding, each layer and the head, for a token."""
+    """FLOPs per token of the matrix products of the embedding, each layer and the head."""
     costs = layer_costs(config.model, config.data.sequence_length)
     return [costs.embedding, *costs.layers, costs.head]
 
 
 def stage_sums(config: Config, costs: Sequence[float]) -> list[float]:
-    """What each stage takes, given what the embedding, each layer and the head take."""
+    """The cost of each stage, given the costs of the embedding, each layer and the head."""
     units = units_of(config)
     return [float(sum(costs[unit] for unit in units[stage])) for stage in range(len(units))]
 
 
 def device_of(config: Config, driver_name: str) -> Device | None:
-    """What profiling.hardware names, else the table's device of what the driver calls it; None where there is neither.
+    """The device that profiling.hardware names, otherwise the table's device with the driver's name; None if there is neither.
 
-    Raises ConfigError where the option names nothing that the planner knows.
+    Raises ConfigError if the planner does not know the device that the option names.
     """
     if config.profiling.hardware is None:
         return found_as(driver_name)
@@ -56,7 +56,7 @@ def device_of(config: Config, driver_name: str) -> Device | None:
 
 
 def step_seconds(config: Config, device: Device) -> float | None:
-    """Seconds of a step; None for what is not modelled: adapters, and a precision of which the device's peak is not known."""
+    """Seconds per step; None if not modelled: with adapters, or if the device's peak at the run's precision is unknown."""
     if config.lora.rank or config.train.precision not in device.peaks:
         return None
     gradient_bytes = 2 if "bf16" in (config.parallel.reduce_dtype, config.train.grad_dtype) else 4

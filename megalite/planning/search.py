@@ -1,8 +1,8 @@
-"""Every legal layout of a job, and of these the fastest that fit, found without looking closely at most of them.
+"""Finds the fastest layouts of a job that fit, among all legal ones, without evaluating most of them in detail (best-first search).
 
-A heap holds layouts by a time that they can not beat. What comes out first is looked at more closely and put back: first the work divided
-by the ranks; then the busiest rank of the real partition, with the filling and draining of its pipeline; then the same with ZeRO and
-offload; then the simulated step; then memory, estimated for every rank, and every rule of a run. So plans come out fastest first, and none
+A heap orders layouts by a lower bound of their step time. The layout at the top is refined and pushed back: first the work divided by the
+ranks; then the busiest rank of the real partition, with the filling and draining of its pipeline; then the same with ZeRO and offload;
+then the simulated step; then memory, estimated for every rank, and every rule of a run. Plans therefore come out fastest first, and none
 is missed.
 """
 
@@ -29,22 +29,22 @@ from megalite.planning.pacing import schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
 
 USABLE = 0.93
-"""Share of a device's memory that a plan may take: the driver's context, NCCL's buffers and the allocator's gaps take the rest."""
+"""Fraction of a device's memory that a plan may use: the driver's context, NCCL's buffers and fragmentation take the rest."""
 BOUND = 0.97
-"""Of the memory that the bound finds, so that it stays below the estimate: it counts a layer's largest tensors at once."""
+"""Factor on the memory bound that keeps it below the estimate: it counts a layer's largest tensors as if they existed at once."""
 RECOMPUTE = ("none", "every-4", "every-2", "full")
-MOST_MICROBATCHES = 4096  # of a step on one rank: what nobody would run is not looked at
-AHEAD = 2  # pipelines of microbatches in flight that a memory estimate looks at: no more are held
+MOST_MICROBATCHES = 4096  # per step on one rank: layouts with more are skipped, as nobody would run them
+AHEAD = 2  # a memory estimate follows this many times pp microbatches in flight: no rank holds more
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout with what it takes.
+    """One layout with its predicted time and memory.
 
     Attributes:
         step: its predicted time.
         memory: the fullest rank's.
-        fits: whether that is within the device, and no rule forbids it.
+        fits: whether that fits on the device, and no rule forbids the layout.
     """
 
     choice: Choice
@@ -54,7 +54,7 @@ class Plan:
 
 
 class Level(IntEnum):
-    """How closely a layout in the heap has been looked at; at equal times the closer one first."""
+    """How far a layout in the heap has been refined; at equal times the most refined comes first."""
 
     TIMED = 0
     VARIED = 1
@@ -63,18 +63,18 @@ class Level(IntEnum):
 
 
 Entry = tuple[float, Level, int, Choice, StepTime | None]
-"""Of the heap: time, level, order of arrival, layout, and its step once it is timed."""
+"""A heap entry: time, level, insertion order, layout, and its step once it is simulated."""
 
 
 @dataclass(eq=False)
 class Search:
-    """Looks for plans of a job.
+    """Searches for plans of a job.
 
     Args:
         base: the configuration that all plans share.
-        gpus: ranks to use, all of them.
-        fixed: what the user has decided: field of Choice → value.
-        wanted: how many plans; they differ in more than their schedule.
+        gpus: number of ranks; every plan uses all of them.
+        fixed: the user's choices: field of Choice → value.
+        wanted: the number of plans; they differ in more than their schedule.
     """
 
     job: Job
@@ -82,16 +82,16 @@ class Search:
     gpus: int
     fixed: dict[str, int | str] = field(default_factory=dict)
     wanted: int = 10
-    considered: int = 0  # layouts that are legal
-    timed: int = 0  # of these, simulated
-    rejected: Choice | None = None  # the first one, so about the fastest, that does not fit
+    considered: int = 0  # number of legal layouts
+    timed: int = 0  # of these, the number simulated
+    rejected: Choice | None = None  # the first layout, so about the fastest, that does not fit
 
     def __post_init__(self) -> None:
         self.stepper = Stepper(self.job)
         self.room = USABLE * self.job.device.memory
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and shares kept that did not fit
+        self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and negated recomputed fractions that did not fit
 
     def plans(self) -> list[Plan]:
         """The fastest plans that fit, fastest first; at most `wanted`."""
@@ -121,7 +121,7 @@ class Search:
         return list(found.values())
 
     def _has_no_room(self, choice: Choice) -> bool:
-        """Whether a choice does not fit, by the bound or because one that holds less did not."""
+        """Whether a choice cannot fit: its memory bound exceeds the room, or a choice that holds less did not fit."""
         key = self._states_of(choice)
         kept = choice.micro_batch_size, -recomputed_share(choice.recompute)
         smaller = any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in self._too_large.get(key, ()))
@@ -132,11 +132,11 @@ class Search:
 
     @staticmethod
     def _states_of(choice: Choice) -> Choice:
-        """What choices have in common that differ in activations alone."""
+        """The key of choices that differ only in their activations."""
         return replace(choice, micro_batch_size=0, recompute="")
 
     def plan(self, choice: Choice, step: StepTime | None = None) -> Plan:
-        """Any choice, with its time and memory; also of fewer devices than the search is for."""
+        """The plan of any choice, with its time and memory; the choice may use fewer devices than the search."""
         fullest = max(self.memory(choice), key=lambda rank: rank.total)
         inside = fullest.total <= self.room and fullest.states.host <= USABLE * self.job.device.host_size
         if not inside:
@@ -145,10 +145,10 @@ class Search:
         fits = inside and broken_rule(configured(self.base, choice), choice.gpus) is None
         return Plan(choice, step or self.stepper.step(choice), fullest, fits)
 
-    # --- what there is to choose from ----------------------------------------------------------------------------------------
+    # --- candidates ----------------------------------------------------------------------------------------------------------
 
     def cores(self) -> Iterator[Choice]:
-        """Everything but how states are shared and where they lie: legal sizes, schedules, micro-batches, recomputation."""
+        """Choices of everything except ZeRO and offload: legal sizes, schedules, micro-batch sizes, recomputation."""
         for pp in self._sizes("pp", _divisors(self.gpus)):
             for tp in self._sizes("tp", _divisors(self.gpus // pp)):
                 dp, rest = divmod(self.gpus, tp * pp)
@@ -159,12 +159,12 @@ class Search:
                         yield from self._microbatches(Choice(tp, pp, dp, schedule, stages, zero=0))
 
     def _cuts_nodes(self, tp: int) -> bool:
-        """Whether some tensor-parallel groups would lie across the end of a node, where every layer waits for the network."""
+        """Whether some tensor-parallel groups would span nodes unevenly, so that every layer waits for the network."""
         node = self.job.device.per_node
         return self.gpus > node and node % tp != 0 and tp % node != 0
 
     def variants(self, core: Choice) -> Iterator[Choice]:
-        """ZeRO stages and offload of a core, which has none. On a CPU everything is in CPU memory already."""
+        """A core with each ZeRO stage and offload. On a CPU, offloading to CPU memory is left out."""
         for offload in self._names("offload", ("none", "disk") if self.job.device.cpu else ("none", "cpu", "disk")):
             for zero in self._sizes("zero", (1, 0, 2, 3) if core.dp > 1 else (1,)):
                 yield replace(core, zero=zero, offload=offload)
@@ -172,14 +172,14 @@ class Search:
                 yield replace(core, zero=3, offload=offload, offload_parameters=True)
 
     def _sizes(self, name: str, otherwise: Sequence[int]) -> Sequence[int]:
-        """What the user has fixed, or else everything."""
+        """The value that the user has fixed, or else all candidates."""
         return [int(self.fixed[name])] if name in self.fixed else otherwise
 
     def _names(self, name: str, otherwise: Sequence[str]) -> Sequence[str]:
         return [str(self.fixed[name])] if name in self.fixed else otherwise
 
     def _schedules_of(self, pp: int) -> Iterator[tuple[str, int]]:
-        """(schedule, stages on each rank) that give each stage a layer; on one rank there is nothing to schedule."""
+        """(schedule, stages per rank) pairs that give each stage at least one layer; on one rank only 1f1b."""
         for name in self._names("schedule", SCHEDULES if pp > 1 else ("1f1b",)):
             free = RECIPES[name].chunks is None
             for stages in self._sizes("virtual_stages", self._even_stages(pp) if free else (chunks_of(name),)):
@@ -187,7 +187,8 @@ class Search:
                     yield name, stages
 
     def _even_stages(self, pp: int) -> list[int]:
-        """Numbers of virtual stages that split the layers evenly, or the layers with embedding and head as one each; else the smallest."""
+        """Numbers of virtual stages that split evenly the layers, or the layers plus embedding and head as one layer each; else the two
+        smallest."""
         layers = self.job.model.num_hidden_layers
         most = range(2, layers // pp + 1)
         return [stages for stages in most if layers % (pp * stages) == 0 or (layers + 2) % (pp * stages) == 0] or list(most[:2])
@@ -205,23 +206,23 @@ class Search:
                 yield replace(frame, micro_batch_size=size, recompute=recompute)
 
     def _recomputations(self) -> tuple[str, ...]:
-        """On a CPU attention keeps its probabilities unless it recomputes them; kernels never keep them."""
+        """`selective` is a candidate only on a CPU, where attention keeps its probabilities; GPU kernels never keep them."""
         return ("none", "selective", *RECOMPUTE[1:]) if self.job.device.cpu else RECOMPUTE
 
     # --- memory --------------------------------------------------------------------------------------------------------------
 
     def memory(self, choice: Choice) -> list[RankMemory]:
-        """Of every pipeline rank. What is in flight no longer grows after a few microbatches, so no more are followed."""
+        """The memory of every pipeline rank. What is in flight stops growing after a few microbatches, so only those are followed."""
         config = configured(self.base, choice)
-        config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)  # known, and dear to find
+        config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)  # already known, and expensive to find
         device: Literal["cpu", "cuda"] = "cpu" if self.job.device.cpu else "cuda"
         found = estimate(config, choice.gpus, device, self._schedule(choice))
         if choice.zero < 3 or max(rank.total for rank in found) > self.room:
             return found
-        return estimate(config, choice.gpus, device, plan.schedule(config, self._followed(choice)))  # with what is gathered
+        return estimate(config, choice.gpus, device, plan.schedule(config, self._followed(choice)))  # with gathered weights
 
     def _followed(self, choice: Choice) -> int:
-        """Microbatches after which a rank holds no more than before."""
+        """The number of microbatches after which a rank's memory no longer grows."""
         microbatches = self.job.microbatches(choice)
         return microbatches if choice.schedule == "gpipe" else min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
 
@@ -232,8 +233,8 @@ class Search:
         return self._schedules[key]
 
     def memory_bound(self, choice: Choice) -> float:
-        """About the least that the first pipeline rank takes: its weights, gradients and optimizer states, the activations of its layers as
-        often as its schedule holds them, and what a layer's backward needs beside them."""
+        """An approximate lower bound of the first pipeline rank's memory: its weights, gradients and optimizer states, the activations of
+        its layers times the number of microbatches that its schedule holds, and the workspace of a layer's backward."""
         _, sizes, _ = self.stepper.stages(self.stepper.without_data(choice))
         own = [stage for stage, rank in enumerate(placement(choice.schedule, choice.pp, choice.asked_stages)) if rank == 0]
         shape = OrderShape(choice.pp, self.job.microbatches(choice), choice.virtual_stages)
@@ -245,7 +246,7 @@ class Search:
         return BOUND * (states * self._state_bytes(choice) + buckets + held * layers / len(own) * saved + beside)
 
     def _state_bytes(self, choice: Choice) -> float:
-        """Bytes of a parameter on the device: weight, gradient, master weight and moments, divided as ZeRO does."""
+        """Bytes per parameter on the device: weight, gradient, master weight and moments, sharded by the choice's ZeRO stage."""
         size = self.stepper.operations.size
         master = 0 if size == 4 else 4
         shared = [choice.dp if choice.zero >= level else 1 for level in (3, 2, 1)]
@@ -253,7 +254,7 @@ class Search:
         return weights + max(size, 4) / shared[1] + ((8 + master) / shared[2] if choice.offload == "none" else 0.0)
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
-        """What a layer keeps of a microbatch, in the mean over recomputed ones and others, and what its backward takes beside that."""
+        """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
         key = choice.tp, choice.micro_batch_size, choice.sequence_parallel, choice.recompute, choice.splits
         if key not in self._kept:
             config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1))
@@ -265,7 +266,7 @@ class Search:
 
 
 def _family(choice: Choice) -> Choice:
-    """What plans in a list differ in: the schedule alone makes no other plan, nor does offload where it fits without."""
+    """The key by which listed plans differ: plans that differ only in their schedule count as one, as do those that offload needlessly."""
     return replace(choice, schedule="", virtual_stages=0)
 
 

@@ -1,7 +1,7 @@
-"""The model's states on one rank in bytes: weights, accumulated gradients and what the optimizer keeps. Imports no torch.
+"""Bytes of the model's states on one rank: weights, accumulated gradients and optimizer state. Imports no torch.
 
-Computed from the buckets that the store allocates (`megalite.parallel.sharding`), so padding is counted and nothing is a rule of thumb:
-`megalite train --dry_run` builds the same buckets on the meta device and ends with an error where one byte differs.
+Computed from the buckets that the store allocates (`megalite.parallel.sharding`), padding included, so the numbers are exact:
+`megalite train --dry_run` builds the same buckets on the meta device and fails if one byte differs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from megalite.build.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.layout import Coordinates
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.optimizer.state_kinds import state_kinds
+from megalite.parallel.sharding.buckets import BucketLayout
 
 Device = Literal["cuda", "cpu"]
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-"""Bytes of an element, by train.precision."""
+"""Bytes per element, by train.precision."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element: of what is computed with, of what accumulates (at least fp32), of an accumulated gradient."""
+    """Bytes per element of the compute dtype, the accumulate dtype (at least fp32) and an accumulated gradient."""
 
     compute: int
     accumulate: int
@@ -39,11 +40,11 @@ class Widths:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who keeps which part: the ranks that share a bucket, and the ZeRO stage that this amounts to (0 where nobody shares)."""
+    """How a bucket is sharded: the number of ranks that share it, and the effective ZeRO stage (0 if no ranks share it)."""
 
     data: int
     shard: int
-    replicate: int  # groups that hold the same shards (HSDP)
+    replicate: int  # number of groups that hold the same shards (HSDP)
     zero: int
 
     @staticmethod
@@ -52,36 +53,43 @@ class Sharing:
         zero = parallel.zero if dims.shard > 1 or parallel.offload_parameters else 0
         return Sharing(dims.data, dims.shard, dims.replicate, zero)
 
-    def kept(self, bucket: Bucket) -> int:
-        """Elements of a bucket whose optimizer state one rank keeps; of a frozen one, those of its weights."""
+    def kept(self, bucket: BucketLayout) -> int:
+        """Elements of a bucket whose optimizer state one rank keeps; for a frozen bucket, elements of its weights."""
         return bucket.size // self.shard if bucket.trainable or self.weights_sharded else bucket.size
 
     @property
     def weights_sharded(self) -> bool:
-        """Whether weights are whole only while they are used (ZeRO-3)."""
+        """Whether weights are gathered only while they are used (ZeRO-3)."""
         return self.zero == 3
 
-    def gradients_sharded(self, bucket: Bucket, deterministic: bool) -> bool:
-        """Whether only this rank's part of a bucket's gradients is kept (ZeRO-2 and 3)."""
+    def gradients_sharded(self, bucket: BucketLayout, deterministic: bool) -> bool:
+        """Whether only this rank's shard of a bucket's gradients is kept (ZeRO-2 and 3)."""
         return self.zero >= 2 and self.shard > 1 and not (deterministic and shared_by_both_ends(bucket))
 
 
-def shared_by_both_ends(bucket: Bucket) -> bool:
-    """Whether embedding and head share the bucket's tensor on this rank."""
+def kinds_of(bucket: BucketLayout) -> int:
+    """How many kinds of state the optimizer keeps of each element of a bucket, besides the master weight."""
+    return len(state_kinds(bucket.slots[0].spec.segments[0]))
+
+
+def shared_by_both_ends(bucket: BucketLayout) -> bool:
+    """Whether the embedding and the head share the bucket's tensor on this rank."""
     return any(slot.spec.contributions > 1 for slot in bucket.slots)
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes between steps, and what a step adds until it is known to be applied.
+    """Bytes kept between steps, and the copies that a step adds until its update is confirmed.
 
     Attributes:
-        weights, gradients: in compute precision; as they accumulate.
-        master: master weights where they are not the weights themselves.
+        weights: in the compute dtype.
+        gradients: in the dtype they accumulate in.
+        master: master weights, 0 if the weights themselves are updated.
         moments: AdamW's two.
         powersgd: errors and factors of compressed gradients.
-        copies: transient: of the optimizer state under schedules that update before the norm is known; PowerSGD's new errors and factors.
-        host, disk: of all these, what lies in CPU memory or in a file instead of on the device.
+        copies: transient: copies of the optimizer state under schedules that update before the norm is known, and PowerSGD's new errors
+            and factors.
+        host, disk: the part of the above that is stored in CPU memory or in a file instead of on the device.
     """
 
     weights: int = 0
@@ -95,33 +103,33 @@ class States:
 
     @property
     def optimizer(self) -> int:
-        """What the optimizer keeps between steps, wherever it lies."""
+        """Optimizer state kept between steps, on the device, in CPU memory or on disk."""
         return self.master + self.moments + self.powersgd
 
     @property
     def device(self) -> int:
-        """What lies on the device while a step runs."""
+        """Bytes on the device while a step runs."""
         return self.weights + self.gradients + self.optimizer + self.copies - self.host - self.disk
 
     def __add__(self, other: States) -> States:
         return States(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-def model_states(config: Config, buckets: Sequence[Bucket], pp_rank: int, device: Device = "cuda") -> States:
-    """The states of a pipeline rank with these buckets.
+def model_states(config: Config, buckets: Sequence[BucketLayout], pp_rank: int, device: Device = "cuda") -> States:
+    """The states of a pipeline rank that has these buckets.
 
     Args:
-        device: where it computes; offloaded state lies elsewhere only beside a GPU.
+        device: the device that computes; offloading to CPU memory moves state off the device only if this is "cuda".
     """
     total = sum((_bucket(config, bucket, device) for bucket in buckets), States())
     ahead = optimistic_step(config) and config.train.precision != "fp16"
     if ahead and pp_rank < config.parallel.pp - 1:
-        kept = sum(Sharing.of(config).kept(bucket) for bucket in buckets if bucket.trainable)
-        total += States(copies=3 * kept * Widths.of(config).accumulate)
+        kept = sum((1 + kinds_of(bucket)) * Sharing.of(config).kept(bucket) for bucket in buckets if bucket.trainable)
+        total += States(copies=kept * Widths.of(config).accumulate)
     return total
 
 
-def _bucket(config: Config, bucket: Bucket, device: Device) -> States:
+def _bucket(config: Config, bucket: BucketLayout, device: Device) -> States:
     parallel, widths, sharing = config.parallel, Widths.of(config), Sharing.of(config)
     kept, sharded = sharing.kept(bucket), sharing.weights_sharded
     weights = (kept if sharded else bucket.size) * widths.compute
@@ -129,7 +137,7 @@ def _bucket(config: Config, bucket: Bucket, device: Device) -> States:
     state_at = device if parallel.offload == "none" else "cpu"
     is_own_master = not bucket.trainable or (widths.accumulate == widths.compute and weights_at == state_at)
     master = 0 if is_own_master else kept * widths.accumulate
-    moments = 2 * kept * widths.accumulate if bucket.trainable else 0
+    moments = kinds_of(bucket) * kept * widths.accumulate
     away = master + moments if parallel.offload == "disk" or state_at != device else 0
     compressed = _compressed(config, bucket) * widths.gradient
     return States(
@@ -144,8 +152,8 @@ def _bucket(config: Config, bucket: Bucket, device: Device) -> States:
     )
 
 
-def _gradients(config: Config, bucket: Bucket) -> int:
-    """Elements that accumulate between microbatches."""
+def _gradients(config: Config, bucket: BucketLayout) -> int:
+    """Gradient elements that are kept between microbatches."""
     sharing, deterministic = Sharing.of(config), config.run.deterministic
     if not bucket.trainable:
         return 0
@@ -154,8 +162,8 @@ def _gradients(config: Config, bucket: Bucket) -> int:
     return bucket.size * (2 if deterministic and shared_by_both_ends(bucket) else 1)
 
 
-def matrices(config: Config, bucket: Bucket) -> list[tuple[int, int]]:
-    """The shapes of the matrices of a bucket whose gradients PowerSGD compresses, see `megalite.parallel.sharding.powersgd`."""
+def matrices(config: Config, bucket: BucketLayout) -> list[tuple[int, int]]:
+    """Shapes of the bucket's matrices whose gradients PowerSGD compresses, see `megalite.parallel.sharding.powersgd`."""
     rank, tp = config.parallel.powersgd_rank, config.parallel.tp
     if not rank or Sharing.of(config).data == 1 or not bucket.trainable:
         return []
@@ -165,6 +173,6 @@ def matrices(config: Config, bucket: Bucket) -> list[tuple[int, int]]:
     return [(n, m) for n, m in shapes if (n + m) * rank < n * m]
 
 
-def _compressed(config: Config, bucket: Bucket) -> int:
-    """Elements of the errors and factors that PowerSGD keeps of them."""
+def _compressed(config: Config, bucket: BucketLayout) -> int:
+    """Elements of the errors and factors that PowerSGD keeps for a bucket."""
     return sum(n * m + m * (config.parallel.powersgd_rank or 0) for n, m in matrices(config, bucket))

@@ -1,4 +1,4 @@
-"""How long a training step takes under one choice of layout: stages, the pipeline's pace, data parallelism, the optimizer. Seconds."""
+"""The time of a training step under one layout, in seconds: stages, the pipeline schedule, data parallelism, the optimizer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megalite.config.schema import ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Share
 from megalite.model.cost.units import Units
+from megalite.optimizer.state_kinds import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
@@ -21,19 +22,21 @@ from megalite.planning.operations import OURS, Operations, Passes, Software
 from megalite.planning.pacing import ScheduleTime, pace
 
 COMMUNICATION_UNITS = 16
-"""Multiprocessors that NCCL's kernels take from computation while communication runs beside it."""
+"""Multiprocessors that NCCL's kernels take from computation while the two overlap."""
 SLOWEST = 0.95
-"""Speed of the slowest of many devices, for which all others wait, in that of a typical one: devices of one kind differ by 8 % on average
+"""Speed of the slowest of many devices, for which all others wait, relative to a typical one: devices of one kind differ by 8 % on average
 (Sinha et al. 2022, "Not All GPUs Are Created Equal")."""
-HOST_ADAM_BYTES = 32.0
-"""What AdamW moves in CPU memory for a parameter: gradient, master weight and two moments read, three of them and the weight written."""
+STATE_BYTES = 4.0 * (1 + len(ADAMW))
+"""The fp32 master weight and the optimizer's state of a parameter."""
+HOST_BYTES = 4.0 + 2 * STATE_BYTES + 4.0
+"""What an update moves in CPU memory for a parameter: the gradient read, master weight and state read and written, the weight written."""
 OFFLOAD_WIRE = (4.0, 2.0)
-"""Bytes for a parameter to the host (its fp32 gradient) and back (its 16-bit weight)."""
+"""Bytes sent per parameter to the host (its fp32 gradient) and back (its 16-bit weight)."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to spread a model over ranks. virtual_stages: stages on each rank."""
+    """One layout of a model over ranks. virtual_stages: stages per rank."""
 
     tp: int = 1
     pp: int = 1
@@ -53,7 +56,7 @@ class Choice:
 
     @property
     def asked_stages(self) -> int | None:
-        """virtual_stages as the configuration has it: only where there is a choice."""
+        """virtual_stages as the configuration writes it: None unless the schedule leaves a choice."""
         return self.virtual_stages if RECIPES[self.schedule].chunks is None else None
 
     @property
@@ -63,15 +66,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step. `total` is the pipeline's pace and what follows it; the others say where it goes, on the slowest rank.
+    """A predicted step. `total` is the time of the pipeline and of what follows it; the other fields break it down for the busiest rank.
 
     Attributes:
-        compute: kernels of the busiest rank, but for what follows.
-        recompute: kernels of forwards that run again.
-        tensor: tensor-parallel communication that nothing hides.
-        bubble: waiting in the pipeline, the difference of the busiest rank to the others included.
-        gradients, weights: data-parallel reduction and gathering that nothing hides.
-        optimizer: AdamW, and what travels to the host and back for it.
+        compute: kernels of the busiest rank, except those counted below.
+        recompute: kernels of recomputed forwards.
+        tensor: exposed tensor-parallel communication.
+        bubble: idle time in the pipeline, including the imbalance between the busiest rank and the others.
+        gradients, weights: exposed data-parallel reduction and gathering.
+        optimizer: AdamW, and its transfers to the host and back.
     """
 
     total: float
@@ -85,14 +88,14 @@ class StepTime:
     bubble_fraction: float
 
     def parts(self) -> dict[str, float]:
-        """Seconds by name, which add up to the total."""
+        """Name → seconds; the sum is the total."""
         names = ("compute", "recompute", "tensor", "bubble", "gradients", "weights", "optimizer")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained on what: all that a choice leaves open."""
+    """The model, the device and the batch: everything that a `Choice` does not decide."""
 
     model: ModelConfig
     device: Device
@@ -100,7 +103,7 @@ class Job:
     global_batch_size: int
     precision: str = "bf16"
     software: Software = OURS
-    gradient_bytes: int = 4  # of what data parallelism sends for a parameter
+    gradient_bytes: int = 4  # per parameter in the data-parallel reduction
 
     def microbatches(self, choice: Choice) -> int:
         return self.global_batch_size // (choice.dp * choice.micro_batch_size)
@@ -109,27 +112,27 @@ class Job:
         return self.global_batch_size * self.sequence_length / seconds / choice.gpus
 
     def mfu(self, choice: Choice, seconds: float) -> tuple[float, float]:
-        """Share of the device's dense peak: PaLM's convention, which counts every pair of positions, and with the causal half alone."""
+        """Fraction of the device's dense peak: by PaLM's convention, which counts every pair of positions, and by the causal half only."""
         rate = self.tokens_per_second_per_gpu(choice, seconds) / self.device.peak(self.precision)
         return rate * per_token(self.model, self.sequence_length).model, rate * per_token(self.model, self.sequence_length, "causal").model
 
 
 def parameters(units: Units, layers: Sequence[int], embedding: bool, head: bool) -> float:
-    """Parameters of some layers on one tensor-parallel rank, with the embedding and the head's matrix where they belong to them."""
+    """Parameters of some layers on one tensor-parallel rank, optionally with those of the embedding and of the head's matrix."""
     count = sum(units.layer(index).local_weights for index in layers)
     count += units.embedding().local_weights if embedding else 0
     return count + (sum(product.local_weights for product in units.head().products) if head else 0)
 
 
 def recomputed_share(recompute: str) -> float:
-    """Share of the layers whose whole forward runs again."""
+    """Fraction of the layers whose whole forward is recomputed."""
     if recompute == "full":
         return 1.0
     return 1 / int(recompute.removeprefix("every-")) if recompute.startswith("every-") else 0.0
 
 
 class Stepper:
-    """Predicts steps of one job. What several choices share is computed once."""
+    """Predicts steps of one job. Results that several choices share are cached."""
 
     def __init__(self, job: Job):
         self.job, self.device = job, job.device
@@ -140,12 +143,12 @@ class Stepper:
         self._pace = functools.lru_cache(maxsize=None)(pace)
 
     def _layers_of_stages(self, stages: int) -> list[int]:
-        """Layers of each stage, as a run splits them by default."""
+        """Number of layers in each stage, under a run's default partition."""
         costs = layer_costs(self.job.model, self.job.sequence_length)
         return balanced(costs.layers, stages, costs.embedding, costs.head)
 
     def step(self, choice: Choice) -> StepTime:
-        """The time of one step under a choice; nothing is checked."""
+        """The time of one step under a choice, which is not validated."""
         passes, sizes, _ = self.stages(self.without_data(choice))
         passes, waits = self._with_data(choice, passes, sizes)
         slow, message = self._slow(choice), self._message(choice)
@@ -163,7 +166,7 @@ class Stepper:
         return self._closed(choice, timed, passes, waits)
 
     def divided(self, choice: Choice) -> float:
-        """Less than the step can take, at a glance: the layers' work, spread evenly over the pipeline."""
+        """A cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""
         share, again = self._share(choice), recomputed_share(choice.recompute)
         work = 0.0
         for index, count in self._alike(share, range(self.job.model.num_hidden_layers)):
@@ -172,26 +175,26 @@ class Stepper:
         return self._slow(choice) * self.job.microbatches(choice) * work / choice.pp
 
     def _alike(self, share: Share, layers: Sequence[int]) -> list[tuple[int, int]]:
-        """The first of each kind of layer, and how many there are of the kind."""
+        """(first index, count) of each kind of layer."""
         units = self.operations.units(share)
         kinds = [units.alike(index) for index in layers]
         return [(layers[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
     def least(self, choice: Choice) -> float:
-        """Less than the step can take: the pipeline as below, then the optimizer."""
+        """A lower bound of the step time: the pipeline's bound (`filled`), then the optimizer."""
         _, sizes, _ = self.stages(self.without_data(choice))
         alike = replace(choice, offload="none", zero=0 if choice.zero < 2 else choice.zero)
         return self.filled(alike) + self._optimizer(choice, max(self._by_rank(choice, sizes)))
 
     def _filled(self, choice: Choice) -> float:
-        """Less than the pipeline can take: some rank's work, behind the forwards that lead to it and before the backwards that lead out."""
+        """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and before their backwards."""
         passes, sizes, _ = self.stages(self.without_data(choice))
         passes, _ = self._with_data(choice, passes, sizes)
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         busy = self._by_rank(choice, [each.total for each in passes])
         before = [0.0, *accumulate(each.forward for each in passes)]
         after = [0.0, *accumulate(each.backward for each in passes)]
-        put_off = self._by_rank(choice, [each.weight if choice.splits else 0.0 for each in passes])  # may follow a rank's last backward
+        put_off = self._by_rank(choice, [each.weight if choice.splits else 0.0 for each in passes])  # may run after a rank's last backward
         count, least = self.job.microbatches(choice), 0.0
         for rank in range(choice.pp):
             first = own.index(rank)
@@ -200,7 +203,7 @@ class Stepper:
         return self._slow(choice) * least
 
     def _slow(self, choice: Choice) -> float:
-        """What computation takes on the slowest of many devices."""
+        """Slowdown of computation on the slowest of many devices."""
         return 1 / SLOWEST if choice.gpus > 1 and not self.device.cpu else 1.0
 
     def _share(self, choice: Choice) -> Share:
@@ -210,11 +213,11 @@ class Stepper:
 
     @staticmethod
     def without_data(choice: Choice) -> Choice:
-        """What of a choice decides a microbatch's passes through the stages."""
+        """The part of a choice that determines a microbatch's passes through the stages; the rest is set to fixed values."""
         return replace(choice, dp=1, zero=0, offload="none", offload_parameters=False)
 
     def _stages(self, choice: Choice) -> tuple[list[Passes], list[float], list[float]]:
-        """For each stage: its passes, its parameters on one rank, and how much of its backward are kernels of its forward again."""
+        """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are recomputed forward kernels."""
         model, share = self.job.model, self._share(choice)
         split = self.layers_of_stages(choice.pp * choice.virtual_stages)
         recomputed, last = recomputed_share(choice.recompute), len(split) - 1
@@ -257,7 +260,7 @@ class Stepper:
     # --- data parallelism --------------------------------------------------------------------------------------------------
 
     def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[float]) -> tuple[list[Passes], list[float]]:
-        """Passes with what ZeRO-2 and 3 communicate for each microbatch where computation does not hide it, and how much that is."""
+        """Passes with the exposed communication of ZeRO-2 and 3 per microbatch added, and its seconds per stage."""
         if choice.zero < 2 or (choice.dp == 1 and not choice.offload_parameters):
             return passes, [0.0] * len(passes)
         ranks, fabric = group(self.device, choice.dp, choice.tp, choice.gpus), self.operations.fabric
@@ -274,14 +277,14 @@ class Stepper:
         return slowed, waits
 
     def _beside(self, computation: float, communication: float) -> float:
-        """Both, side by side: communication takes some multiprocessors while it runs."""
+        """Both, overlapped: communication takes some multiprocessors while it runs. On a CPU they run one after the other."""
         if self.device.cpu:
             return computation + communication
         taken = min(computation, communication) * COMMUNICATION_UNITS / self.device.multiprocessors
         return max(computation + taken, communication)
 
     def _reduction(self, choice: Choice, size: float, ranks: Group) -> tuple[float, float]:
-        """The step's reduction of gradients, and its gathering of updated weights, for so many parameters."""
+        """Seconds of the step's gradient reduction and of the all-gather of updated weights, for `size` parameters."""
         fabric, data = self.operations.fabric, size * self.job.gradient_bytes
         if choice.zero == 0:
             return fabric.all_reduce(data, ranks), 0.0
@@ -289,19 +292,19 @@ class Stepper:
         return reduce, fabric.half(size * self.operations.size, ranks) if choice.zero < 3 else 0.0
 
     def _tied(self, choice: Choice) -> float:
-        """Adding up the gradients of a tied embedding whose copies lie on two pipeline ranks."""
+        """The all-reduce of a tied embedding's gradients, if its copies are on two pipeline ranks."""
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
             return 0.0
         table = parameters(self.operations.units(self._share(choice)), (), embedding=False, head=True) / (choice.dp if choice.zero else 1)
-        apart = 1 if choice.gpus <= self.device.per_node else 2
-        return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // apart, apart))
+        nodes = 1 if choice.gpus <= self.device.per_node else 2
+        return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
     def _behind(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[float]) -> tuple[float, float]:
-        """What follows the pipeline: gradients not yet reduced when the last rank ends, and weights not yet there when they are needed.
+        """Exposed time after the pipeline: gradients not yet reduced when the last rank ends, and weights not yet gathered when needed.
 
-        Reductions run beside the last microbatch's backward, gathering beside the next step's first forward, and the last bucket, about a
-        layer, beside nothing. A rank that ends earlier than the last has that much time more.
+        Reductions overlap with the last microbatch's backward and gathering with the next step's first forward; the last bucket, about a
+        layer, overlaps with nothing. A rank that ends before the last one has that much more time.
         """
         ranks, layers = group(self.device, choice.dp, choice.tp, choice.gpus), self._by_rank(choice, self.layers_of_stages(len(passes)))
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
@@ -317,7 +320,7 @@ class Stepper:
         return gradients + self._tied(choice), weights
 
     def _closed(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]) -> StepTime:
-        """The step from the pipeline's pace, taken apart on its busiest rank."""
+        """The step's time from the pipeline's, broken down for the busiest rank."""
         _, sizes, again = self.stages(self.without_data(choice))
         held = self._by_rank(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
@@ -341,16 +344,16 @@ class Stepper:
         )
 
     def _in_turn(self, choice: Choice) -> bool:
-        """Whether ranks end a step one after the other and begin the next so (`megalite.training.step_finalizer`)."""
+        """Whether ranks end a step, and start the next, one after the other without a barrier (`megalite.training.step_finalizer`)."""
         return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none"
 
     def _optimizer(self, choice: Choice, size: float) -> float:
-        """AdamW over the parameters that one rank updates, and the norm of their gradients over all ranks."""
+        """AdamW over the parameters that one rank updates, and the all-reduce of the gradient norm."""
         device = self.device
         own = size / (choice.dp if choice.zero else 1)
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
         if choice.offload == "none":
             return stream(device, own * self.job.software.adam_bytes) + norm
         wire = own * max(OFFLOAD_WIRE) / device.host.bandwidth if not device.cpu else 0.0
-        disk = own * 24 / device.disk if choice.offload == "disk" else 0.0  # both moments and the master weight, read and written
-        return max(own * HOST_ADAM_BYTES / device.host_memory, wire, disk) + norm
+        disk = own * 2 * STATE_BYTES / device.disk if choice.offload == "disk" else 0.0  # read and written
+        return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm

@@ -1,7 +1,7 @@
-"""How many bytes each rank sends in a step, by mesh axis: computed from specs, buckets and the schedule's list. Imports no torch.
+"""Bytes that each rank sends per step, by mesh axis, computed from specs, buckets and the schedule's actions. Imports no torch.
 
-Collectives are counted as rings send them: of a tensor of B bytes over n ranks, each rank sends (n − 1) / n · B in an all-gather or a
-reduce-scatter, twice that in an all-reduce. A message between stages sends its bytes once.
+Collectives are counted as ring algorithms: for a tensor of B bytes over n ranks, each rank sends (n − 1) / n · B in an all-gather or a
+reduce-scatter, and twice that in an all-reduce. A message between stages counts its bytes once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megalite.config.schema import Config
 from megalite.layout import Coordinates
 from megalite.model.parameters import head_unit, kv_replicas
 from megalite.parallel.pipeline.schedule import Kind, Schedule
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
 from megalite.planning.activations import Activations
 from megalite.planning.in_flight import NARROW
@@ -25,7 +25,7 @@ from megalite.planning.states import Sharing, Widths, matrices
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank of a pipeline rank sends in a step over each axis."""
+    """Bytes that each rank of one pipeline rank sends per step over each axis."""
 
     tp: int
     dp: int
@@ -36,12 +36,12 @@ class Traffic:
 
 
 def ring(size: float, ranks: int) -> float:
-    """Bytes that each of `ranks` sends to gather, or to reduce and scatter, `size` bytes."""
+    """Bytes that each of `ranks` sends in an all-gather or a reduce-scatter of `size` bytes."""
     return size * (ranks - 1) / ranks
 
 
 def traffic(config: Config, world_size: int, schedule: Schedule | None = None) -> list[Traffic]:
-    """What the ranks of each pipeline rank send in a step; arguments as for `memory.estimate`."""
+    """Bytes sent per step, one entry for each pipeline rank; arguments as for `memory.estimate`."""
     config = settled(config, world_size)
     schedule = schedule or plan.schedule(config, ParallelDims.of(config).microbatches)
     return [_rank(config, schedule, pp_rank) for pp_rank in range(config.parallel.pp)]
@@ -60,17 +60,17 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
 
 
 class _Tensor:
-    """What tensor parallelism sends, see `megalite.parallel.tensor`."""
+    """Bytes that tensor parallelism sends, see `megalite.parallel.tensor`."""
 
     def __init__(self, config: Config):
         self.config, self.sizes, self.ranks = config, Activations(config, lora=config.lora), config.parallel.tp
         self.shared = config.parallel.sequence_parallel and self.ranks > 1
 
     def microbatch(self, number: int) -> float:
-        """Of one microbatch's forward and backward through a unit."""
+        """Bytes for one microbatch's forward and backward through a unit."""
         unit, train = self.sizes.units.unit(number), self.config.train
         again, more = 0, 0.0
-        if number == head_unit(self.config.model):  # the loss: maxima, sums and targets' logits
+        if number == head_unit(self.config.model):  # the loss reduces maxima, sums and target logits
             statistics = 4 if train.label_smoothing else 3
             more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
         elif number > 0:
@@ -79,8 +79,8 @@ class _Tensor:
         rings = passes.forward * (1 + again) + passes.backward
         return rings * ring(self.sizes.whole, self.ranks) + 2 * (2 + again) * ring(summed, self.ranks) + more
 
-    def step(self, buckets: Sequence[Bucket]) -> float:
-        """Of the sums at the end of a step: gradients of which each rank has a part, and those of replicated key-value heads."""
+    def step(self, buckets: Sequence[BucketLayout]) -> float:
+        """Bytes of the all-reduces at the end of a step: gradients that are partial over tp, and those of replicated key-value heads."""
         sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
         replicas = kv_replicas(self.config.model, self.ranks)
 
@@ -92,8 +92,8 @@ class _Tensor:
         return sum(sent(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
 
 
-def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bucket]) -> float:
-    """Gradients, once or for each microbatch, and weights, once or for each use."""
+def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[BucketLayout]) -> float:
+    """Bytes over data parallelism: gradients, once per step or per microbatch, and weights, once per step or per use."""
     sharing, widths = Sharing.of(config), Widths.of(config)
     comm_bytes = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
     total = 0.0
@@ -111,14 +111,14 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
     return total + sum(ring(buckets[number].size * widths.compute, sharing.shard) for number in gathers if number is not None)
 
 
-def _spared(config: Config, bucket: Bucket) -> int:
-    """Elements of gradients that do not travel, since PowerSGD's factors do; 0 where it compresses nothing."""
+def _spared(config: Config, bucket: BucketLayout) -> int:
+    """Gradient elements that are not sent because PowerSGD's factors are; 0 if it compresses nothing."""
     rank = config.parallel.powersgd_rank
     return sum(n * m - (n + m) * rank for n, m in matrices(config, bucket)) if rank else 0
 
 
-def _tied(config: Config, schedule: Schedule, buckets: Sequence[Bucket]) -> float:
-    """The gradient of a tied embedding whose copies lie on two pipeline ranks."""
+def _tied(config: Config, schedule: Schedule, buckets: Sequence[BucketLayout]) -> float:
+    """Bytes of the all-reduce of a tied embedding's gradient, if its copies are on two pipeline ranks."""
     sharing, width = Sharing.of(config), Widths.of(config).gradient
     if schedule.placement[0] == schedule.placement[-1]:
         return 0.0

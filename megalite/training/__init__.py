@@ -1,5 +1,5 @@
-"""A run: trainer.py is one optimizer step from top to bottom, fit.py the loop around it; step_finalizer.py ends a step.
+"""A run: trainer.py is one optimizer step from top to bottom, step_finalizer.py the end of a step, fit.py the loop around them.
 
-faults.py, guard.py and watchdog.py handle what goes wrong, dry_run.py and verify.py run without or beside a real one.
-May import everything in megalite but the commands.
+guard.py, watchdog.py and faults.py handle faults; dry_run.py builds a run without starting it; verify.py compares a run with one process.
+May import everything in megalite except the commands.
 """

@@ -1,4 +1,4 @@
-"""What a run starts from, continues from and returns to: starting weights, saving, resuming, rolling back.
+"""Starting weights, saving, resuming and rolling back.
 
 Functions of a trainer, all collective: every rank calls them together, and an error on one rank is raised on all.
 """
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def start_weights(trainer: Trainer) -> None:
-    """Resume, warm-start or draw the weights."""
+    """Resume, warm-start or initialize the weights, as `checkpoint.load` and `model.init_from` say."""
     option = trainer.config.checkpoint.load
-    if restarts() and _has_saved(trainer):
+    if restarts() and _has_saved(trainer):  # a restarted job continues from its own checkpoint, not again from the one it first started at
         option = "auto"
     if option not in ("auto", "none"):
         resume(trainer, Path(option))
@@ -40,8 +40,7 @@ def start_weights(trainer: Trainer) -> None:
 
 
 def _has_saved(trainer: Trainer) -> bool:
-    """Whether the run's newest checkpoint is of these very options, but for the layout: a job that is restarted goes on with its own,
-    and not once more with what `checkpoint.load` names for its first start. Collective."""
+    """Whether the run's newest readable checkpoint was saved with the same options, the layout excepted. Collective."""
     found, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
 
     def look() -> bool:
@@ -54,7 +53,11 @@ def _has_saved(trainer: Trainer) -> bool:
 
 
 def _resume_newest(trainer: Trainer) -> bool:
-    """Continue from the newest checkpoint of the run that is whole; False where it has none at all. Damaged ones go to the notes."""
+    """Resume the newest undamaged checkpoint of the run; the damaged ones are listed in `trainer.notes`. Returns False if it has none.
+
+    Raises:
+        DamagedError: there are checkpoints, but none can be used: starting from step 0 would overwrite them.
+    """
     checkpoints = trainer.run_dir / "checkpoints"
     found, warning = checkpoint.history(checkpoints, trainer.mesh)
     problems = [warning] if warning else []
@@ -68,13 +71,13 @@ def _resume_newest(trainer: Trainer) -> bool:
             return True
     if problems:
         listed = "\n  ".join(problems)
-        way_out = "Put one of them back, or start afresh with another run.name, or with checkpoint.load = none, which overwrites them."
+        way_out = "Restore one of them, or start from step 0 with another run.name, or with checkpoint.load = none, which overwrites them."
         raise DamagedError(f"no checkpoint in {checkpoints} can be used:\n  {listed}\n{way_out}")
     return False
 
 
 def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
-    """What a checkpoint holds, after checking every byte of it where that is asked for. Collective."""
+    """Read a checkpoint's manifest; with `checkpoint.verify = full` every byte is checked, divided over the ranks. Collective."""
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         manifest = checkpoint.manifest_of(directory)
         if trainer.config.checkpoint.verify == "full":
@@ -83,9 +86,9 @@ def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
 
 
 def load_weights(trainer: Trainer, directory: Path) -> None:
-    """Take the weights alone, of any dtype, from a checkpoint, hf:DIR or an adapter; draw adapters that nothing gives."""
+    """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source are initialized."""
     if str(directory).startswith("hf:") or trainer.config.lora.init_from is not None:
-        from megalite.huggingface.adapters import starting_weights  # other runs do not pay for its import
+        from megalite.huggingface.adapters import starting_weights  # imported only where it is needed
 
         read = starting_weights(trainer.config)
     else:
@@ -94,14 +97,14 @@ def load_weights(trainer: Trainer, directory: Path) -> None:
         trainer.store.initialize(trainer.config.run.seed, frozen=False)
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         read(trainer.store.to_load(trained=not drawn))
-    trainer.store.publish()
+    trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
 
 
 def resume(trainer: Trainer, directory: Path) -> None:
-    """Continue where a checkpoint stopped, whatever topology saved it. Raises DamagedError on every rank where any finds damage."""
+    """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank finds damage."""
     manifest = _checked(trainer, directory)
     state = manifest.state
-    check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
+    check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)  # before any weight is overwritten
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         checkpoint.load(manifest, trainer.optimizer.to_load())
         if trainer.store.reducer.powersgd is not None:
@@ -116,8 +119,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
 
 
 def begin_save(trainer: Trainer) -> Save:
-    """As `save`, but for what `checkpoint.async_save` leaves to the background, and for errors: `saver.take_ended` tells them."""
-    trainer.finalizer.drain()
+    """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`."""
+    trainer.finalizer.drain()  # an unconfirmed step must not be saved
     directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
     state = {
         "step": trainer.step_done,
@@ -129,7 +132,7 @@ def begin_save(trainer: Trainer) -> Save:
         "config": to_dict(trainer.config),
     }
     trainer.store.gatherer.finish()
-    with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: what a disk has lost must not replace what a checkpoint has
+    with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: optimizer state that a disk has lost must not replace a good checkpoint
         trainer.store.state.sync()
     save = trainer.saver.begin(directory, to_save(trainer), state, rollback_safe=trainer.guard.streak == 0)
     trainer.store.state.release()
@@ -137,21 +140,25 @@ def begin_save(trainer: Trainer) -> Save:
 
 
 def to_save(trainer: Trainer) -> list[Rectangle]:
+    """This rank's part of a checkpoint: weights, optimizer state and PowerSGD's state."""
     return [*trainer.optimizer.to_save(), *([] if trainer.store.reducer.powersgd is None else trainer.store.reducer.powersgd.to_save())]
 
 
 def roll_back(trainer: Trainer, bad: StepResult) -> None:
-    """Return to the newest checkpoint from before the bad steps, where there is one, and go on with the next samples. Collective.
+    """Resume the newest checkpoint from before the bad steps and continue with the next samples. Collective.
+
+    Args:
+        bad: the last of the skipped steps.
 
     Raises:
-        FaultLimit: on every rank, where the run must end instead, because of the `bad` step and those before it.
+        FaultLimit: on every rank, if there is no checkpoint or no rollback is allowed: the run must end.
     """
-    trainer.saver.wait()
+    trainer.saver.wait()  # a save in flight may be the newest checkpoint
     directory = trainer.saver.newest
     trainer.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
     assert directory is not None
     trainer.finalizer.drain()
     trainer.store.gatherer.finish()
     samples = trainer.samples
-    resume(trainer, directory)
+    resume(trainer, directory)  # sets samples and streak to the checkpoint's: the bad samples must not be read again
     trainer.samples, trainer.guard.streak = samples, 0

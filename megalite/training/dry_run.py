@@ -1,7 +1,7 @@
-"""What a run on any number of ranks would take, without starting one.
+"""Memory, traffic, FLOPs and bubble of a run on any number of ranks, without starting it.
 
-Every distinct rank is built on the meta device, and its states must have the bytes that the planner computes from specs alone; the rest is
-the planner's. Reads no data and needs no GPU; nothing is written.
+Every distinct rank is built on the meta device, and its model states must have the bytes that the planner computes from specs; all other
+numbers are the planner's. Reads no data, needs no GPU, and writes nothing.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ ABOUT_FILES = {
     *("data.reset_positions needs an end-of-document token", "data.eod_mask_loss needs an end-of-document token", "checkpoint exists"),
     *("init_from exists", "init_from hf exists", "kernels can run"),
 }
-"""Rules that look for what a run needs and a dry run does not."""
+"""Rules that check for files, vocabulary and kernels, which a dry run does not need."""
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
 AXES = ("tp", "dp", "pp")
 
 
 def read(argv: list[str], world_size: int | None) -> Config:
-    """The configuration, checked but for files. Raises ConfigError."""
+    """The configuration, validated except for files. Raises ConfigError."""
     arguments = read_arguments(argv)
     config = resolve(arguments, world_size or 1)
     if world_size is None:
         dims = ParallelDims.of(config)
         world_size, config.parallel.dp = dims.world, dims.dp
     if config.model.vocab_size is None:
-        raise ConfigError("model.vocab_size = null is not known: no PREFIX.json beside data.train says it. Give --model.vocab_size N.")
+        raise ConfigError("model.vocab_size = null is unknown: no PREFIX.json next to data.train gives it. Set --model.vocab_size N.")
     check(config, world_size, leave_out=ABOUT_FILES)
     return settled(config, world_size)
 
 
 def distinct(config: Config, asked: list[int] | None) -> list[int]:
-    """The ranks to build: the first and the last of each pipeline rank, on which padding and shards would differ if any did."""
+    """The ranks to build: by default the first and the last of each pipeline rank, where differences in padding and shards would show."""
     dims = ParallelDims.of(config)
     count, world_size = dims.stage_ranks, dims.world
     if asked is None:
@@ -58,7 +58,7 @@ def distinct(config: Config, asked: list[int] | None) -> list[int]:
 
 
 def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
-    """Everything that is printed, by name. Raises Disagreement where what is built differs from what is planned."""
+    """All printed numbers, by name. Raises Disagreement if the built ranks differ from the planned ones."""
     from megalite.training.meta_device import check_states
 
     dims = ParallelDims.of(config)
@@ -80,41 +80,41 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
 
 
 def flops(config: Config) -> dict[str, Any]:
-    """By both conventions; hardware FLOPs are those of the causal one, recomputation included."""
+    """FLOPs per token by both conventions: of the model, and of the hardware, recomputation included."""
     model, length, recompute = config.model, config.data.sequence_length, config.train.recompute
     return {name: per_token(model, length, name, recompute, lora=config.lora).to_dict() for name in ("palm", "causal")}
 
 
 def bubble(config: Config, schedule: Schedule) -> float:
-    """Share of the step in which ranks wait, where every stage takes as long as its matrix products and messages take none."""
+    """Share of the step in which ranks wait, if every stage takes the time of its matrix products and messages take none."""
     stages = stage_sums(config, estimated_costs(config))
     return simulate(schedule, stages, stages, stages).bubble_fraction
 
 
 def describe(config: Config, content: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """The same numbers as lines of text."""
     parallel, rows = config.parallel, content["ranks"]
     sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}"
     head = f"{content['parameters']:,} parameters on {content['world_size']:,} ranks ({sizes}), computing on {content['device']}"
     unit = next((unit for unit, size in UNITS.items() if max(row["total"] for row in rows) >= size), "KiB")
-    lines = [head, f"{unit} of each rank; parts at their own peaks; sent: in a step", "", *table(rows, UNITS[unit])]
+    lines = [head, f"{unit} per rank; each part at its own peak; sent: per step", "", *table(rows, UNITS[unit])]
     if any(row["states"][place] for row in rows for place in ("host", "disk")):
         away = (f"{place} {max(row['states'][place] for row in rows) / UNITS[unit]:,.2f}" for place in ("host", "disk"))
-        lines.append(f"of these at most, on a rank, elsewhere than on the device: {', '.join(away)}; peak is that of the device")
+        lines.append(f"of these at most, on a rank, not on the device: {', '.join(away)}; peak is that of the device")
     palm, causal = (content["flops_per_token"][name] for name in ("palm", "causal"))
     lines += [
         "",
         f"FLOPs per token: model {palm['model']:.4g} (every position attended: PaLM), {causal['model']:.4g} (causal); "
         f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute {config.train.recompute}",
         f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
-        "stages as long as their matrix products",
-        f"built on the meta device, with the bytes that were planned: {len(content['built'])} ranks",
+        "each stage as long as its matrix products",
+        f"built on the meta device, with the planned number of bytes: {len(content['built'])} ranks",
     ]
     return lines
 
 
 def table(rows: list[dict[str, Any]], unit: int) -> list[str]:
-    """A line for the pipeline ranks with equal numbers that follow each other."""
+    """One line for each run of consecutive pipeline ranks with equal numbers."""
     groups: list[list[dict[str, Any]]] = []
     for row in rows:
         same = [*(row[name] for name in COLUMNS), row["bytes_sent"]]

@@ -1,4 +1,4 @@
-"""Faults made on purpose (`--faults`), so that what happens then can be rehearsed before a real one: docs/faults.md."""
+"""Fault injection (`--faults`), to test how a run reacts before a real fault: docs/faults.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.config.rules.faults import Fault, parse_faults
 from megalite.mesh import Mesh
 
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this process by torchrun, of the job by SLURM
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # restarts of this process by torchrun, of the job by SLURM
 
 
 def _run_out(fault: Fault) -> None:
@@ -35,14 +35,14 @@ BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
 
 
 def restarts() -> int:
-    """How often this process has been started again."""
+    """How often this process has been restarted."""
     return sum(int(os.environ.get(name, 0)) for name in RESTARTS)
 
 
 class Injection:
-    """The faults of a run that happen on this rank, each once per step: a step that is done again has none.
+    """The faults to inject on this rank, each once per step: a step repeated after a rollback has none.
 
-    A spike, which multiplies the loss, happens to the whole replica of the named rank: it is a property of a batch.
+    A spike, which multiplies the loss, is injected on all ranks of the named rank's replica: it is a property of a batch.
     """
 
     def __init__(self, inject: str | list[str] | None, mesh: Mesh):
@@ -62,16 +62,16 @@ class Injection:
                 yield fault
 
     def between_steps(self, step: int) -> None:
-        """What happens before a step begins. May not return."""
+        """Inject the faults that occur before a step begins. May not return."""
         for fault in self._due(step, tuple(BETWEEN_STEPS)):
             BETWEEN_STEPS[fault.kind](fault)
 
     def loss_factor(self, step: int) -> float:
-        """What this rank's loss is multiplied by, and with it all gradients that follow from it."""
+        """Factor on this rank's loss, and so on the gradients computed from it."""
         return prod(fault.amount for fault in self._due(step, ("spike",)))
 
     def spoil(self, step: int, gradients: Sequence[Tensor]) -> None:
-        """Break this rank's part of the reduced gradients: `gradients` are those that it counts in the norm."""
+        """Set reduced gradients to NaN. `gradients`: those that this rank counts in the norm."""
         for _ in self._due(step, ("nan",)):
             for gradient in gradients:
                 gradient.fill_(nan)

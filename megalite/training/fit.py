@@ -6,6 +6,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from megalite.activity import BETWEEN
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.saver import Saver
 from megalite.config.rules.training import duration_seconds
+from megalite.config.schema import Config
 from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from megalite.monitoring.observer import Observer
@@ -24,64 +26,103 @@ from megalite.training.watchdog import Watchdog
 
 def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> None:
     """Train until `train.steps`, a signal or the time limit; save at the end and at every `checkpoint.interval`. Called by every rank."""
-    config = trainer.config
-    lead = trainer.mesh.rank == 0
+    config, lead = trainer.config, trainer.mesh.rank == 0
     limit = duration_seconds(config.train.stop_after) if config.train.stop_after else None
     gc.collect()
-    gc.freeze()  # what lives until the end is not walked again
+    gc.freeze()  # objects that live until the end are not traversed again
     gc.disable()
     recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
-    activity = trainer.mesh.activity
     with StopRequest(limit) as request, console, recording as writer, Watchdog(config, trainer.mesh, trainer.run_dir):
-        if trainer.step_done:
-            console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
-        for note in trainer.notes:
-            console.message(note)
+        announce(trainer, console)
         while trainer.step_done < config.train.steps:
-            step = trainer.step_done + 1
-            end = step == config.train.steps
-            validating, saving = _is_due(config.validation.interval, step, end), end or _is_due(config.checkpoint.interval, step, end)
-            activity.step = step
-            activity.enter(BETWEEN)
-            for each in observers:
-                each.before(step)
-            trainer.faults.between_steps(step)
-            results = trainer.train_step(stop=request.reason is not None, wait=validating or saving)
-            for each in observers:
-                each.after(step)
-            stop = any(result.stop for result in results)
-            if writer is not None:
-                for result in results:
-                    metrics = measured(trainer, result)
-                    numbers = {name: number for each in observers for name, number in each.numbers(metrics).items()}
-                    console.step(metrics, result.fault, numbers)
-                    writer.step(metrics, numbers)
+            due = Due.after(trainer.step_done + 1, config)
+            results = run_step(trainer, observers, stop=request.reason is not None, wait=due.validation or due.save)
+            report_results(trainer, results, observers, console, writer)
             if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
-                trainer.roll_back(bad[-1])
-                console.message(f"back after step {trainer.step_done}, on with sample {trainer.samples}")
-                if writer is not None:
-                    writer.rewind(trainer.step_done)
+                go_back(trainer, bad[-1], console, writer)
                 continue
-            if validating and not stop:
-                validate(trainer, console, writer)
-            if saving or stop:
-                activity.enter("saving")
-                save = trainer.begin_save()
-                if config.checkpoint.async_save:
-                    console.message(f"saving {save.directory}, held {save.held:.2f} s")
-            if validating and stop:  # who sends a signal may not wait for it
-                validate(trainer, console, writer)
-            activity.enter("awaiting saves")
-            report_saves(trainer.saver, console, last=end or stop)
+            stop = any(result.stop for result in results)
+            validate_and_save(trainer, due, stop, console, writer)
             if stop:
-                console.message(f"stopping after step {step}: {request.reason or 'another rank asked for it'}")
+                console.message(f"stopping after step {trainer.step_done}: {request.reason or 'another rank asked for it'}")
                 break
         for each in observers:
             for line in each.finish():
                 console.message(line)
         if trainer.step_done == config.train.steps:
             console.message(f"done: {trainer.run_dir}")
+
+
+class Due(NamedTuple):
+    """What follows a step."""
+
+    validation: bool
+    save: bool
+    end: bool
+
+    @staticmethod
+    def after(step: int, config: Config) -> Due:
+        end = step == config.train.steps
+        return Due(_is_due(config.validation.interval, step, end), end or _is_due(config.checkpoint.interval, step, end), end)
+
+
+def announce(trainer: Trainer, console: Console) -> None:
+    """Say how the run was resumed."""
+    if trainer.step_done:
+        console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
+    for note in trainer.notes:
+        console.message(note)
+
+
+def run_step(trainer: Trainer, observers: Sequence[Observer], stop: bool, wait: bool) -> list[StepResult]:
+    """One step between its observers. Returns the results that are now known."""
+    step, activity = trainer.step_done + 1, trainer.mesh.activity
+    activity.step = step
+    activity.enter(BETWEEN)
+    for each in observers:
+        each.before(step)
+    trainer.faults.between_steps(step)
+    results = trainer.train_step(stop=stop, wait=wait)
+    for each in observers:
+        each.after(step)
+    return results
+
+
+def report_results(
+    trainer: Trainer, results: Sequence[StepResult], observers: Sequence[Observer], console: Console, writer: MetricsWriter | None
+) -> None:
+    """Print and write each result. Rank 0 alone has a writer."""
+    for result in results if writer is not None else ():
+        metrics = measured(trainer, result)
+        numbers = {name: number for each in observers for name, number in each.numbers(metrics).items()}
+        console.step(metrics, result.fault, numbers)
+        assert writer is not None
+        writer.step(metrics, numbers)
+
+
+def go_back(trainer: Trainer, bad: StepResult, console: Console, writer: MetricsWriter | None) -> None:
+    """Return to the newest checkpoint from before the bad steps. Raises FaultLimit on every rank where the run must end instead."""
+    trainer.roll_back(bad)
+    console.message(f"back after step {trainer.step_done}, on with sample {trainer.samples}")
+    if writer is not None:
+        writer.rewind(trainer.step_done)
+
+
+def validate_and_save(trainer: Trainer, due: Due, stop: bool, console: Console, writer: MetricsWriter | None) -> None:
+    """What is due after a step. A run that has to stop saves first: the sender of a signal may not wait for a validation."""
+    activity = trainer.mesh.activity
+    if due.validation and not stop:
+        validate(trainer, console, writer)
+    if due.save or stop:
+        activity.enter("saving")
+        save = trainer.begin_save()
+        if trainer.config.checkpoint.async_save:
+            console.message(f"saving {save.directory}, held {save.held:.2f} s")
+    if due.validation and stop:
+        validate(trainer, console, writer)
+    activity.enter("awaiting saves")
+    report_saves(trainer.saver, console, last=due.end or stop)
 
 
 def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> None:

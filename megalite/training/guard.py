@@ -1,8 +1,8 @@
-"""Bad steps: which updates are thrown away, and when a run gives up or goes back.
+"""Bad steps: which updates are skipped, and when a run ends or rolls back.
 
-A step's loss and gradient norm are known to all ranks as the same bits, so each rank judges by itself, all alike, and nothing more travels.
-A bad step leaves weights and optimizer as they were. The window of accepted losses is part of a checkpoint: a resumed run judges as the one
-that never stopped.
+All ranks have the same loss and gradient norm of a step, bit for bit, so each rank decides locally and all decide alike: no communication.
+A bad step leaves weights and optimizer state unchanged. The window of accepted losses is stored in checkpoints: a resumed run decides as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from typing import Any
 
 from megalite.config.schema import FaultsConfig
 
-MAX_ROLLBACKS = 3  # in one process: what goes wrong a fourth time is not the data
+MAX_ROLLBACKS = 3  # in one process: if a fourth is needed, the data is not the cause
 
 
 class FaultLimit(RuntimeError):
-    """So many steps in a row were bad that going on is of no use; the message says what was wrong and what may help."""
+    """Too many consecutive steps were bad, and the run cannot roll back; the message names the fault and possible remedies."""
 
 
 @dataclass
 class Guard:
-    """The judge of steps. `streak` is how many were skipped since the last accepted one."""
+    """Accepts or rejects steps.
+
+    Attributes:
+        streak: consecutive steps skipped since the last accepted one.
+        rollbacks: number of rollbacks in this process.
+        losses: the last `spike_window` accepted losses.
+    """
 
     options: FaultsConfig
     streak: int = 0
@@ -34,9 +40,9 @@ class Guard:
         self.losses = deque(maxlen=self.options.spike_window)
 
     def judge(self, loss: float, norm: float, scale_adapts: bool = False) -> str | None:
-        """Why a step must be skipped; None accepts it.
+        """The reason why a step must be skipped; None: it is accepted.
 
-        `scale_adapts`: gradients that are not finite only mean that the loss scale is too large yet.
+        `scale_adapts`: the loss scale may still be too large, so gradients that are not finite do not count in `streak`.
         """
         fault = self._fault(loss, norm)
         if fault is None:
@@ -61,22 +67,23 @@ class Guard:
         return f"loss {loss:.4g} exceeds {mean:.4g} + {sigma:g} * {deviation:.2g}, mean and deviation of {count} steps"
 
     def go_back(self, reason: str, checkpoint: bool) -> None:
-        """Take note that the run returns to a checkpoint. Raises FaultLimit where it must end instead: there is none, or it may not."""
+        """Count a rollback to a checkpoint. Raises FaultLimit if the run must end: no checkpoint, not allowed, or too many rollbacks."""
         if not self.options.rollback:
-            way_out = "lower optimizer.lr, or let faults.rollback = true return to the last checkpoint and leave these samples out"
+            way_out = "lower optimizer.lr, or set faults.rollback = true to return to the last checkpoint and skip these samples"
         elif not checkpoint:
             way_out = "there is no checkpoint to return to: lower optimizer.lr, or save one earlier with checkpoint.interval"
         elif self.rollbacks == MAX_ROLLBACKS:
-            way_out = f"{MAX_ROLLBACKS} returns to a checkpoint have not helped: lower optimizer.lr, or resume from an older checkpoint"
+            way_out = f"{MAX_ROLLBACKS} rollbacks have not helped: lower optimizer.lr, or resume from an older checkpoint"
         else:
             self.rollbacks += 1
             return
         raise FaultLimit(f"{reason}. faults.skip_limit = {self.options.skip_limit} is reached: {way_out}.")
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state as stored in a checkpoint."""
         return {"losses": list(self.losses), "streak": self.streak}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state."""
         self.streak = state["streak"]
         self.losses = deque(state["losses"], maxlen=self.options.spike_window)

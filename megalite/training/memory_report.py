@@ -1,8 +1,8 @@
-"""What the model's states take on each rank, measured beside what the planner says (`megalite.planning.states`).
+"""Memory of the model states on each rank: measured, and as planned by `megalite.planning.states`.
 
-Between steps: weights, accumulated gradients, the optimizer's (master weights where they are apart, two moments), and what PowerSGD keeps
-of the matrices that it compresses. What a step adds (activations, buckets that are whole for the moment, PowerSGD's new errors) is planned
-(`megalite.planning.memory`). On disk lies what is offloaded there, in memory but for the windows that a step walks through.
+Measured between steps: weights, accumulated gradients, optimizer state (separate master weights, two moments), and PowerSGD's errors and
+factors. What a step adds (activations, gathered buckets, PowerSGD's new errors) is only planned (`megalite.planning.memory`). State that is
+offloaded to disk is in memory only for the windows that a step works on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalite.build import parts as build
 from megalite.build import plan
 from megalite.config.schema import Config
 from megalite.model.parameters import model_specs, with_adapters
-from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.interface import Optimizer
 from megalite.parallel.pipeline.gathering import check_gathering
 from megalite.parallel.pipeline.schedule import Kind
 from megalite.parallel.sharding.powersgd import Matrix
@@ -41,7 +41,7 @@ class ModelStates(NamedTuple):
         return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
 
 
-def _storages(store: ParameterStore, optimizer: AdamW) -> Iterator[tuple[str, str, int]]:
+def _storages(store: ParameterStore, optimizer: Optimizer) -> Iterator[tuple[str, str, int]]:
     """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it has."""
     buckets = store.buckets
     gradients = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
@@ -54,23 +54,24 @@ def _storages(store: ParameterStore, optimizer: AdamW) -> Iterator[tuple[str, st
     seen: set[int] = set()
     for kind, tensors in kinds.items():
         for tensor in tensors:
-            if tensor is not None and tensor.untyped_storage()._cdata not in seen:  # on the meta device every address is 0
+            if tensor is not None and tensor.untyped_storage()._cdata not in seen:  # not data_ptr: 0 for all tensors on the meta device
                 seen.add(tensor.untyped_storage()._cdata)
                 yield kind, store.state.place_of(tensor), tensor.untyped_storage().nbytes()
 
 
-def states_of(store: ParameterStore, optimizer: AdamW) -> ModelStates:
+def states_of(store: ParameterStore, optimizer: Optimizer) -> ModelStates:
     """What these keep between steps."""
     storages = list(_storages(store, optimizer))
     return ModelStates(*(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields))
 
 
 def measured(trainer: Trainer) -> ModelStates:
+    """Bytes of this rank's model states, as allocated."""
     return states_of(trainer.store, trainer.optimizer)
 
 
 def places(trainer: Trainer) -> dict[str, int]:
-    """The same bytes by where they lie: cuda, cpu, disk."""
+    """The same bytes by the place they are stored in: cuda, cpu, disk."""
     found: dict[str, int] = {}
     for _, place, size in _storages(trainer.store, trainer.optimizer):
         found[place] = found.get(place, 0) + size
@@ -78,7 +79,7 @@ def places(trainer: Trainer) -> dict[str, int]:
 
 
 def formula(trainer: Trainer) -> ModelStates:
-    """What the planner says of this rank, from the configuration alone."""
+    """Bytes of this rank's model states as the planner computes them from the configuration."""
     return planned(trainer.config, trainer.mesh.pp.rank, _device(trainer))
 
 
@@ -87,13 +88,13 @@ def _device(trainer: Trainer) -> Device:
 
 
 def planned_peak(trainer: Trainer) -> int:
-    """The most bytes that the planner expects on this rank's device during a step."""
+    """The planner's peak of bytes on this rank's device during a step."""
     world, rank = trainer.mesh.world.size, trainer.mesh.pp.rank
     return estimate(trainer.config, world, _device(trainer), trainer.schedule, [rank])[0].total
 
 
 def planned(config: Config, pp_rank: int, device: Device) -> ModelStates:
-    """What the planner says of a pipeline rank between steps."""
+    """The planner's bytes of a pipeline rank between steps."""
     found = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device)
     return ModelStates(found.weights, found.gradients, found.master + found.moments, found.powersgd)
 
@@ -103,8 +104,8 @@ def _compressed(store: ParameterStore) -> Sequence[Matrix]:
 
 
 def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[float, float]:
-    """What ZeRO-3 costs this rank's pipeline position in a step: how often it gathers its weights, and the most of its buckets that are
-    whole at once, both in units of all of them."""
+    """Costs of ZeRO-3 for this rank's pipeline position per step: how often all of its weights are gathered (by size), and the largest
+    share of its buckets that is whole at once."""
     config, rank = trainer.config, trainer.mesh.pp.rank
     config = replace(config, parallel=replace(config.parallel, zero3_reshard=reshard))
     schedule = build.schedule(config, build.layout(config).microbatches)
@@ -114,7 +115,7 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
 
 
 def _describe_frozen(trainer: Trainer) -> list[str]:
-    """How much of the model is trained, where not all of it is, and whether the rest has been trained ever."""
+    """Which share of the model is trained, if not all, and a warning where the frozen rest is random."""
     config = trainer.config
     specs = with_adapters(model_specs(config.model), config.lora)
     trained = parameter_count([spec for spec in specs if spec.trainable])
@@ -122,20 +123,20 @@ def _describe_frozen(trainer: Trainer) -> list[str]:
         return []
     lines = [f"{trained:,} parameters are trained, {trained / trainer.parameters:.2%} of all; the others are frozen"]
     if config.model.init_from is None and trainer.step_done == 0:
-        lines.append("and random: model.init_from gives the weights that adapters are for, for example hf:DIR")
+        lines.append("and random: model.init_from must name the weights that the adapters are for, for example hf:DIR")
     return lines
 
 
 def _describe_copies(trainer: Trainer) -> list[str]:
-    """What running ahead takes on top, see `training.step_finalizer`."""
+    """The additional memory of optimistic steps, see `training.step_finalizer`."""
     if not build.optimistic_step(trainer.config):
         return []
     size = sum(tensor.nbytes for tensor in trainer.optimizer.changing()) / 1e6
-    return [f"steps that run ahead hold a copy of the optimizer state for a while: {size:,.1f} MB on rank {trainer.mesh.rank}"]
+    return [f"optimistic steps hold a copy of the optimizer state until they are confirmed: {size:,.1f} MB on rank {trainer.mesh.rank}"]
 
 
 def _describe_gathering(trainer: Trainer) -> list[str]:
-    """Both ways of freeing gathered weights, beside each other."""
+    """Costs of both values of `parallel.zero3_reshard`, for comparison."""
     if trainer.store.zero < 3:
         return []
     ways: tuple[Literal["action", "step"], ...] = ("action", "step")
@@ -145,7 +146,7 @@ def _describe_gathering(trainer: Trainer) -> list[str]:
 
 
 def report(trainer: Trainer) -> list[str]:
-    """A line for each group of ranks with equal numbers, the same on every rank, and what else this rank needs. Collective."""
+    """One line for each group of ranks with equal numbers, the same on every rank, and remarks for this rank. Collective."""
     lies = places(trainer)
     where = ", ".join(f"{size / 1e6:,.1f} MB on {place}" for place, size in lies.items() if size)
     own = (measured(trainer), formula(trainer), planned_peak(trainer), f"; {where}" if trainer.config.parallel.offload != "none" else "")

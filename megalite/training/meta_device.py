@@ -1,4 +1,4 @@
-"""Builds one rank of any run on the meta device, with torch's fake process group: all of its parts, none of its memory."""
+"""Builds single ranks of any run on the meta device, with torch's fake process group: all of its parts, without their memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megalite.training.memory_report import ModelStates, planned, states_of
 
 
 class Disagreement(RuntimeError):
-    """What was built takes another number of bytes than what was planned."""
+    """The built states have another number of bytes than the planned ones."""
 
 
 class _Nowhere(StateMemory):
-    """Optimizer state without memory. `device` is the weights' own where the state would lie beside them: it decides whether weights are
-    their own masters."""
+    """Optimizer state without memory. `device` equals the weights' where the state would be stored next to them: the store then decides
+    whether weights are their own master weights."""
 
     def __init__(self, config: Config, device: Device):
         offloaded = config.parallel.offload != "none"
@@ -38,7 +38,7 @@ class _Nowhere(StateMemory):
 
 @contextmanager
 def fake_process(rank: int, world_size: int) -> Iterator[None]:
-    """This process as one rank of a run in which nothing is ever sent."""
+    """A context in which this process is one rank of a run whose communication sends nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -50,15 +50,15 @@ def fake_process(rank: int, world_size: int) -> Iterator[None]:
 
 
 def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[ModelStates]:
-    """What the states of these ranks take, as the store allocates them.
+    """Bytes of these ranks' model states, as the store allocates them.
 
     Args:
-        device: what the ranks would compute on.
+        device: the kind of device that the ranks would compute on.
     """
     layout, found = build.layout(config), []
-    options = build.mesh_options(config) | {"background_saves": False}  # their group would be a real one
-    config = replace(config, train=replace(config.train, kernels="auto"))  # none runs here
-    everything = torch.device("meta") if config.parallel.offload_parameters else nullcontext()  # what would lie in CPU memory, too
+    options = build.mesh_options(config) | {"background_saves": False}  # their process group would be a real one
+    config = replace(config, train=replace(config.train, kernels="auto"))  # no kernel runs here
+    everything = torch.device("meta") if config.parallel.offload_parameters else nullcontext()  # tensors in CPU memory, too
     for rank in ranks:
         with fake_process(rank, layout.world) if layout.world > 1 else nullcontext(), everything:
             mesh = Mesh(layout, **options)
@@ -68,10 +68,10 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
 
 
 def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
-    """Build these ranks, and compare each part's bytes with the planner's. Raises Disagreement naming the first part that differs."""
+    """Build these ranks and compare each part's bytes with the planner's. Raises Disagreement with the first part that differs."""
     layout = build.layout(config)
     for rank, found in zip(ranks, build_on_meta(config, ranks, device), strict=True):
         expected = planned(config, layout.position(rank)["pp"], device)
         for part, own, theirs in zip(ModelStates._fields, found, expected, strict=True):
             if own != theirs:
-                raise Disagreement(f"rank {rank}: {part} take {own:,} bytes as they are built, but {theirs:,} are planned.")
+                raise Disagreement(f"rank {rank}: {part} take {own:,} bytes as built, but {theirs:,} as planned.")

@@ -1,4 +1,4 @@
-"""What a run may continue: a checkpoint of the same model, data and horizon."""
+"""Checks which checkpoint a run may continue from: one of the same model, data and horizon."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
 
-FREE = ("preset", "from_hf", "init_from", "dropout")  # options of model and lora that say nothing of what a checkpoint holds
+FREE = ("preset", "from_hf", "init_from", "dropout")  # options of model and lora that do not affect what a checkpoint holds
 
 
 def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
-    """Refuse to resume with another model, other data or another horizon, unless `checkpoint.allow` lists the change."""
+    """Raise ConfigError if model, data or horizon differ from those of a checkpoint, unless `checkpoint.allow` lists the change."""
     saved = from_dict(state["config"])
     allow = config.checkpoint.allow
     shape, saved_shape = (
@@ -37,8 +37,8 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
 
 
 def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
-    """Whether a stored configuration has these very options, but for the layout. An option that did not exist then has its default; one
-    that is not known now makes it another run's."""
+    """Whether a stored configuration has the same options, the layout excepted. An option that is missing in it has its default; with one
+    that is unknown it is another run's."""
     try:
         before = from_dict({**saved, "parallel": {}})
     except ConfigError:
@@ -48,15 +48,15 @@ def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
 
 
 def without_adapters(manifest: Manifest) -> Manifest:
-    """A checkpoint that a run starts from. Raises CheckpointError where it holds adapters, which would be left out."""
+    """Return the manifest of a checkpoint to start from. Raises CheckpointError if it holds adapters, which would not be loaded."""
     if from_dict(manifest.state.get("config", {})).lora.rank:
         way_out = f"Merge them with {command('convert')} export and start from hf:DIR, or export them alone, for lora.init_from"
-        raise CheckpointError(f"model.init_from = {manifest.directory} holds adapters beside its weights. {way_out}.")
+        raise CheckpointError(f"model.init_from = {manifest.directory} holds adapters next to its weights. {way_out}.")
     return manifest
 
 
 def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
-    """What to say where PowerSGD begins, ends, or continues on other ranks: the run is then not the one that never stopped."""
+    """A note for the user if PowerSGD starts, ends or continues on other ranks: the run then differs from an uninterrupted one."""
     saved = from_dict(state["config"])
     before, now = saved.parallel, config.parallel
     on_before, on_now = (each.parallel.powersgd_rank is not None and ParallelDims.of(each).data > 1 for each in (saved, config))
@@ -68,8 +68,8 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
     if not (on_before and on_now):
         fate = "starts at zero" if on_now else "is dropped"
     elif "dp" in changed or "cp" in changed:
-        fate = "is shared equally by the ranks that there are now"
+        fate = "is divided equally among the present ranks"
     else:
-        fate = "is taken over where the same matrices are compressed, with new factors"
+        fate = "is kept where the same matrices are compressed, with new factors"
     what = ", ".join(f"parallel.{name} was {show(getattr(before, name))}, is {show(getattr(now, name))}" for name in changed)
-    return [f"{what}: what PowerSGD still owes the gradients {fate}; this resume is not bitwise"]
+    return [f"{what}: PowerSGD's error feedback {fate}; this resume is not bitwise"]

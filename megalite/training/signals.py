@@ -1,7 +1,7 @@
-"""Requests to stop: a signal to any rank, or the time limit. They set a flag; the ranks agree on it with the next step's gradient norm.
+"""Stop requests: a signal to any rank, or the time limit. Both set a flag; the ranks agree on it with the next step's gradient norm.
 
-A preempted job gets SIGTERM (torchrun forwards it) or SIGUSR1 (SLURM's --signal, sent to the workers). Agreement costs no collective of
-its own, and its deadline is that of the process group: where a peer has died, the collective fails, and nothing is published.
+A preempted job gets SIGTERM (torchrun forwards it) or SIGUSR1 (SLURM's --signal, sent to the workers). The agreement needs no collective of
+its own and has the process group's timeout: if a peer has died, the collective fails, and no checkpoint is published.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether this rank wants the run to save and end. A context manager: leaving it restores the previous handlers.
+    """Whether this rank requests that the run saves and ends. A context manager: its exit restores the previous signal handlers.
 
     Args:
-        seconds: time limit counted from now, or None.
+        seconds: time limit from now; None: no limit.
     """
 
     def __init__(self, seconds: float | None = None):
@@ -32,7 +32,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, or None."""
+        """The reason to stop; None: no request."""
         if self._signal is not None:
             return f"received {signal.Signals(self._signal).name}"
         if self._deadline is not None and monotonic() >= self._deadline:
@@ -40,7 +40,7 @@ class StopRequest:
         return None
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
             self._previous = {each: signal.signal(each, self._handle) for each in SIGNALS}
         return self
 

@@ -1,12 +1,12 @@
-"""How a step ends: the gradient norm, then clipping and the optimizer, with or without waiting for the whole pipeline.
+"""The end of a step: gradient norm, clipping and optimizer update, with or without waiting for the whole pipeline.
 
-Two independent choices. How the norm is summed: by one all-reduce, or along the pipeline (`optimizer.norm`). And whether the step waits
-for it. Under most schedules all ranks finish together and wait. Under zb-h2 and zb-v ranks finish one after the other, and as long as none
-waits for the last one, the next step fills what would be a bubble (Qi et al. 2023, section 4).
+Two choices are independent: how the norm is summed (one all-reduce, or a chain along the pipeline: `optimizer.norm`), and whether the step
+waits for it. Under most schedules all ranks finish together and wait. Under zb-h2 and zb-v ranks finish one after the other: if none waits
+for the last one, the next step's forwards fill what would be a bubble (Qi et al. 2023, section 4).
 
-A rank that does not wait assumes that the step will be neither clipped nor skipped, keeps a copy of its shard of the optimizer state, and
-updates. When the total arrives, during the first forwards of the next step, it confirms that. If it does not, every rank restores its copy,
-updates as it should have, and does those forwards again. The result is that of waiting, bit for bit.
+A rank that does not wait (`OptimisticStepFinalizer`) copies its shard of the optimizer state and updates without clipping. The total norm
+arrives during the first forwards of the next step. If the step should have been clipped or skipped, every rank restores its copy, applies
+the right update, and repeats those forwards. The result is bitwise that of waiting.
 """
 
 from __future__ import annotations
@@ -26,46 +26,47 @@ from megalite.training.guard import Guard
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What a step sums over all ranks, besides the squares of gradients; each rank gives its part. The order of the fields is fixed."""
+    """What a step sums over all ranks together with the squares of gradients: each rank's part, or the total. Field order is fixed."""
 
-    loss: Tensor | float = 0.0  # summed token losses · loss scale / valid tokens of the global batch
+    loss: Tensor | float = 0.0  # sum of token losses · loss scale / valid tokens of the global batch; 0 where another rank counts it
     busy: float = 0.0  # seconds inside compute actions
-    wall: float = 0.0  # seconds from the first action to the last, on the ranks that frame the step
-    stops: float = 0.0  # ranks that want to stop
+    wall: float = 0.0  # seconds from the first action to the last, on the ranks of the first stage; 0 on others
+    stops: float = 0.0  # 1 on a rank that requests a stop
 
     def values(self) -> list[Tensor | float]:
-        """The fields in their order."""
+        """The fields, in order."""
         return [self.loss, self.busy, self.wall, self.stops]
 
 
 @dataclass
 class Update:
-    """One optimizer step: what it is made of and, once all ranks have added their part, what is known of it."""
+    """One optimizer step: its inputs and, once the totals over all ranks are known, its outcome."""
 
     step: int  # 1-based
     lr: float
-    started: float  # seconds on this rank's clock
-    loss_scale: float = 1.0  # of its gradients
-    samples: int = 0  # global index of its first one
+    started: float  # seconds, this rank's clock
+    loss_scale: float = 1.0  # factor on its gradients
+    samples: int = 0  # global index of its first sample
     seconds: float = 0.0
     tokens: int = 0  # valid tokens of the global batch
-    norm: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, dtype=torch.float64))  # 0-d
-    loss: float = 0.0  # of the global batch, without the loss scale
-    totals: StepStatistics = field(default_factory=StepStatistics)  # over all ranks
-    fault: str | None = None  # why it is not applied
-    streak: int = 0  # steps in a row that were not, up to this one
+    norm: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, dtype=torch.float64))  # [], without the loss scale; NaN: unknown
+    loss: float = 0.0  # mean over the global batch, without the loss scale
+    totals: StepStatistics = field(default_factory=StepStatistics)  # summed over all ranks
+    fault: str | None = None  # why it is not applied; None: it is
+    streak: int = 0  # consecutive steps that were not applied, this one included
 
 
 class StepFinalizer:
-    """Ends steps on one rank, each when its norm is known.
+    """Finishes steps on one rank; each waits for its norm.
 
     Args:
-        norm: how the norm and the statistics are summed over the ranks.
-        guard: judges each step once its totals are known.
+        norm: sums the norm and the statistics over the ranks.
+        grad_clip: largest gradient norm; 0: no clipping.
+        guard: accepts or rejects each step once its totals are known.
 
     Attributes:
-        skipped: steps without an update.
-        pending: a step that has updated and whose totals are not known yet.
+        skipped: number of steps without an update.
+        pending: a step that has updated the weights, but whose totals are not known yet.
     """
 
     def __init__(
@@ -78,45 +79,45 @@ class StepFinalizer:
         self._known: list[Update] = []
 
     def finish(self, update: Update, own: StepStatistics, wait: bool = True) -> None:
-        """Sum the norm and every rank's statistics, clip and update. After `wait` the totals are known."""
+        """Sum the norm and all ranks' statistics, clip and update. With `wait` the totals are known on return. Collective."""
         self.norm.start(own.values())
         self._learn(update)
         self._apply(update)
         self._known.append(update)
 
     def confirm(self) -> bool:
-        """Learn the totals of the pending step; False where its update was wrong. Afterwards the weights are right in both cases."""
+        """Wait for the totals of the pending step. Returns False if its update was wrong; the weights are corrected in that case."""
         raise RuntimeError("no step is pending: this finalizer waits for every norm")
 
     def drain(self) -> None:
-        """Bring the pending step to its end, and what is sent to its receivers. Collective."""
+        """Confirm the pending step and wait until all messages are delivered. Collective."""
         if self.pending is not None:
             self.confirm()
         self.norm.finish()
 
     def take_known(self) -> list[Update]:
-        """The updates whose totals have become known since the last call, in order."""
+        """Updates whose totals became known since the last call, in order."""
         known, self._known = self._known, []
         return known
 
     def _learn(self, update: Update) -> None:
-        """Wait for a step's totals and judge it."""
-        norm, sums = self.norm.total()
+        """Wait for a step's totals and decide whether it is applied. All ranks see the same totals, so all decide alike."""
+        norm, sums = self.norm.total()  # [] and [4] fp64, on the CPU: the only wait for the device in a step
         update.norm, update.totals = norm / update.loss_scale, StepStatistics(*sums.tolist())
         update.loss = float(update.totals.loss) / update.loss_scale
         value = update.norm.item()
-        update.fault = self.guard.judge(update.loss, value, self.loss_scale.adapts)
+        update.fault = self.guard.judge(update.loss, value, self.loss_scale.adapts)  # before loss_scale.update, which changes `adapts`
         update.streak = self.guard.streak
         self.loss_scale.update(isfinite(value))
-        self.store.reducer.confirm(update.fault is None)
+        self.store.reducer.confirm(update.fault is None)  # PowerSGD keeps its error feedback only for applied steps
 
     def _is_unclipped(self, update: Update) -> bool:
-        """Whether an update without clipping is right."""
+        """Whether an update without clipping or skipping is right."""
         divisor = clip_divisor(update.norm, self.grad_clip)
         return update.fault is None and (divisor is None or divisor.item() == 1.0)
 
     def _apply(self, update: Update) -> None:
-        """Update the weights now that the norm is known, unless the step is skipped."""
+        """Update the weights with a known norm, unless the step is skipped."""
         if update.fault is not None:
             self.skipped += 1
             return
@@ -127,12 +128,12 @@ class StepFinalizer:
         self._update_weights(update, divisor)
 
     def _update_weights(self, update: Update, divisor: Tensor | None) -> None:
-        self.optimizer.step(update.step - self.skipped, update.lr, divisor)
-        self.store.gatherer.gather_updated()
+        self.optimizer.step(update.step - self.skipped, update.lr, divisor)  # AdamW's bias correction counts applied updates only
+        self.store.gatherer.gather_updated()  # starts the all-gather; each unit's next forward waits for its own weights
 
 
 class OptimisticStepFinalizer(StepFinalizer):
-    """Ends a step before its norm is known, where the last one neither clipped nor was skipped and nobody wants to stop."""
+    """Finishes a step before its norm is known, if the previous one was neither clipped nor skipped and no rank requests a stop."""
 
     def __init__(
         self, store: ParameterStore, optimizer: Optimizer, norm: NormReduction, grad_clip: float, loss_scale: LossScale, guard: Guard
@@ -142,17 +143,17 @@ class OptimisticStepFinalizer(StepFinalizer):
         self._expects_unclipped = False
 
     def finish(self, update: Update, own: StepStatistics, wait: bool = True) -> None:
-        """Update the weights. Where a step is left `pending`, `confirm` or `drain` must follow."""
-        if wait or not self._expects_unclipped or self.loss_scale.active:  # a changed loss scale would ask for the first forwards again
+        """Update the weights. If a step is left `pending`, `confirm` or `drain` must follow."""
+        if wait or not self._expects_unclipped or self.loss_scale.active:  # a changed loss scale would require the first forwards again
             super().finish(update, own)
             return
         self.norm.start(own.values())
         self.pending = update
-        if self.norm.knows_total:  # this rank keeps the total to itself: all ranks must act upon it after the same step
+        if self.norm.knows_total:  # no copy needed; the result is still reported at `confirm`, so that all ranks act on it in the same step
             self._learn(update)
             self._apply(update)
         else:
-            self._copies = self.optimizer.copy_state()
+            self._copies = self.optimizer.copy_state()  # before the update: `confirm` may have to undo it
             self._update_weights(update, None)
 
     def confirm(self) -> bool:
@@ -164,11 +165,11 @@ class OptimisticStepFinalizer(StepFinalizer):
         self._learn(update)
         right = self._is_unclipped(update)
         if not right:
-            self.store.gatherer.finish()
+            self.store.gatherer.finish()  # gathers of the wrong weights still write into the buckets
             self.optimizer.restore_state(self._copies)
-            self._apply(update)
+            self._apply(update)  # gradients are still those of the pending step: no backward has run since
             if update.fault is not None:
-                self.store.publish()
+                self.store.publish()  # nothing was applied: the weights must be taken from the restored masters
         self._copies = []
         return right
 

@@ -1,6 +1,7 @@
-"""The trainer: one optimizer step reads from top to bottom in `Trainer.train_step`.
+"""The trainer: `Trainer.train_step` is one optimizer step from top to bottom.
 
-It knows nothing about transformers: the stages compute, the schedule orders, the store holds and reduces, the optimizer updates.
+The trainer knows nothing about transformers: stages compute, the schedule orders their actions, the store holds weights and reduces
+gradients, the optimizer updates.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from megalite.training.faults import Injection
 from megalite.training.guard import Guard
 from megalite.training.step_finalizer import OptimisticStepFinalizer, StepFinalizer, StepStatistics, Update
 
-GARBAGE_INTERVAL = 100  # steps between collections: every rank pauses at the same step instead of at a random one
+GARBAGE_INTERVAL = 100  # steps between garbage collections: all ranks pause at the same step, so that none makes the others wait
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: the same numbers on every rank, but for the times, which are this rank's."""
+    """The result of one optimizer step: the same on every rank, except `seconds`, which this rank measured."""
 
     step: int  # 1-based
     loss: float  # mean over every valid token of the global batch
@@ -46,11 +47,11 @@ class StepResult:
     lr: float
     tokens: int  # valid tokens
     seconds: float
-    bubble_fraction: float | None  # share of the pipeline's time in which its ranks do not compute; None where it is not measured
-    loss_scale: float  # 1 but for fp16
-    fault: str | None  # why nothing was updated, and with which samples
-    streak: int  # steps skipped in a row, up to this one
-    stop: bool  # some rank wants to stop
+    bubble_fraction: float | None  # idle share of the pipeline's time, over all ranks; None where it is not measured
+    loss_scale: float  # 1 unless fp16
+    fault: str | None  # why the update was skipped, and the samples of the step; None: it was applied
+    streak: int  # consecutive skipped steps, this one included
+    stop: bool  # at least one rank requests a stop
 
     @property
     def skipped(self) -> bool:
@@ -61,8 +62,9 @@ class Trainer:
     """One rank of a run.
 
     Args:
-        config: complete and checked (`megalite.config.load`).
+        config: resolved and validated (`megalite.config.load`).
         mesh: from `build.make_mesh(config)`.
+        device: where weights, gradients and activations are stored.
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
@@ -80,16 +82,16 @@ class Trainer:
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
         self.guard, self.faults = Guard(config.faults), Injection(config.faults.inject, mesh)
         self.finalizer = self._make_finalizer()
-        self.step_done = 0
-        self.samples = 0  # global sample index of the next batch
-        self.notes: list[str] = []  # what a user should know of how the run was resumed
+        self.step_done = 0  # 1-based number of the last step
+        self.samples = 0  # global index of the first sample of the next batch
+        self.notes: list[str] = []  # messages for the user about how the run was resumed
         self.loader = self._loader(self.train_data)
-        checkpointing.start_weights(self)
-        self._check_plan()
+        checkpointing.start_weights(self)  # may resume: sets step_done and samples
+        self._check_plan()  # before the first pipeline message: a mismatch would hang
         self.saver.reserve(checkpointing.to_save(self))
 
     def _make_finalizer(self) -> StepFinalizer:
-        """How the norm is summed follows from the schedule, and whether a step waits for it from the options."""
+        """Choose how the norm is summed (from the schedule) and whether a step waits for it (from the options)."""
         config, store = self.config, self.store
         norm = ChainedNorm(store, self.mesh) if build.staggered_end(config) else AllReduceNorm(store, self.mesh)
         finalizer = OptimisticStepFinalizer if build.optimistic_step(config) else StepFinalizer
@@ -101,7 +103,7 @@ class Trainer:
             data,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
-            dp_rank=self.mesh.dp.rank,  # not of data: the cp ranks of a replica share its rows
+            dp_rank=self.mesh.dp.rank,  # of dp, not of data (= dp · cp): the cp ranks of a replica read the same rows
             dp_size=self.mesh.dp.size,
             reset_positions=options.reset_positions,
             eod_mask_loss=options.eod_mask_loss,
@@ -117,15 +119,15 @@ class Trainer:
     # ---- state
 
     def load_weights(self, directory: Path) -> None:
-        """Take the weights alone, of any dtype, from a checkpoint, hf:DIR or an adapter; draw adapters that nothing gives."""
+        """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source are initialized."""
         checkpointing.load_weights(self, directory)
 
     def resume(self, directory: Path) -> None:
-        """Continue where a checkpoint stopped, whatever topology saved it. Raises DamagedError on every rank where any finds damage."""
+        """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank finds damage."""
         checkpointing.resume(self, directory)
 
     def save(self) -> Path:
-        """Write a checkpoint of the last step, published when this returns. Collective. Raises CheckpointError."""
+        """Write a checkpoint of the last step; it is published when this returns. Collective. Raises CheckpointError."""
         save = self.begin_save()
         self.saver.wait()
         if save.error is not None:
@@ -133,54 +135,56 @@ class Trainer:
         return save.directory
 
     def begin_save(self) -> Save:
-        """As `save`, but for what `checkpoint.async_save` leaves to the background, and for errors: `saver.take_ended` tells them."""
+        """Like `save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`."""
         return checkpointing.begin_save(self)
 
     def roll_back(self, bad: StepResult) -> None:
-        """Return to the newest checkpoint from before the bad steps and go on with the next samples. Raises FaultLimit on every rank."""
+        """Resume the newest checkpoint from before the bad steps, continuing with the next samples. Raises FaultLimit on every rank."""
         checkpointing.roll_back(self, bad)
 
     def _check_plan(self) -> None:
-        """Every rank must have built the same schedule: compare its hash (32 bits: fp64 sums them exactly) before anything is sent."""
+        """Check that all ranks built the same schedule: compare 32 bits of its hash, which fp64 sums exactly. Collective."""
         value = torch.tensor([int(self.schedule.hash[:8], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
-            raise RuntimeError(f"rank {self.mesh.rank} built another pipeline schedule than other ranks: were all given the same options?")
+            raise RuntimeError(f"rank {self.mesh.rank} built a different pipeline schedule than other ranks: do all have the same options?")
 
     # ---- one step
 
     def step(self, stop: bool = False) -> StepResult:
-        """One optimizer step, done when this returns. `stop` tells the other ranks that this one wants to stop."""
+        """Run one optimizer step and wait for its result. `stop`: this rank requests a stop, which all ranks learn from the result."""
         return self.train_step(stop, wait=True)[-1]
 
     def train_step(self, stop: bool = False, wait: bool = False) -> list[StepResult]:
-        """One optimizer step; returns the results that are now known, in order, ordinarily one.
+        """Run one optimizer step. Returns the results that are known now, in order: ordinarily one.
 
-        Where the schedule allows optimistic steps, the result of a step is known during the next one, unless `wait` asks for it now: before
-        a validation, a checkpoint and the end.
+        Under optimistic steps (`OptimisticStepFinalizer`) the result of a step is known during the next one, unless `wait` is set: before a
+        validation, a checkpoint or the end of the run.
         """
         step, activity, store = self.step_done + 1, self.mesh.activity, self.store
         update = Update(step, learning_rate(self.config, step), perf_counter(), self.loss_scale.value, self.samples)
 
         activity.enter(READING)
-        microbatches = self.loader.step(self.samples)  # of this dp rank
-        update.tokens = self._valid_tokens(microbatches)  # of the global batch: fixed before the first backward
+        microbatches = self.loader.step(self.samples)  # of this dp rank: tokens and targets [seq, batch]
+        update.tokens = self._valid_tokens(microbatches)  # of the global batch: known before the first backward, which divides by it
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
-        # Forward and backward, in the schedule's order. Losses are scaled by 1 / tokens: gradients then add over microbatches and ranks.
-        store.reducer.begin_step(len(microbatches), update.loss_scale)
+        # Forward and backward, in the schedule's order. Losses are scaled by 1 / tokens, so that gradients are plain sums over
+        # microbatches and ranks. The weights may still be those of an unconfirmed step: `confirm` is called after the first forwards.
+        store.reducer.begin_step(len(microbatches), update.loss_scale)  # before the backward: the first contribution overwrites
         scale = update.loss_scale / max(update.tokens, 1) * self.faults.loss_factor(step)
         confirm = None if self.finalizer.pending is None else self.finalizer.confirm
         statistics, pace = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=scale, confirm=confirm)
 
-        # Buckets are reduced during the backward; what remains is waited for, then partial and tied gradients are summed.
+        # Reductions start during the backward, bucket by bucket. Wait for the rest, then sum tp-partial and tied gradients: the norm needs
+        # complete gradients.
         activity.enter(REDUCING)
         store.reducer.finish()
         self.faults.spoil(step, self.finalizer.norm.chunks)
 
-        # The gradient norm and the statistics in one collective; then clipping and AdamW on this rank's shard; then gathering the weights.
+        # Sum the gradient norm and the statistics together, clip, update this rank's shard, and start the all-gather of the weights.
         activity.enter(UPDATING)
-        loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0  # tp ranks hold the same loss
+        loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0  # tp ranks hold the same loss: the sum over the world counts it once
         self.finalizer.finish(update, StepStatistics(loss, *pace, stops=float(stop)), wait)
 
         self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
@@ -207,7 +211,7 @@ class Trainer:
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
-        """Tokens of the global batch whose loss counts. Where none can be ignored the number is known without asking."""
+        """Tokens of the global batch whose loss counts. If no target can be ignored, this is a constant and needs no all-reduce."""
         config = self.config
         if not (config.data.eod_mask_loss or self.train_data.chat):
             return config.train.global_batch_size * config.data.sequence_length
@@ -219,12 +223,12 @@ class Trainer:
     # ---- evaluation
 
     def evaluate(self) -> float:
-        """Mean loss over every valid token of the validation batches: summed over ranks, then divided."""
+        """Mean loss over all valid tokens of the validation batches: sums over all ranks, divided once. Collective."""
         assert self.validation_data is not None, "data.validation is not set"
-        self.finalizer.drain()
+        self.finalizer.drain()  # the weights of an unconfirmed step may be wrong
         plan = self.forward_schedule
         loader = self._loader(self.validation_data, self.validation_data.samples_per_epoch)
-        has_loss = self.mesh.pp.rank == plan.placement[-1] and self.mesh.tp.rank == 0
+        has_loss = self.mesh.pp.rank == plan.placement[-1] and self.mesh.tp.rank == 0  # each token counts on one rank
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # summed loss, tokens
         try:
             for microbatches in loader.epoch(self.config.validation.batches):
@@ -239,7 +243,7 @@ class Trainer:
         return (total[0] / total[1].clamp(min=1)).item()
 
     def close(self) -> None:
-        """Leave nothing under way: a message that nobody awaits would be taken for the next one on its communicator."""
+        """Wait for everything in flight: a message that is not awaited would be matched with the next one on its communicator."""
         self.saver.wait()
         self.finalizer.drain()
         self.store.gatherer.finish()

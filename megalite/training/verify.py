@@ -1,7 +1,7 @@
-"""Proof on demand: a configuration on a layout against the same on one process, step by step and tensor by tensor.
+"""Compares a configuration on a layout with the same configuration on one process, step by step and tensor by tensor.
 
-Both runs are separate process trees; each writes, for every step, its loss, gradient norm and whole global weights, and which rank stores
-which rectangle. The comparison then names the first step, tensor and rank that differ.
+Both runs are separate process trees. Each writes loss, gradient norm and whole global weights of every step, and which rank stores which
+rectangle. The comparison names the first step, tensor and rank that differ.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megalite.launch import local_ranks as ranks
 from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.training.trainer import Trainer
 
-RANK = "megalite.training.verify_rank"  # what each rank runs
+RANK = "megalite.training.verify_rank"  # the module that each rank runs
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first disagreement: `tensor` is loss, grad_norm or a weight; `rank` stores the worst element (None for scalars)."""
+    """The first difference: `tensor` is loss, grad_norm or a weight; `rank` stores the element that differs most (None for scalars)."""
 
     step: int
     tensor: str
@@ -41,7 +41,7 @@ class Difference:
 
 
 def single_process(config: Config) -> Config:
-    """The same mathematics on one process: same model, data and global batch, no parallelism."""
+    """The configuration on one process: same model, data and global batch, no parallelism."""
     alone = from_dict(to_dict(config))
     alone.parallel = ParallelConfig(dp=1, zero=0)
     alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size)
@@ -49,7 +49,7 @@ def single_process(config: Config) -> Config:
 
 
 def record(config: Config, steps: int, directory: Path) -> None:
-    """Train `steps` steps in this process tree and write what happened. Called by every rank."""
+    """Train `steps` steps and write the results to `directory`. Called by every rank."""
     from safetensors.torch import save_file
 
     device = choose_device()
@@ -71,7 +71,7 @@ def record(config: Config, steps: int, directory: Path) -> None:
 
 
 def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Tensor]:
-    """Whole global tensors by name, on every rank: for proofs and small models, since all of them come to each rank's memory."""
+    """Whole global tensors by name, on every rank: for small models, since each rank holds all of them in memory. Collective."""
     import torch.distributed as dist
 
     own = [(part.name, part.global_shape, part.offsets, part.tensor.cpu().clone()) for part in trainer.optimizer.to_save(kinds)]
@@ -87,7 +87,7 @@ def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> di
 
 
 def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
-    """For each rank the rectangles of weights that it stores: (name, offsets, sizes)."""
+    """The rectangles of weights that each rank stores: (name, offsets, sizes). Collective."""
     own = [(part.name, part.offsets, tuple(part.tensor.shape)) for part in trainer.optimizer.to_save(("weight",))]
     if trainer.mesh.world.size == 1:
         return [own]
@@ -99,7 +99,7 @@ def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[
 
 
 def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False) -> None:
-    """Start the configuration's ranks, each calling `record`. Raises ConfigError with the ranks' output where they fail."""
+    """Start the configuration's ranks, each of which calls `record`. Raises ConfigError with their output if they fail."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(to_dict(config)))
     count = build.layout(config).world
@@ -130,7 +130,7 @@ def compare(directory: Path, reference: Path, relative: float, absolute: float) 
 
 
 def _rank_of(name: str, delta: Tensor, placement: list[list[Any]]) -> int | None:
-    """The rank that stores the worst element of a tensor."""
+    """The rank that stores the element of a tensor that differs most."""
     worst = [int(index) for index in torch.unravel_index(delta.argmax(), delta.shape)]
     for rank, rectangles in enumerate(placement):
         for stored, offsets, sizes in rectangles:

@@ -1,6 +1,6 @@
-"""A rank of a recorded run, started by `verify.run_ranks` as `-m megalite.training.verify_rank DIRECTORY STEPS`.
+"""One rank of a recorded run, started by `verify.run_ranks` as `-m megalite.training.verify_rank DIRECTORY STEPS`.
 
-The directory holds the configuration.
+DIRECTORY holds the configuration, config.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The watchdog: says where a rank is when it gets nowhere. It ends nothing: the process group's time-out (`run.timeout`) does that."""
+"""The watchdog: reports where a rank is when it makes no progress. It ends nothing: the process group's timeout (`run.timeout`) does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Mesh
 
-LONGEST_LOOK = 10.0  # seconds between two looks
+LONGEST_LOOK = 10.0  # seconds: the longest interval between two checks
 
 
 class Watchdog:
-    """A thread that looks at a rank's activity, while it is entered as a context. `train.watchdog = null` has none."""
+    """A context manager with a thread that checks a rank's activity. With `train.watchdog = null` there is no thread.
+
+    A rank that makes no progress for `train.watchdog` is reported once on stderr; the stacks of all threads are written to
+    RUN_DIR/stalls/rank_NNNNN.txt, and torch's flight record next to it.
+    """
 
     def __init__(self, config: Config, mesh: Mesh, run_dir: Path):
         self.activity, self.rank, self.directory = mesh.activity, mesh.rank, run_dir / "stalls"
@@ -50,7 +54,7 @@ class Watchdog:
         stacks = self.directory / f"rank_{self.rank:05d}.txt"
         line = f"rank {self.rank}: no progress for {seconds:.0f} s in step {self.activity.step}, {self._place()}; stacks: {stacks}"
         print(line, file=sys.stderr, flush=True)
-        with suppress(OSError):  # a disk that is full may be why nothing moves
+        with suppress(OSError):  # a full disk may be the reason for the stall
             self.directory.mkdir(parents=True, exist_ok=True)
             with open(stacks, "a") as file:
                 print(line, file=file, flush=True)
@@ -58,7 +62,7 @@ class Watchdog:
             _write_flight_record(self.directory / f"collectives_{self.rank:05d}")
 
     def _place(self) -> str:
-        """Where the rank is, and when that ends."""
+        """The rank's last action, the communication it awaits, and when that times out."""
         what, peer, since = self.activity.communication or ("nothing", None, time())
         last = what if peer is None else f"{what}, rank {peer}"
         if not self.activity.waiting:
@@ -72,7 +76,7 @@ def _clock(seconds: float) -> str:
 
 
 def _write_flight_record(path: Path) -> None:
-    """torch's flight recorder, for `torchfrtrace`: NCCL's where this build of torch has it, else the one of gloo."""
+    """Write the record of torch's flight recorder, for `torchfrtrace`: NCCL's where this build of torch has it, else gloo's."""
     recorders = torch._C._distributed_c10d
     dump = getattr(recorders, "_dump_nccl_trace", None) or getattr(recorders, "_dump_fr_trace", None)
     if dump is not None:

@@ -18,9 +18,9 @@ from megalite.mesh import Layout, Mesh
 from megalite.training.trainer import Trainer
 from tests.checkpoint.jobs import resume_from_each
 from tests.checkpoint.test_publishing import save
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs_training import train_and_save_each
-from tests.distributed.pool import RankPool
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs_training import train_and_save_each
+from tests.distributed.support.pool import RankPool
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0}
 OLDER, NEWER = "step_00000002", "step_00000004"
@@ -122,7 +122,7 @@ def test_where_none_is_left_all_are_named_with_the_way_out(ranks: RankPool, pref
         f"no checkpoint in {copy} can be used",
         f"{copy / OLDER}/rank_00001.bin is damaged: expected checksum ",
         f"{copy / NEWER}/rank_00000.bin is damaged: expected {size:,} bytes, found {size // 2:,}",
-        "start afresh with another run.name, or with checkpoint.load = none",
+        "start from step 0 with another run.name, or with checkpoint.load = none",
     ):
         assert part in messages[0][1]
 

@@ -16,7 +16,7 @@ from megalite.commands.checkpoint import main
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.checkpoint import jobs
-from tests.distributed.pool import RankPool
+from tests.distributed.support.pool import RankPool
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

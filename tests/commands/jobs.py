@@ -14,7 +14,7 @@ from megalite.config.load import from_dict
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.sources import for_inference, open_source
 from megalite.training.trainer import Trainer
-from tests.distributed.jobs import mesh_of
+from tests.distributed.support.jobs import mesh_of
 
 
 def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:

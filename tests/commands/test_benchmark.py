@@ -23,7 +23,7 @@ from megalite.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planning.hardware import Link, find
 from tests.commands.jobs import measure_steps
-from tests.distributed.pool import RankPool
+from tests.distributed.support.pool import RankPool
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -223,9 +223,9 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
         (["scaling", "--layout", "tp2"], "--layout tp2 is no layout. Give the axis that grows"),
         (["scaling", "--layout", "tp2xdp"], "--worlds 1 is no multiple of 2, which --layout tp2xdp needs"),
         (["scaling", "--layout", "tp", "--worlds", "1,3", "--smoke"], "parallel.tp = 3 does not divide"),
-        (["scaling", "--worlds", "1,two"], "argument --worlds: 'two' is not a whole number from 1 up"),
+        (["scaling", "--worlds", "1,two"], "argument --worlds: 'two' is not a positive integer"),
         (["scaling", "--global_batch_size", "3"], "--global_batch_size 3 does not divide by the largest of --worlds, 2"),
-        (["kernels"], "kernels measures on an NVIDIA GPU, and the driver shows none"),
+        (["kernels"], "kernels measures on an NVIDIA GPU, and the driver reports none"),
         (["kernels", "norms"], "kernels norms is no group of kernels. Legal values: cross_entropy, norm,"),
     ],
 )

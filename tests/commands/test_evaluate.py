@@ -270,6 +270,7 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
     (tmp_path / "empty").write_text("")
     (tmp_path / "latin").write_bytes("café".encode("latin-1"))
     text, model = ["--text", tmp_path / "text"], f"hf:{directory}"
+    monkeypatch.setattr("sys.argv", ["tools/evaluate.py"])
     wrong: dict[str, list[Any]] = {
         "is not a checkpoint": ["perplexity", tmp_path / "nowhere", *text],
         "config.json can not be read": ["perplexity", f"hf:{tmp_path}", *text],
@@ -279,7 +280,7 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
         "is not UTF-8: byte 3": ["perplexity", model, "--text", tmp_path / "latin"],
         "--sequence_length 49: the model has positions for 48": ["perplexity", model, *text, "--sequence_length", 49],
         "--stride 9 is more than the sequence length 8": ["perplexity", model, *text, "--sequence_length", 8, "--stride", 9],
-        "--batch_size: 0 is not a number from 1 up": ["perplexity", model, *text, "--batch_size", 0],
+        "--batch_size: 0 is not a positive integer": ["perplexity", model, *text, "--batch_size", 0],
         "--tokenizer none.model does not exist": ["perplexity", model, *text, "--tokenizer", "none.model"],
         "--tasks nothing is no task, group or tag of lm-evaluation-harness nor of": [
             "tasks",

@@ -18,7 +18,7 @@ from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.text import reply_to
 from tests.commands.jobs import train_and_save
-from tests.distributed.pool import RankPool
+from tests.distributed.support.pool import RankPool
 from tests.huggingface.hf_models import CASES, write
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
@@ -219,8 +219,8 @@ def test_a_prompt_of_a_hugging_face_model_begins_as_its_tokenizer_begins_texts(a
     ("arguments", "message"),
     [
         (["--prompt", "x", "--tokens", "0"], "--tokens 0: there must be at least one token"),
-        (["--prompt", "x", "--temperature", "-1"], "--temperature -1.0 is not a number from 0 up"),
-        (["--prompt", "x", "--temperature", "nan"], "--temperature nan is not a number from 0 up"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature -1.0 is not a non-negative number"),
+        (["--prompt", "x", "--temperature", "nan"], "--temperature nan is not a non-negative number"),
         (["--prompt", "x", "--top_k", "-3"], "--top_k -3 is negative"),
         (["--prompt", "x", "--top_p", "0"], "--top_p 0.0 is not a probability above 0"),
         (["--prompt", "x", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
@@ -251,7 +251,7 @@ def test_what_can_not_be_loaded_ends_with_one_message(checkpoint: Path, tmp_path
         "holds no text. Each line is a prompt": [checkpoint, "--prompts", tmp_path / "empty"],
         "can not be read (KeyError('prompt')). Each line is an object with `prompt`": [checkpoint, "--prompts", tmp_path / "wrong.jsonl"],
         "missing can not be read: No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
-        "--stream shows one text as it is made, and there are 2 prompts": [checkpoint, "--prompt", "x", "--prompt", "y", "--stream"],
+        "--stream prints one text as it is generated, and there are 2 prompts": [checkpoint, "--prompt", "x", "--prompt", "y", "--stream"],
         "no_such.jinja": [checkpoint, "--chat", "--chat_template", "no_such.jinja"],
     }
     for message, arguments in wrong.items():

@@ -21,7 +21,7 @@ from megalite.planning.search import Search
 from megalite.planning.step import Choice, Job
 from megalite.training import dry_run
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import write_tokens
+from tests.distributed.support.configs import write_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -211,7 +211,7 @@ def test_a_written_plan_trains(tool, tmp_path):
         ),
         (["--model", "llama-3-8b", *ARGUMENTS, "--write", "nowhere/run.yaml"], "there is no directory nowhere. Make it first."),
         (["--model", "configs/finetune-lora.yaml", *ARGUMENTS], "lora.rank = 16 is not planned for"),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--gpus", "0"], "argument --gpus: '0' is not a whole number from 1 up"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--gpus", "0"], "argument --gpus: '0' is not a positive integer"),
     ],
 )
 def test_what_can_not_be_planned_is_one_message(tool, capsys, arguments, message):

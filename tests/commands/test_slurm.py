@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from tests.distributed.configs import write_tokens
+from tests.distributed.support.configs import write_tokens
 from tests.distributed.test_torchrun import ROOT, checkpoint_step, command, finish, steps_of, wait_for_steps
 
 STAND_INS = {

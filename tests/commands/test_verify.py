@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from megalite.config.load import from_dict
 from megalite.training.verify import compare, run_ranks, single_process
-from tests.distributed.configs import config_of, write_tokens
-from tests.distributed.layouts import NAMED, with_layers
+from tests.distributed.support.configs import config_of, write_tokens
+from tests.distributed.support.layouts import NAMED, with_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config import rules
-from megalite.config.rules import RULES, check
+from megalite.config.rules import RULES, all_rules, check
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config, ConfigError
 
@@ -360,7 +359,7 @@ def test_rule(row: Row, monkeypatch):
     for part in row.says:
         assert part in message
     assert verdict(row.broken | row.fixed, row.world, row.devices) is None
-    monkeypatch.setattr(rules, "RULES", (rule,))
+    monkeypatch.setattr(all_rules, "RULES", (rule,))
     assert verdict(row.broken, row.world, row.devices) == message, "another rule spoke first"
     nearest = re.search(r"Nearest: ([\d.]+?)(?: or ([\d.]+?))?\.$", message)
     for value in filter(None, nearest.groups()) if nearest else ():

@@ -152,7 +152,7 @@ def test_workers_do_not_show(tmp_path):
     for workers in (1, 3):
         output = ["--output", str(tmp_path / f"w{workers}" / "x"), "--workers", str(workers), "--json"]
         command = [sys.executable, TOOL, "--input", f"{tmp_path}/*.py", f"{tmp_path}/z.jsonl", "--train_tokenizer", "330", *output]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["documents"] == 120
         assert done.stdout.count("\n") == 1, "the result alone is on stdout"
@@ -282,6 +282,6 @@ def test_preparation_imports_no_torch(tmp_path):
         f"try:\n    runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
         "finally:\n    assert not {'torch', 'transformers', 'datasets', 'sentencepiece', 'pyarrow'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "1 documents, 2 tokens (uint16), vocabulary 257" in done.stdout

@@ -26,8 +26,8 @@ from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
 from megalite.parallel.weight import WeightGradQueue
-from tests.distributed.pool import RankContext, RankPool
-from tests.distributed.virtual_time import VirtualClock, virtual_messages
+from tests.distributed.support.pool import RankContext, RankPool
+from tests.distributed.support.virtual_time import VirtualClock, virtual_messages
 
 RANKS, MICROBATCHES, STEPS = 4, 8, 2
 SHAPE = (2, 1, 3)

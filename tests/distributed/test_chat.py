@@ -20,7 +20,7 @@ from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizers import load
 from megalite.training.trainer import Trainer
 from tests.data.chats import SHORT, write_lines
-from tests.distributed import jobs, jobs_training
+from tests.distributed.support import jobs, jobs_training
 
 S = 24
 LENGTHS = [5, 9, 14, 3, 25, 11, 8, 12, 6, 17, 4, 20]  # 122 inputs: six rows of 24

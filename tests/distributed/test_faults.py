@@ -19,9 +19,9 @@ from megalite.optimizer.adamw import STATE
 from megalite.training.fit import fit
 from megalite.training.guard import FaultLimit
 from megalite.training.verify import global_tensors
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs_training import make_trainer, resume
-from tests.distributed.layouts import Case
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs_training import make_trainer, resume
+from tests.distributed.support.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {
@@ -79,7 +79,7 @@ def fitted_until_all_have_said(context: Any, config: dict[str, Any]) -> dict[str
     record = Path(config["run"]["dir"], "run", "stalls", "collectives_{:05d}")
 
     def wait(seconds: float) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not all(Path(str(record).format(rank)).exists() for rank in range(context.world)) and time.monotonic() < deadline:
             time.sleep(0.05)
 

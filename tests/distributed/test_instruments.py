@@ -25,9 +25,9 @@ from megalite.monitoring.observers import observers
 from megalite.monitoring.phases import PHASES
 from megalite.planning.predicting import device_of
 from megalite.training.fit import Observer, fit
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs_training import make_trainer
-from tests.distributed.layouts import Case
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs_training import make_trainer
+from tests.distributed.support.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "pp": 2}
 STEPS = 4
@@ -173,9 +173,10 @@ def run_rank(rank: int, port: int, arguments: list[str], output: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     sys.argv = ["pretrain.py", *arguments]
     from megalite.commands import train
+    from megalite.launch.process import shutdown
 
     train.main()
-    train.shutdown()
+    shutdown()
 
 
 def test_a_rank_without_memory_says_what_may_help_and_the_other_one_why_it_ends(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_rank_without_memory_says_what_may_help_and_the_other_one_why_it_ends(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(60)
+            process.join(300)
         assert [process.exitcode for process in processes] == [1, 1], [output.read_text() for output in outputs]
     finally:
         for process in processes:

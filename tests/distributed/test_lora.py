@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import jobs_lora, jobs_training
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.layouts import Case
+from tests.distributed.support import jobs_lora, jobs_training
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.layouts import Case
 
 STEPS, BATCH = 4, 32
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
@@ -38,17 +38,9 @@ def configuration(case: Case, prefix: str, precision: str = "fp64", **lora: Any)
 
 
 @pytest.fixture(scope="module")
-def single(ranks, prefix):
+def single(references, prefix):
     """The run of one process in each precision."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def run(precision: str) -> dict[str, Any]:
-        if precision not in known:
-            config = configuration({}, prefix, precision)
-            known[precision] = ranks.run(1, jobs_lora.train, config, STEPS)[0]
-        return known[precision]
-
-    return run
+    return lambda precision: references.run(jobs_lora.train, configuration({}, prefix, precision), STEPS)
 
 
 @pytest.mark.parametrize(("layout", "precision"), [*((layout, "fp64") for layout in LAYOUTS), ("tp 2, sequence parallel, zb-h1", "fp32")])

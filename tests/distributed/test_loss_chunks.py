@@ -12,9 +12,9 @@ from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight, WeightGradQueue
-from tests.distributed import jobs_loss
-from tests.distributed.configs import SEQUENCE, SINGLE, config_of, write_tokens
-from tests.distributed.layouts import Case, micro_batch
+from tests.distributed.support import jobs_loss
+from tests.distributed.support.configs import SEQUENCE, SINGLE, config_of, write_tokens
+from tests.distributed.support.layouts import Case, micro_batch
 
 BASE: Case = {**SINGLE, "tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 2, "masked": True, "dropout": 0.1, "microbatches": 2}
 BATCH = 8

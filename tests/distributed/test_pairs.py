@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed import layouts
+from tests.distributed.support import layouts
 
 RECORD = Path(__file__).with_name("pairs.txt")
 

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from tests.distributed import pool_jobs
-from tests.distributed.pool import RankError, RankPool
+from tests.distributed.support import pool_jobs
+from tests.distributed.support.pool import RankError, RankPool
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -37,6 +37,8 @@ def test_processes_group_and_cache_are_kept_while_the_world_stays(ranks: RankPoo
     second = ranks.run(2, pool_jobs.process)
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
     assert [jobs for _, jobs in first] == [1, 1] and [jobs for _, jobs in second] == [2, 2]
+    ranks.run(1, pool_jobs.place)
+    assert [jobs for _, jobs in ranks.run(2, pool_jobs.process)] == [3, 3], "one process alone does not disturb a group"
     other_world = ranks.run(3, pool_jobs.process)
     assert [pid for pid, _ in other_world[:2]] == [pid for pid, _ in first], "processes outlive their group"
     assert [jobs for _, jobs in other_world] == [1, 1, 1], "the cache does not outlive the group"

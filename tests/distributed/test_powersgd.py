@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megalite.rng import key
 from megalite.training.memory_report import ModelStates, formula, measured, report
-from tests.distributed import jobs, jobs_reduction
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
-from tests.distributed.jobs_training import make_trainer
-from tests.distributed.layouts import Case
+from tests.distributed.support import jobs, jobs_reduction
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
+from tests.distributed.support.jobs_training import make_trainer
+from tests.distributed.support.layouts import Case
 
 STEPS = 5
 
@@ -300,8 +300,8 @@ def test_other_ranks_share_what_is_owed(layout, other, ranks, prefix, saved):
     got = ranks.run(world(SAVED[other]), jobs_reduction.resume, configuration(prefix, SAVED[other], 4, load=before[0]["directory"]), HALF)
     sizes = [SAVED[each]["dp"] for each in (layout, other)]
     assert got[0]["notes"] == [
-        f"parallel.dp was {sizes[0]}, is {sizes[1]}: what PowerSGD still owes the gradients is shared equally by the ranks that there are "
-        "now; this resume is not bitwise"
+        f"parallel.dp was {sizes[0]}, is {sizes[1]}: PowerSGD's error feedback is divided equally among the present ranks; "
+        "this resume is not bitwise"
     ]
     for name in before[0]["errors"]:
         owed = sum(rank["errors"][name] for rank in before)
@@ -311,11 +311,11 @@ def test_other_ranks_share_what_is_owed(layout, other, ranks, prefix, saved):
 
 
 CHANGES: dict[str, tuple[str, int | None, Case, int | None, str]] = {
-    "begins": ("dp 2", None, {"dp": 2}, 4, "parallel.powersgd_rank was null, is 4: what PowerSGD still owes the gradients starts at zero"),
-    "ends": ("dp 2", 4, {"dp": 2}, None, "parallel.powersgd_rank was 4, is null: what PowerSGD still owes the gradients is dropped"),
-    "one process": ("dp 2", 4, {}, 4, "parallel.dp was 2, is 1: what PowerSGD still owes the gradients is dropped"),
-    "another rank": ("dp 2", 4, {"dp": 2}, 2, "parallel.powersgd_rank was 4, is 2: what PowerSGD still owes the gradients is taken over"),
-    "another tp": ("dp 2", 4, {"dp": 2, "tp": 2}, 4, "parallel.tp was 1, is 2: what PowerSGD still owes the gradients is taken over"),
+    "begins": ("dp 2", None, {"dp": 2}, 4, "parallel.powersgd_rank was null, is 4: PowerSGD's error feedback starts at zero"),
+    "ends": ("dp 2", 4, {"dp": 2}, None, "parallel.powersgd_rank was 4, is null: PowerSGD's error feedback is dropped"),
+    "one process": ("dp 2", 4, {}, 4, "parallel.dp was 2, is 1: PowerSGD's error feedback is dropped"),
+    "another rank": ("dp 2", 4, {"dp": 2}, 2, "parallel.powersgd_rank was 4, is 2: PowerSGD's error feedback is kept"),
+    "another tp": ("dp 2", 4, {"dp": 2, "tp": 2}, 4, "parallel.tp was 1, is 2: PowerSGD's error feedback is kept"),
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.random_configurations import Draw, Files, draw, prove
+from tests.distributed.support.random_configurations import Draw, Files, draw, prove
 
 SEEDS = range(60)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megalite.layout import Coordinates
-from tests.distributed import jobs
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs_reduction import SPECS, random_gradients, reduced, segments, whole
-from tests.distributed.layouts import Case
+from tests.distributed.support import jobs
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs_reduction import SPECS, random_gradients, reduced, segments, whole
+from tests.distributed.support.layouts import Case
 
 NARROW = torch.bfloat16
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 import yaml
 
-from tests.distributed.configs import write_tokens
-from tests.distributed.jobs_training import resume
+from tests.distributed.support.configs import write_tokens
+from tests.distributed.support.jobs_training import resume
 from tests.distributed.test_faults import fitted
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 120.0  # seconds: far more than a loaded machine needs
+TIMEOUT = 300.0  # seconds: far more than a loaded machine needs
 
 
 def command(run: Path, prefix: str, *arguments: str) -> list[str]:

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from tests.distributed import jobs_schedules
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.layouts import Case
+from tests.distributed.support import jobs_schedules
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.layouts import Case
 
 MODEL: Case = {**SINGLE, "kv_heads": 4, "vocab_size": 96, "layers": 8, "masked": False, "dropout": 0.0, "tied": False}
 MICROBATCHES = 4

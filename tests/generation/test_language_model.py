@@ -17,7 +17,7 @@ from megalite.generation.sampling import draw, uniform
 from megalite.generation.sources import end_tokens, for_inference, open_source
 from megalite.generation.text import Reply
 from tests.commands.jobs import continued
-from tests.distributed.pool import RankContext, RankPool
+from tests.distributed.support.pool import RankContext, RankPool
 from tests.huggingface.hf_models import CASES, VOCAB, random_ids, write
 
 COUNT = 12  # tokens: more than any window
@@ -124,9 +124,8 @@ def test_memory_is_the_window_and_the_precision_that_is_asked_for(sources: dict[
     assert None in windows and 5 in windows
     per_slot = 2 * model.config.model.kv_heads * model.config.model.head_size * 2
     assert model.new_cache(4, 60).nbytes == 4 * per_slot * sum((window or 60) + 1 for window in windows)
-    assert {memory.master.data_ptr() for memory in model._stage.weights.buckets} == {
-        memory.weights.data_ptr() for memory in model._stage.weights.buckets
-    }
+    buckets = model._stage.gatherer.buckets
+    assert {bucket.master.data_ptr() for bucket in buckets} == {bucket.weights.data_ptr() for bucket in buckets}
     (token,) = next(model.continuations([[1, 2, 3]], 1, Sampling(temperature=0.0)))
     assert 0 <= token < VOCAB
 

@@ -23,7 +23,7 @@ from megalite.evaluation.logits import load_stage, our_logits
 from megalite.training.memory_report import report
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.configs import write_tokens
+from tests.distributed.support.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
@@ -168,5 +168,5 @@ def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path
     assert "adapter_config.json has use_dora = True, which is not handled" in refusal(targets=["q", "k"])
     made = trainer.config
     made.model.init_from, made.lora = str(saved), LoraConfig()
-    with pytest.raises(CheckpointError, match="holds adapters beside its weights. Merge them"):
+    with pytest.raises(CheckpointError, match="holds adapters next to its weights. Merge them"):
         Trainer(made, make_mesh(made))

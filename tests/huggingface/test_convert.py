@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
         one[name].dtype == other[name].dtype and one[name].shape == other[name].shape and torch.equal(one[name], other[name])
         for name in one
     )
+
+
+@pytest.fixture(autouse=True)
+def called_as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages begin with the name under which the program was started."""
+    monkeypatch.setattr(sys, "argv", ["tools/convert_hf.py"])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,8 +19,8 @@ from megalite.data.indexed import IndexedTokens
 from megalite.huggingface.convert import ConversionError
 from megalite.training.trainer import Trainer
 from tests.commands.jobs import logits_from_hf, step_from_hf
-from tests.distributed.configs import write_tokens
-from tests.distributed.pool import RankPool
+from tests.distributed.support.configs import write_tokens
+from tests.distributed.support.pool import RankPool
 from tests.huggingface.hf_models import BF16, CASES, VOCAB, logits_of, make, random_ids, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +122,7 @@ def test_pretrain_starts_from_a_directory_and_names_what_is_wrong_with_it(models
         options = {"model.from_hf": directory, "model.init_from": f"hf:{directory}", "data.train": prefix, "run.dir": tmp_path}
         options |= {"data.sequence_length": SEQUENCE, "train.steps": 1, "train.global_batch_size": 2, "train.micro_batch_size": 2}
         words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-        return subprocess.run([sys.executable, ROOT / "pretrain.py", *words], capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run([sys.executable, ROOT / "pretrain.py", *words], capture_output=True, text=True, timeout=300, check=False)
 
     done = run(models["gpt2"])
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ from megalite_kernels.launch import Variant
 from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import SINGLE, STEPS, config_of, write_tokens
+from tests.distributed.support.configs import SINGLE, STEPS, config_of, write_tokens
 from tests.kernels.compiling import MODULES
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 1, "masked": True, "dropout": 0.0, "microbatches": 2}

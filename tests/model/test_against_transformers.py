@@ -19,7 +19,7 @@ from megalite.layout import Coordinates
 from megalite.parallel.spec import Segment
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.configs import STEPS, write_tokens
+from tests.distributed.support.configs import STEPS, write_tokens
 
 SEQUENCE, BATCH, VOCAB, LR, DECAY = 24, 8, 101, 3e-4, 0.1
 

@@ -123,7 +123,7 @@ def test_a_tp_group_on_several_hosts_is_named() -> None:
     found = [{"host": f"node{rank // 6}"} for rank in range(12)]
     assert across_hosts(found, 1) == across_hosts(found, 2) == across_hosts(found, 6) == []
     (line,) = across_hosts(found, 4)
-    assert line.startswith("parallel.tp = 4: 1 of 3 tp groups lie on several hosts, the first of them ranks 4 to 7: every layer")
+    assert line.startswith("parallel.tp = 4: 1 of 3 tp groups span several hosts, the first of them ranks 4 to 7: every layer")
 
 
 def test_a_small_shared_memory_is_named_once_a_host() -> None:
@@ -131,7 +131,7 @@ def test_a_small_shared_memory_is_named_once_a_host() -> None:
     enough = {"host": "node2", "shared_memory": 512 << 20, "wanted_shared_memory": 512 << 20}
     unknown = {"host": "node3", "shared_memory": None, "wanted_shared_memory": 1}
     (line,) = short_of_memory([host, host, enough, unknown])
-    assert line.startswith("node1: /dev/shm has 64 MiB left, and its ranks may want 512 MiB")
+    assert line.startswith("node1: /dev/shm has 64 MiB free, and its ranks may need 512 MiB")
 
 
 def test_options_of_the_network_reach_the_environment_unless_it_has_its_own() -> None:
@@ -140,7 +140,7 @@ def test_options_of_the_network_reach_the_environment_unless_it_has_its_own() ->
     notes = set_variables(network, environment)
     own = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_NVLS_ENABLE": "0"}
     assert environment == {"NCCL_DEBUG": "WARN", "NCCL_IB_TIMEOUT": "23", **own}
-    assert notes == ["NCCL_DEBUG = WARN in the environment wins over INFO from the section network"]
+    assert notes == ["NCCL_DEBUG = WARN in the environment overrides INFO from the section network"]
 
 
 def test_the_slowest_link_is_named() -> None:
@@ -195,7 +195,7 @@ def test_the_message_names_place_reason_and_rungs() -> None:
     said = memory.describe("rank 3 in step 7, F0.1", error, [memory.Rung({"parallel.tp": 4, "parallel.dp": 2}, 3 << 29)]).splitlines()
     assert said[0] == "rank 3 in step 7, F0.1: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert said[-1].split() == ["--parallel.tp", "4", "--parallel.dp", "2", "saves", "1.5", "GiB"]
-    assert "take more GPUs" in memory.describe("rank 0", error, [])
+    assert "use more GPUs" in memory.describe("rank 0", error, [])
 
 
 # ---- prediction

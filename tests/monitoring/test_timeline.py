@@ -24,10 +24,10 @@ from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.parallel.sharding.transfers import Transfer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import SINGLE, config_of, write_tokens
-from tests.distributed.jobs import mesh_of
-from tests.distributed.layouts import Case
-from tests.distributed.pool import RankContext
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.layouts import Case
+from tests.distributed.support.pool import RankContext
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": False, "dropout": 0.0}
@@ -87,7 +87,7 @@ def test_what_travels_over_data_parallelism_is_beside_the_actions() -> None:
     ]
     found = timeline(build("1f1b", 2, 1), Layout(pp=2), records)
     assert found["data_parallel"] == {"transfers": 1.5, "under_way": 3.0, "waited": 1.0}  # means over both ranks
-    assert "1.5 transfers, 3000.00 ms with something under way, 1000.00 ms of waiting" in describe(found)[-1]
+    assert "1.5 transfers, 3000.00 ms with a transfer in flight, 1000.00 ms of waiting" in describe(found)[-1]
     under_way: dict[str, list[float]] = {}
     for event in found["traceEvents"]:  # the trace begins a second before the first action
         if event["ph"] in "be":

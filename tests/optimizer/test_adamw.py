@@ -8,7 +8,7 @@ from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.norm import clip_divisor
-from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import ParamSpec, Segment
 from tests.optimizer.norms import total_norm
 
@@ -17,7 +17,7 @@ MODEL = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hid
 
 
 def make_store(specs, dtype=torch.float64, seed=1):
-    store = ParameterStore(specs, Mesh(Layout()), dtype=dtype, bucket_bytes=3e3)
+    store = ParameterStore(specs, Mesh(Layout()), StoreOptions(dtype=dtype, bucket_bytes=3e3))
     store.initialize(seed)
     return store
 

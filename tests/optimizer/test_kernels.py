@@ -15,7 +15,7 @@ from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.norm import clip_divisor
-from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from tests.conftest import HAS_GPU
 from tests.optimizer.norms import total_norm
 
@@ -35,7 +35,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
     from tests.kernels.interpreter import repair
 
     mesh = context.cached(("kernels", context.world, zero), lambda: Mesh(Layout(dp=context.world, dp_shard=None if zero else 1)))
-    store = ParameterStore(model_specs(MODEL), mesh, zero=zero, dtype=torch.bfloat16, grad_dtype=grad_dtype, bucket_bytes=3e3)
+    store = ParameterStore(model_specs(MODEL), mesh, StoreOptions(zero=zero, dtype=torch.bfloat16, grad_dtype=grad_dtype, bucket_bytes=3e3))
     store.initialize(1)
     optimizer, norms = AdamW(store, OPTIONS), []
     generator = torch.Generator().manual_seed(5)

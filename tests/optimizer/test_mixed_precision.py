@@ -6,7 +6,7 @@ import torch
 from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "microbatches": 8}
 

@@ -18,7 +18,7 @@ from megalite.parallel.spec import parameter_count
 from megalite.planning.memory import estimate
 from megalite.planning.traffic import ring, traffic
 from megalite.training import meta_device as meta
-from tests.distributed import jobs_memory
+from tests.distributed.support import jobs_memory
 
 MODEL = {
     **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},

@@ -59,7 +59,7 @@ def test_a_device_of_ones_own(tmp_path):
     [
         ({"memory_gbs": None}, "does not say memory_gbs"),
         ({"speed": 1}, "speed is not a known key"),
-        ({"sustained": "fast"}, "wrong kind"),
+        ({"sustained": "fast"}, "wrong type"),
         ({"within": "nvlink9"}, "nvlink9 is not a known link. Nearest: nvlink"),
         ({"tflops": None}, "is not in peaks.yaml"),
         ({"gpus_per_node": 0}, "gpus_per_node must be above 0"),

@@ -45,39 +45,51 @@ def section_of(node: ast.expr) -> str | None:
     return None
 
 
-def aliases(tree: ast.Module) -> dict[str, set[str]]:
-    """Names, in one file, that stand for a section: annotated with its class, or assigned from it."""
-    found: dict[str, set[str]] = {}
+class Aliases:
+    """Names, in one file, that stand for a section: annotated with its class, or assigned from it. Annotations are visited first."""
 
-    def bind(target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for one, other in zip(target.elts, value.elts, strict=True):
-                bind(one, other)
-            return
-        branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-        for branch in branches:
-            named = section_of(branch)
-            if named is None and isinstance(branch, ast.Name | ast.Attribute):  # an alias of an alias, as in self.model = model
-                found.setdefault(ast.unparse(target), set()).update(found.get(ast.unparse(branch), ()))
-            if named is not None:
-                found.setdefault(ast.unparse(target), set()).add(named)
+    def __init__(self) -> None:
+        self.found: dict[str, set[str]] = {}
 
-    def annotate(name: str, annotation: ast.expr | None) -> None:
+    def argument(self, node: ast.arg) -> None:
+        self._annotate(node.arg, node.annotation)
+
+    def annotated(self, node: ast.AnnAssign) -> None:
+        self._annotate(ast.unparse(node.target), node.annotation)
+
+    def _annotate(self, name: str, annotation: ast.expr | None) -> None:
         words = set(ast.unparse(annotation).replace("'", "").replace('"', "").split(" | ")) if annotation else set()
         for section, kind in SECTIONS.items():
             if kind in words:
-                found.setdefault(name, set()).add(section)
-                found.setdefault(f"self.{name}", set()).add(section)  # a dataclass's field
+                self.found.setdefault(name, set()).add(section)
+                self.found.setdefault(f"self.{name}", set()).add(section)  # a dataclass's field
 
-    for node in ast.walk(tree):
+    def bind(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for one, other in zip(target.elts, value.elts, strict=True):
+                self.bind(one, other)
+            return
+        for branch in [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]:
+            named = section_of(branch)
+            if named is not None:
+                self.found.setdefault(ast.unparse(target), set()).add(named)
+            elif isinstance(branch, ast.Name | ast.Attribute):  # an alias of an alias, as in self.model = model
+                self.found.setdefault(ast.unparse(target), set()).update(self.found.get(ast.unparse(branch), ()))
+
+
+def aliases(tree: ast.Module) -> dict[str, set[str]]:
+    """Names, in one file, that stand for a section."""
+    names = Aliases()
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.arg):
-            annotate(node.arg, node.annotation)
+            names.argument(node)
         elif isinstance(node, ast.AnnAssign):
-            annotate(ast.unparse(node.target), node.annotation)
-    for node in ast.walk(tree):
+            names.annotated(node)
+    for node in nodes:
         if isinstance(node, ast.Assign):
-            bind(node.targets[0], node.value)
-    return found
+            names.bind(node.targets[0], node.value)
+    return names.found
 
 
 def derived_keys(schema: ast.Module) -> dict[str, set[str]]:

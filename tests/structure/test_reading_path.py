@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.structure import tracing
 from tests.structure.sources import ROOT
 
@@ -20,10 +20,10 @@ EXCEPTIONS = {
     "megalite/rng.py": "numbers by key: its first line says all that a caller relies on",
     "megalite/shared_memory.py": "a transport of small messages beneath the collectives, which could as well be TCP",
     "megalite/activity.py": "tells other threads where a rank is; without it a step computes the same",
-    "megalite/parallel/pipeline/clock.py": "measures when actions run; without it a step computes the same",
     "megalite/training/faults.py": "rehearses faults; in a run without --faults it does nothing",
 }
 VOCABULARY = (  # words in which the others speak: who talks to whom, what a rank holds, what a schedule is made of
+    "megalite/layout.py",
     "megalite/mesh.py",
     "megalite/parallel/spec.py",
     "megalite/parallel/pipeline/schedule.py",

@@ -52,17 +52,17 @@ def test_it_prints_a_line_for_pipeline_ranks_that_are_alike(say):
     lines = say({**LLAMA_405B, "train.recompute": "full", "pp": 4, "parallel.schedule": "gpipe"}, "--world_size", "128").splitlines()
     table = [line.split() for line in lines[3:7]]
     assert [row[:2] for row in table] == [["pp", "rank"], ["0", "0-31"], ["1-2", "32-95"], ["3", "96-127"]]
-    assert lines[-1] == "built on the meta device, with the bytes that were planned: 8 ranks"
+    assert lines[-1] == "built on the meta device, with the planned number of bytes: 8 ranks"
 
 
 @pytest.mark.parametrize(
     "options, words, message",
     [
-        ({"model.vocab_size": "null"}, [], "model.vocab_size = null is not known: no PREFIX.json beside data.train says it. Give --model"),
+        ({"model.vocab_size": "null"}, [], "model.vocab_size = null is unknown: no PREFIX.json next to data.train gives it. Set --model"),
         ({"tp": 3}, ["--world_size", "3"], "parallel.tp = 3 does not divide"),
         ({}, ["--world_size", "12"], "parallel.dp = 1 does not fill the run's 12 processes"),
         ({"model.vocab_size": 100}, ["--ranks", "1"], "--ranks 1 is not one of 1 ranks. Give ranks from 0 to 0."),
-        ({}, ["--world_size", "0"], "argument --world_size: '0' is not a whole number from 1 up"),
+        ({}, ["--world_size", "0"], "argument --world_size: '0' is not a positive integer"),
         ({}, ["--ranks", "x"], "'x' is not a list of ranks such as 0,7"),
         ({"parallel.zerro": 3}, [], "--parallel.zerro on the command line is not a known option. Nearest: --parallel.zero."),
     ],
@@ -79,7 +79,7 @@ def test_a_disagreement_is_one_message(say, monkeypatch, capsys):
     monkeypatch.setattr(meta, "planned", lambda *arguments: honest(*arguments)._replace(gradients=7))
     with pytest.raises(SystemExit) as end:
         say({"model.preset": "tiny", "model.vocab_size": 100, "pp": 2, "parallel.dp": 1}, "--ranks", "1")
-    found = re.fullmatch(r"rank 1: gradients take [\d,]+ bytes as they are built, but 7 are planned\.\n", capsys.readouterr().err)
+    found = re.fullmatch(r"rank 1: gradients take [\d,]+ bytes as built, but 7 as planned\.\n", capsys.readouterr().err)
     assert end.value.code == 1 and found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 101, "layers": 2, "masked": False, "dropout": 0.1, "microbatches": 2}
 BATCH = {"global_batch_size": 4, "micro_batch_size": 2}

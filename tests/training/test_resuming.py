@@ -12,7 +12,7 @@ from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import ConfigError
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import SINGLE, config_of, write_tokens
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "microbatches": 4}
 STEPS = 3
@@ -94,7 +94,7 @@ def test_a_restarted_job_compares_options_with_their_defaults_filled_in(stored, 
     """An option that has come since does not hide the job's own checkpoint; one that has gone makes it another job's, and no error."""
     own, options = {**run, "name": stored.__name__}, {"load": "none"}
     with monkeypatch.context() as patch:
-        patch.setattr("megalite.training.trainer.to_dict", lambda config: stored(to_dict(config)))
+        patch.setattr("megalite.training.checkpointing.to_dict", lambda config: stored(to_dict(config)))
         first = trainer(prefix, own, checkpoint=options)
         first.step()
         first.save()

@@ -1,8 +1,8 @@
-"""What the model computes and keeps, unit by unit, from the configuration alone. Imports no torch.
+"""What the model computes and keeps, unit by unit, derived from the configuration. Imports no torch.
 
-`units` describes a unit (embedding, layer, head) once, as data: its matrix products, attention, elementwise passes, and what each keeps
-for the backward. Every number follows from it: `flops` counts FLOPs by the usual conventions, for MFU and for the partition over stages;
-`megalite.planning` derives memory (`activations`), bytes sent (`traffic`) and time (`operations`). A new kind of layer is a new
+`units` describes a unit (embedding, layer, head) once, as data: its matrix products, attention, elementwise kernels, and what each keeps
+for the backward. All costs follow from it: `flops` counts FLOPs by the usual conventions, for MFU and for the partition over stages;
+`megalite.planning` derives memory (`activations`), bytes sent (`traffic`) and time (`operations`). A new kind of layer needs only a new
 description.
 """
 

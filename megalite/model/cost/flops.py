@@ -1,8 +1,7 @@
-"""FLOPs of the model by the conventions in use, from the description of its units. Imports no torch.
+"""FLOPs of the model by the usual conventions, from the description of its units. Imports no torch.
 
-Matrix products alone, two FLOPs a multiply-add; a backward counts twice its forward. The trainer's MFU, the partition over stages and the
-planner read this module. Model FLOPs are those of the PaLM paper (Chowdhery et al. 2022, appendix B): what the model needs, so
-recomputation does not count.
+Only matrix products count, two FLOPs per multiply-add; a backward counts twice its forward. The trainer's MFU, the partition over stages
+and the planner read this module. Model FLOPs are those of the PaLM paper (Chowdhery et al. 2022, appendix B): recomputation does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from megalite.model.cost.units import Units
 
 
 class LayerCosts(NamedTuple):
-    """FLOPs of one sequence's forward pass; backward takes twice as many everywhere, so the proportions hold for training."""
+    """FLOPs of one sequence's forward pass; the backward of each unit takes twice as many, so the proportions hold for training."""
 
     layers: list[int]
     embedding: int
@@ -24,9 +23,9 @@ class LayerCosts(NamedTuple):
 
 
 def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
-    """Matrix products, and the attended pairs of positions (causal, within the layer's window).
+    """FLOPs of matrix products and of the attended pairs of positions (causal, within the layer's window).
 
-    Norms, activations and other elementwise work are left out; a lookup counts one operation for each element it copies.
+    Norms, activations and other elementwise kernels do not count; a lookup counts one operation per element copied.
     """
     units = Units(model, Share(sequence_length))
     layers = [units.layer(index).flops for index in range(model.num_hidden_layers)]
@@ -36,9 +35,9 @@ def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
 def model_flops_per_token(model: ModelConfig, sequence_length: int, lora: LoraConfig | None = None) -> float:
     """FLOPs of forward and backward for one token of a sequence.
 
-    Two a multiply-add; backward counts twice the forward; the head counts, the embedding lookup does not. Attention counts every position
-    of the sequence (of the window, where the layer has one), although a causal mask needs only half of them: the convention of Megatron-LM
-    and PaLM, under which numbers are comparable. Norms, activations and softmax are left out. Frozen weights have no weight gradient.
+    Two per multiply-add; backward counts twice the forward; the head counts, the embedding lookup does not. Attention counts all positions
+    of the sequence (of the window, if the layer has one), although a causal mask needs only half of them: the convention of Megatron-LM and
+    PaLM, so that numbers are comparable. Norms, activations and softmax do not count. Frozen weights have no weight gradient.
     """
     return per_token(model, sequence_length, lora=lora).model
 
@@ -51,12 +50,12 @@ class Flops:
     """FLOPs of a forward and backward for one token.
 
     Attributes:
-        convention: palm counts every position for attention (Chowdhery et al. 2022, Megatron-LM), causal those that the mask leaves.
+        convention: palm counts all positions for attention (Chowdhery et al. 2022, Megatron-LM), causal only those that the mask leaves.
         layers: the matrix products with the layers' weights.
         attention: query · key and probabilities · value.
         head: the product with the vocabulary.
-        embedding: what the lookup would cost as a product, where it is counted; else 0.
-        recomputed: what backward computes a second time.
+        embedding: the lookup counted as a product with the vocabulary; 0 if it is not counted.
+        recomputed: what backward computes again.
     """
 
     convention: Convention
@@ -68,12 +67,12 @@ class Flops:
 
     @property
     def model(self) -> float:
-        """What the model needs: recomputation does not count. MFU is measured by this."""
+        """FLOPs that the model needs, without recomputation: the basis of MFU."""
         return self.layers + self.attention + self.head + self.embedding
 
     @property
     def hardware(self) -> float:
-        """What is computed."""
+        """FLOPs that are computed, with recomputation."""
         return self.model + self.recomputed
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,7 +80,7 @@ class Flops:
 
 
 def _attended(sequence_length: int, window: int | None, convention: Convention) -> float:
-    """Positions that a token attends to, in the mean over the sequence; the window bounds them."""
+    """Number of positions that a token attends to, averaged over the sequence; at most the window."""
     if convention == "palm" or not sequence_length:
         return min(window or sequence_length, sequence_length)
     return attended_pairs(sequence_length, window) / sequence_length
@@ -100,10 +99,10 @@ def per_token(
     """FLOPs of one token of a sequence.
 
     Args:
-        recompute: as train.recompute. selective computes the scores again (query · key), full a layer's whole forward.
-        embedding: count the embedding as a product with the vocabulary, as 6 · parameters does.
-        flash: attention runs a kernel that keeps no probabilities: every backward computes the scores again.
-        lora: adapters. What they freeze has no weight gradient: two products instead of three.
+        recompute: as train.recompute. selective recomputes the scores (query · key), full a layer's whole forward.
+        embedding: count the embedding as a product with the vocabulary, as the rule 6 · parameters does.
+        flash: attention runs a kernel that keeps no probabilities: every backward recomputes the scores.
+        lora: adapters. Frozen weights have no weight gradient: two products instead of three.
     """
     units = Units(model, Share(1), lora)  # one token
     head = float(sum(product.training_flops for product in units.head().products))

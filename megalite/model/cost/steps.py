@@ -1,4 +1,4 @@
-"""The parts of a unit's description: plain records of what one tensor-parallel rank computes and keeps for one microbatch. No torch.
+"""The records that describe a unit: what one tensor-parallel rank computes and keeps for one microbatch. Imports no torch.
 
 UnitCost          embedding, layer or head
   Block           a layer has two: attention, and the feed-forward
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 Dtype = Literal["compute", "accumulate", "index", "mask"]
 """compute: train.precision; accumulate: at least fp32; index: of a token or a position; mask: one byte."""
 Mode = Literal["none", "selective", "full"]
-"""What train.recompute means for a layer: the stronger the mode, the less is kept and the more is computed again."""
+"""train.recompute of a layer: a stronger mode keeps less and recomputes more."""
 MODES: tuple[str, ...] = ("none", "selective", "full")
 
 
@@ -41,11 +41,11 @@ class Share:
 
 
 class Buffer(NamedTuple):
-    """A tensor that forward keeps for backward, or that backward needs for the moment.
+    """A tensor that forward keeps for backward, or a temporary of the backward.
 
     Attributes:
-        values: elements on this rank.
-        kept_under: the strongest mode that keeps it; stronger modes compute it again.
+        values: number of elements on this rank.
+        kept_under: the strongest mode that keeps it; stronger modes recompute it.
     """
 
     name: str
@@ -55,14 +55,14 @@ class Buffer(NamedTuple):
 
 
 def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: str = "none") -> int:
-    """Bytes of what is kept under a mode of recomputation, given the width of each dtype."""
+    """Bytes of the buffers that are kept under a recomputation mode, given the bytes of each dtype."""
     strength = MODES.index(mode)
     return sum(buffer.values * widths[buffer.dtype] for buffer in buffers if MODES.index(buffer.kept_under) >= strength)
 
 
 class Collectives(NamedTuple):
-    """How often a ring passes a [sequence, batch, hidden] tensor around the tp ranks: once for an all-gather or a reduce-scatter, twice for
-    an all-reduce."""
+    """Number of times that a ring passes a [sequence, batch, hidden] tensor around the tp ranks: once for an all-gather or reduce-scatter,
+    twice for an all-reduce."""
 
     forward: int
     backward: int
@@ -73,14 +73,14 @@ class Product:
     """A matrix product of tokens with a stored weight [outputs, inputs].
 
     Attributes:
-        name: of the stored weight within its unit: attention.qkv, attention.out, mlp.in, mlp.down, head.
+        name: the stored weight's name within its unit: attention.qkv, attention.out, mlp.in, mlp.down, head.
         rows: tokens that are multiplied with it.
-        outputs, inputs: of this rank's part, padding and replicated key-value heads included.
+        outputs, inputs: this rank's part, padding and replicated key-value heads included.
         weights: elements of the whole weight, each counted once.
-        split: which dimension tp ranks share.
+        split: the dimension that is split over tp ranks.
         frozen: the weight has no gradient (LoRA).
-        adapter_rank: outputs of the adapters' first factors, which are stored together; 0 without adapters.
-        adapter_weights: elements of both factors of the adapters, whole.
+        adapter_rank: outputs of the adapters' first factors A, which are stored together; 0 without adapters.
+        adapter_weights: elements of both factors of the adapters, over all tp ranks.
     """
 
     name: str
@@ -100,27 +100,27 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of the forward, over all tp ranks."""
+        """FLOPs of the forward, over all tp ranks."""
         return 2 * self.rows * (self.weights + self.adapter_weights)
 
     @property
     def training_flops(self) -> int:
-        """Of forward and backward: gradient of the input, and of weights that have one."""
+        """FLOPs of forward and backward over all tp ranks: gradients of the input, and of weights that are trained."""
         return 2 * self.rows * ((2 if self.frozen else 3) * self.weights + 3 * self.adapter_weights)
 
     @property
     def keeps_input(self) -> bool:
-        """Whether backward needs the input: it computes gradients of the weight or of its adapters."""
+        """Whether backward needs the input, for gradients of the weight or of its adapters."""
         return not self.frozen or self.adapter_rank > 0
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
-        """What adapters keep between their factors. The input is kept by the step that computed it."""
+        """The adapters' tensors between A and B. The input is kept by the step that computed it."""
         return (Buffer(f"{self.name}: between the adapters' factors", self.rows * self.adapter_rank),)
 
     @property
     def stashed(self) -> tuple[Buffer, ...]:
-        """What a backward whose weight gradients are put off keeps: the input and the output's gradient, both gathered."""
+        """What a split backward keeps until the W pass: the input and the output's gradient, both gathered."""
         if not self.keeps_input:
             return ()
         return (
@@ -129,8 +129,8 @@ class Product:
         )
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
-        """Split outputs: sums the input's gradient; under sequence parallelism gathers the input, and for weight gradients once again.
-        Split inputs: sums the output; under sequence parallelism gathers its gradient."""
+        """Split outputs: the input's gradient is summed; under sequence parallelism the input is gathered, and again for weight gradients.
+        Split inputs: the output is summed; under sequence parallelism its gradient is gathered."""
         if self.split == "outputs":
             return Collectives(1, 2 if self.keeps_input else 1) if sequence_parallel else Collectives(0, 2)
         return Collectives(1, 1) if sequence_parallel else Collectives(2, 0)
@@ -138,7 +138,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Rows of a stored table, one for each token. local_weights: elements of the tables on this rank."""
+    """Lookup of one row of a stored table per token. local_weights: elements of the tables on this rank."""
 
     rows: int
     width: int
@@ -148,21 +148,21 @@ class Lookup:
 
     @property
     def values(self) -> int:
-        """Elements that are copied."""
+        """Number of elements copied."""
         return self.rows * self.width
 
     @property
     def flops(self) -> int:
-        """One operation for each element copied."""
+        """One operation per element copied."""
         return self.values
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
-        """Each rank has some of the rows, so the output is summed; under sequence parallelism its gradient is gathered."""
+        """Each rank has a part of the rows, so the output is summed; under sequence parallelism its gradient is gathered."""
         return Collectives(1, 0 if self.frozen else 1) if sequence_parallel else Collectives(2, 0)
 
 
 def attended_pairs(sequence: int, window: int | None) -> int:
-    """(query, key) pairs of one head and sequence that a causal mask leaves within the window."""
+    """Number of (query, key) pairs of one head and sequence that a causal mask leaves within the window."""
     seen = min(window or sequence, sequence)
     return seen * (seen + 1) // 2 + (sequence - seen) * seen
 
@@ -181,11 +181,11 @@ class Attention:
 
     @property
     def flops(self) -> int:
-        """Of this rank's heads, over the pairs that the mask leaves."""
+        """FLOPs of this rank's heads, over the pairs that the mask leaves."""
         return 4 * self.batch * attended_pairs(self.sequence, self.window) * self.heads * self.head_size
 
     def product_flops(self, positions: float) -> float:
-        """Of one of the two products for one token that attends to so many positions."""
+        """FLOPs of one of the two products for one token that attends to `positions` positions."""
         return 2 * positions * (self.heads * self.head_size)
 
 
@@ -194,9 +194,9 @@ class Elementwise:
     """Kernels bound by memory: norms, activations, residual sums.
 
     Attributes:
-        forward, backward: for each kernel, the values that it reads and writes.
-        local_weights: elements of norms.
-        summed: values that tp ranks all-reduce in forward, and as many in backward.
+        forward, backward: for each kernel, the number of values that it reads and writes.
+        local_weights: elements of norms on this rank.
+        summed: values all-reduced over tp in forward, and the same number in backward.
     """
 
     forward: tuple[int, ...] = ()
@@ -216,10 +216,10 @@ class Block:
 
     Attributes:
         before: the residual sum, and the norm that is fused with it.
-        steps: between the norms. The weights of the last product are the first whose gradients a split backward puts off.
+        steps: between the norms. The weight gradient of the last product is the first that a split backward defers.
         after: the norm of the block's output.
-        dropped: values of the output to which dropout applies.
-        workspace: largest temporaries of the backward, an estimate: gradients, gathered inputs.
+        dropped: number of output values to which dropout applies.
+        workspace: estimate of the largest temporaries of the backward: gradients, gathered inputs.
     """
 
     before: Elementwise
@@ -257,12 +257,12 @@ class UnitCost:
 
     @property
     def flops(self) -> int:
-        """Of the forward: products and attended pairs; norms, activations and softmax are left out."""
+        """FLOPs of the forward: products and attended pairs; norms, activations and softmax do not count."""
         return sum(step.flops for step in self.steps)
 
     @property
     def local_weights(self) -> int:
-        """Elements of matrices, tables and norms on this rank; biases and norms of queries and keys are left out."""
+        """Elements of matrices, tables and norms on this rank; without biases and norms of queries and keys."""
         return sum(step.local_weights for step in self.steps)
 
     @property
@@ -272,10 +272,10 @@ class UnitCost:
 
     @property
     def summed(self) -> int:
-        """Values of elementwise kernels that tp ranks all-reduce in forward, and as many in backward."""
+        """Values of elementwise kernels all-reduced over tp in forward, and the same number in backward."""
         return sum(step.summed for step in self.steps if isinstance(step, Elementwise))
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
-        """Of all products and lookups."""
+        """The sum over all products and lookups."""
         counts = [step.collectives(sequence_parallel) for step in self.steps if isinstance(step, Product | Lookup)]
         return Collectives(sum(count.forward for count in counts), sum(count.backward for count in counts))

@@ -1,7 +1,7 @@
 """The description of each unit of the model, for one tensor-parallel rank and one microbatch. Imports no torch.
 
-The steps follow `megalite.model` and `megalite.parallel.tensor`; a Buffer stands for each tensor that their autograd functions save,
-storages counted once. Shapes of weights are those of the stored parameters (`megalite.model.parameters`).
+The steps are those of `megalite.model` and `megalite.parallel.tensor`; each tensor that their autograd functions save is a Buffer, each
+storage counted once. Shapes of weights are those of the stored parameters (`megalite.model.parameters`).
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from megalite.layout import Coordinates
 from megalite.model.cost.steps import Attention, Block, Buffer, Elementwise, Lookup, Product, Share, UnitCost
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
 
-ATTENTION_BLOCK = 64  # queries, of the reference in `megalite_kernels.attention`
+ATTENTION_BLOCK = 64  # queries per block of the reference in `megalite_kernels.attention`
 
 
 class Units:
-    """The units of a model.
+    """Describes the units of a model.
 
     Args:
-        share: which part of the model and of a batch.
-        lora: adapters; a rank freezes everything else.
-        flash: attention runs a kernel that keeps one number for each query instead of probabilities.
+        share: the part of the model and of a batch.
+        lora: adapters; with a rank all other weights are frozen.
+        flash: attention runs a kernel that keeps one number per query and head instead of probabilities.
     """
 
     def __init__(self, model: ModelConfig, share: Share, lora: LoraConfig | None = None, flash: bool = True):
         self.model, self.share, self.lora, self.flash = model, share, lora or LoraConfig(), flash
-        self.own = share.own_tokens * model.hidden_size  # values of [sequence (/tp), batch, hidden]
-        self.whole = share.tokens * model.hidden_size  # of the same, gathered
+        self.own = share.own_tokens * model.hidden_size  # elements of [sequence (/tp), batch, hidden]
+        self.whole = share.tokens * model.hidden_size  # elements of [sequence, batch, hidden]
         self._layers: dict[Hashable, UnitCost] = {}
 
     def unit(self, number: int) -> UnitCost:
-        """0 is the embedding, 1 … L are the layers, L + 1 is the head."""
+        """The unit of a number: 0 is the embedding, 1 … L are the layers, L + 1 is the head."""
         if number == 0:
             return self.embedding()
         return self.head() if number == head_unit(self.model) else self.layer(number - 1)
 
     def alike(self, index: int) -> Hashable:
-        """Layers for which this is equal have equal descriptions."""
+        """A key: layers with equal keys have equal descriptions."""
         return self.model.window(index)
 
     def layer(self, index: int) -> UnitCost:
@@ -50,7 +50,7 @@ class Units:
         return self._layers[key]
 
     def embedding(self) -> UnitCost:
-        """Rows of the vocabulary, and learned positions. Which rows were looked up is kept, and which of them other ranks have."""
+        """The vocabulary table, and learned positions. Kept are the token ids, and a mask of those whose rows are on other ranks."""
         model, share = self.model, self.share
         table = self._vocabulary * model.hidden_size
         positions = model.position == "learned"
@@ -61,7 +61,7 @@ class Units:
         return UnitCost((Block(Elementwise(), (Lookup(share.tokens, model.hidden_size, weights, bool(self.lora.rank), tuple(kept)),)),))
 
     def head(self) -> UnitCost:
-        """The final norm and the logits. What the loss keeps depends on how it is computed and is not part of this."""
+        """The final norm and the logits. What the loss keeps depends on how it is computed and is not included."""
         model = self.model
         name = "embedding" if model.tie_word_embeddings else "head"
         weights = model.vocabulary * model.hidden_size
@@ -71,13 +71,13 @@ class Units:
 
     @property
     def _vocabulary(self) -> int:
-        """Rows of the vocabulary on this rank."""
+        """Rows of the padded vocabulary on this rank."""
         return padded_vocabulary(self.model.vocabulary, self.share.tp) // self.share.tp
 
     # --- a layer -----------------------------------------------------------------------------------------------------------
 
     def _layer_products(self, index: int) -> dict[str, Product]:
-        """The products with a layer's weights, by name: every token with every one of them."""
+        """The products of all tokens with each of a layer's weights, by name."""
         lora, tp, found = self.lora, self.share.tp, {}
         for spec in model_specs(self.model, tp=tp, units=[index + 1]):
             segments = [segment for segment in spec.segments if segment.role]
@@ -126,14 +126,14 @@ class Units:
         into, down, tokens = products["mlp.in"], products["mlp.down"], self.share.tokens
         inner = tokens * down.inputs
         forward, backward = (3, 6) if self.model.gated_mlp else (2, 4)
-        # The activation's output is computed again, its input is kept.
+        # The activation's input is kept; its output is recomputed.
         activation = Elementwise((forward * inner,), (backward * inner,), (Buffer("input of the activation", tokens * into.outputs),))
         workspace = Buffer("gradients of the feed-forward", self.whole + 2 * inner + tokens * into.outputs)
         before, after = self._around(into, is_first=False)
         return Block(before, (into, activation, down), after, self._dropped, (workspace,))
 
     def _around(self, column: Product, is_first: bool) -> tuple[Elementwise, Elementwise]:
-        """The residual sum with the norm that is fused with it, and the norm of the output. The input of the first block is the layer's."""
+        """The residual sum with its fused norm, and the norm of the output. `is_first`: the block's input is the layer's input."""
         placement, own = self.model.norm_placement, self.own
         width = self.model.hidden_size * (1 if self.model.norm == "rms" else 2)
         stream = Buffer("residual stream", own, kept_under="full" if is_first else "selective")
@@ -146,13 +146,13 @@ class Units:
         )
 
     def _norm_buffers(self, column: Product | None = None) -> tuple[Buffer, ...]:
-        """What a norm and the product behind it keep: the output, unless that product needs no input, and statistics (rstd, for LayerNorm
-        the mean too)."""
+        """What a norm and the following product keep: the norm's output, unless that product needs no input, and statistics (rstd; for
+        LayerNorm also the mean)."""
         statistics = Buffer("statistics of the norm", self.share.own_tokens * (1 if self.model.norm == "rms" else 2), "accumulate")
         return (Buffer("output of the norm", self.own), statistics) if column is None or column.keeps_input else (statistics,)
 
     def _dropout(self, probability: float) -> list[Buffer]:
-        """The positions that a mask is drawn for; the mask itself is drawn again."""
+        """The positions that are part of a mask's key; the mask itself is recomputed."""
         return [Buffer("positions for dropout", self.share.own_tokens // self.share.batch, "index")] if probability else []
 
     @property
@@ -160,7 +160,7 @@ class Units:
         return self.own if self.model.residual_dropout else 0
 
     def _probabilities(self, index: int, heads: int) -> tuple[Buffer, ...]:
-        """Of the blocks of queries that the reference computes: only the keys that some query of a block sees."""
+        """What attention keeps: log-sum-exp, or the reference's probabilities, block by block of queries, of the keys that a block sees."""
         if self.flash:
             return (Buffer("log-sum-exp", self.share.tokens * heads, "accumulate"),)
         if self.model.attention_softcap is not None:

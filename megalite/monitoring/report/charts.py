@@ -15,7 +15,7 @@ from megalite.monitoring.report.run import PHASES, Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-POINTS = 600  # of a curve, at most
+POINTS = 600  # maximum per curve
 SIZE = (6.2, 2.7)  # inches
 COLOURS = ("#2a62a8", "#c8691b", "#2f7d4f", "#b03a8c", "#7a4fa3", "#8a7a1f", "#3a8f9c", "#a33a3a")
 
@@ -48,19 +48,19 @@ ONLY_IF_IT_CHANGES = ("loss_scale", "bubble_fraction")
 
 
 def charts(runs: Sequence[Run]) -> list[str]:
-    """Every chart that has something to show, as SVG elements."""
+    """Every chart that has data, as SVG elements."""
     made = [_curves(chart, runs) for chart in CHARTS if any(_changes(run, chart) for run in runs)]
     return made + [_phases(run) for run in runs if run.phases]
 
 
 def _changes(run: Run, chart: Chart) -> bool:
-    """Whether there is a curve to see. A loss scale that stays what it is, or the bubble of one stage, is none."""
+    """Whether a chart has a curve to show. A constant loss scale, or the bubble of a single stage, is not shown."""
     values = [value for key in chart.keys for value in run.curve(key)[1]]
     return bool(values) and (chart.keys[0] not in ONLY_IF_IT_CHANGES or len(set(values)) > 1)
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[np.ndarray[Any, Any], ...]:
-    """At most POINTS points: each the mean of neighbouring steps, with the smallest and the largest of them. Four arrays."""
+    """At most POINTS points: arrays of the mean step, and the mean, the smallest and the largest value of neighbouring steps."""
     parts = min(len(steps), POINTS)
     at, of = (np.array_split(np.asarray(each, dtype=float), parts) for each in (steps, values))
     return tuple(
@@ -94,7 +94,7 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> str:
 
 
 def _phases(run: Run) -> str:
-    """What a step's time is made of."""
+    """The phases of a step, stacked."""
 
     def draw(axes: Axes) -> None:
         steps, bottom = [line["step"] for line in run.steps], np.zeros(0)
@@ -115,7 +115,7 @@ def _cycled(count: int) -> list[str]:
 
 
 def _svg(title: str, unit: str, draw: Any) -> str:
-    """One figure as an SVG element. Its text stays text, and its names can not clash with those of another on the page."""
+    """One figure as an SVG element. Text is kept as text, and the hash salt keeps its ids distinct from other figures on the page."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The report: one HTML page that needs nothing beside it."""
+"""The report: one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE = """<!doctype html>
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole report of one run, or of several beside each other."""
+    """The whole report of one run, or of several side by side."""
     title = " · ".join(run.name for run in runs)
     sections = [
         ("", _table(["", *(run.name for run in runs)], _summary(runs))),
@@ -56,7 +56,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _summary(runs: Sequence[Run]) -> list[list[str]]:
-    """What one wants to know first, a column for each run."""
+    """The summary table, with a column for each run."""
 
     def number(value: float | None, form: str, scale: float = 1.0) -> str:
         return "–" if value is None else format(value * scale, form)
@@ -101,7 +101,7 @@ def _pipeline(run: Run) -> str:
 
 
 def _predictions(run: Run) -> str:
-    """What the tools foretold beside what came, where there is both."""
+    """Predicted and measured values, where both are known."""
     rows = []
     plan = run.schedule()
     if run.recorded is not None:
@@ -118,7 +118,7 @@ def _predictions(run: Run) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    """The options in which the runs are not alike."""
+    """The options in which the runs differ."""
     flat = [dict(_flat(run.options)) for run in runs]
     names = dict.fromkeys(name for options in flat for name in options)
     rows = [[name, *(str(options.get(name, "–")) for options in flat)] for name in names]

@@ -1,6 +1,6 @@
-"""What a run's directory tells of it: configuration, every step's numbers, validation, and what was predicted.
+"""Reads a run's directory: configuration, metrics of every step, validation, and predictions.
 
-Everything but config.yaml may be missing or still growing: a report can be made while a run trains.
+Everything except config.yaml may be missing or still growing: a report can be made while a run trains.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PHASES = "time_"  # metrics.jsonl's keys of a step's phases start with this
 
 
 class ReportError(Exception):
-    """A directory of which there is nothing to report; the message says why."""
+    """A directory without anything to report; the message says why."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run's directory, read. `steps` and `validations` are the lines of metrics.jsonl, oldest first."""
+    """The content of one run's directory. `steps` and `validations` are the lines of metrics.jsonl, oldest first."""
 
     name: str
     config: Config
@@ -45,12 +45,12 @@ class Run:
     prediction: dict[str, Any]
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
-        """The steps that have a number under this key, and the numbers."""
+        """The steps that have a number under this key, and these numbers."""
         found = [(line["step"], line[key]) for line in (*self.steps, *self.validations) if isinstance(line.get(key), int | float)]
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def typical(self, key: str) -> float | None:
-        """The median over the second half of the steps, which no start-up disturbs."""
+        """The median over the second half of the steps, to exclude start-up."""
         _, values = self.curve(key)
         return median(values[len(values) // 2 :]) if values else None
 
@@ -64,7 +64,7 @@ class Run:
         return parameter_count(with_adapters(model_specs(self.config.model), self.config.lora))
 
     def schedule(self) -> Plan | None:
-        """The pipeline of a step: with the durations that the run recorded, else with those that its schedule was planned for."""
+        """The pipeline of a step, with the durations that the run recorded, or else those that its schedule was planned for."""
         if self.recorded is not None:
             return self.recorded.plan
         parallel = self.config.parallel
@@ -75,7 +75,7 @@ class Run:
 
 
 def read(directory: Path) -> Run:
-    """Read a run's directory. Raises ReportError where it is none."""
+    """Read a run's directory. Raises ReportError if it is not one."""
     try:
         options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
         config = from_dict(options)
@@ -94,7 +94,7 @@ def read(directory: Path) -> Run:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; one that is being written is left out."""
+    """The complete lines of metrics.jsonl; a line that is being written is left out."""
     if not path.exists():
         return []
     found = []
@@ -104,7 +104,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if not isinstance(found[-1], dict) or not isinstance(found[-1].get("step"), int):
-            raise ReportError(f"{path}, line {number}: it is no line of a run's metrics, since it has no step.")
+            raise ReportError(f"{path}, line {number}: not a line of a run's metrics, since it has no step.")
     return found
 
 

@@ -1,6 +1,6 @@
-"""What a schedule costs: its bubble by all three names in use, its memory and its messages. One plan, every schedule, or a row of sizes.
+"""The cost of a schedule: its bubble by all three definitions in use, its memory and its messages; for one plan, every schedule or a sweep.
 
-The schedule is the one that `generator.build` gives the runtime, the time is the simulator's: nothing here is a formula.
+The schedule is the one that `generator.build` returns for the runtime, and times are simulated: no closed formulas are used.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megalite.parallel.pipeline.schedule import Action, Costs, Kind, Schedule, S
 from megalite.parallel.pipeline.simulator import Timeline, simulate
 
 BUBBLES = ("bubble_fraction", "bubble_over_ideal", "bubble_rate")
-DIGITS = 12  # sums of equal durations differ by rounding: what is 0 should read 0
+DIGITS = 12  # rounds off the differences between sums of equal durations, so that 0 is printed as 0
 
 
 class Weights(NamedTuple):
-    """Weights that data-parallel ranks share and gather for use (ZeRO-3).
+    """Weights that are sharded over data-parallel ranks and gathered for use (ZeRO-3).
 
     Attributes:
-        gather: how long it takes to gather a rank's whole weights once.
-        buckets: in how many parts, on each rank; at least one for each of its stages.
-        reshard: free a part after each use (action), or at the end of the step (step).
+        gather: time to gather a rank's whole weights once.
+        buckets: number of buckets on each rank; at least one for each of its stages.
+        reshard: free a bucket after each use (action), or at the end of the step (step).
     """
 
     gather: float
@@ -34,7 +34,7 @@ class Weights(NamedTuple):
     reshard: Literal["action", "step"] = "action"
 
     def gathered(self, schedule: Schedule) -> Schedule:
-        """The schedule with gathers and reshards; a part is a unit of the model."""
+        """The schedule with gathers and reshards; each bucket is one unit of the model."""
         chunks = schedule.stages // schedule.ranks
         buckets = max(self.buckets, chunks)
         units: list[tuple[Unit, ...]] = []
@@ -47,13 +47,13 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule, timed.
+    """A schedule and its simulated times.
 
     Attributes:
         durations: forward, input_backward and weight_backward of one microbatch: a number for a rank's whole share of the model, or a list
             with one for each stage; comm is the latency of a message.
-        unit: what durations are in, "" where any unit will do.
-        weights: how they are gathered for use; None where they are whole.
+        unit: unit of the durations; "" if they have none.
+        weights: how weights are gathered for use; None if they stay whole.
     """
 
     schedule: Schedule
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def splits(self) -> bool:
-        """Whether the backward is in two passes."""
+        """Whether the backward is split into an input and a weight pass."""
         return Kind.WEIGHT in self.schedule.passes
 
     def size(self, axis: str) -> str | int:
@@ -82,24 +82,24 @@ class Plan:
         return sizes[axis]
 
     def peaks(self, until: Kind = Kind.BACKWARD) -> list[float]:
-        """For each rank, the most microbatches held at once by all its stages, each from its forward to the end of its `until` pass."""
+        """For each rank, its peak in whole-stage activations of one microbatch, held from the forward to the end of the `until` pass."""
         return [peak / self.chunks for peak in peak_activations(self.schedule, until)]
 
     def messages(self) -> list[int]:
-        """For each rank, the messages that it sends in a step."""
+        """For each rank, the number of messages that it sends in a step."""
         schedule, sent = self.schedule, [0] * self.schedule.ranks
         for stage, rank in enumerate(schedule.placement):
             sent[rank] += schedule.microbatches * sum(send_after(Action(kind, stage, 0), schedule) is not None for kind in schedule.passes)
         return sent
 
     def with_messages(self) -> Schedule:
-        """The schedule as it would be executed."""
+        """The schedule with its messages and gathers, as it is executed."""
         schedule = with_communication(self.schedule)
         return schedule if self.weights is None else self.weights.gathered(schedule)
 
     def gathering(self) -> dict[str, Any]:
-        """How weights are gathered, and for each rank how often they are gathered as a whole, the share of them that is whole at once at
-        most, and the time that compute waits for them."""
+        """The gathering of weights: its parameters, and for each rank how many times a step gathers the whole weights, the largest fraction
+        of them that is whole at once, and the time that compute waits for them."""
         if self.weights is None:
             return {}
         ranks, gathers = range(self.schedule.ranks), [len(spans) for spans in self.timeline.gathers]
@@ -140,10 +140,10 @@ def plan(
     costs: Costs | None = None,
     weights: Weights | None = None,
 ) -> Plan:
-    """Build a schedule for the costs, and time it by them.
+    """Build a schedule for the costs, and simulate it with them.
 
     Raises:
-        ScheduleError: as `build` does, or no pass takes any time.
+        ScheduleError: see `build`; or all durations are 0.
     """
     costs = costs or Costs()
     if not costs.forward + costs.input_backward + costs.weight_backward > 0:
@@ -157,7 +157,7 @@ def plan(
 def compare(
     ranks: int, microbatches: int, virtual_stages: int | None = None, costs: Costs | None = None, weights: Weights | None = None
 ) -> list[Plan]:
-    """Every schedule at one size. `virtual_stages` goes to those that have a choice."""
+    """Every schedule at one size. `virtual_stages` applies to those whose number of stages per rank can be chosen."""
     return [plan(name, ranks, microbatches, None if RECIPES[name].chunks else virtual_stages, costs, weights) for name in SCHEDULES]
 
 
@@ -171,7 +171,7 @@ def sweep(
     costs: Costs | None = None,
     weights: Weights | None = None,
 ) -> list[Plan]:
-    """One schedule, or where `name` is None every one, at each size; `axis` says which of ranks and microbatches `values` stand for."""
+    """One schedule, or every one if `name` is None, at each of `values` of `axis`: pp (ranks) or microbatches."""
     plans = []
     for value in values:
         sizes = (value, microbatches) if axis == "pp" else (ranks, value)

@@ -1,18 +1,19 @@
-"""The pass that adds sends and receives to a schedule, so that no execution of it can deadlock. Imports no torch.
+"""The pass that adds sends and receives to a schedule, such that no execution of it can deadlock. Imports no torch.
 
-What the runtime does with the result, and what the validator models:
+The rules by which the runtime executes the result, and the validator models it:
 
 - *Channels.* All ranks of the pipeline axis share one communicator for each tensor kind (forward, backward) and direction along the
   rank order (up, down). On one communicator, a rank's operations complete in the order in which the rank issued them, as NCCL's do.
 - *Rendezvous.* A send and its receive complete together, and only once each is the oldest unfinished operation of its rank on the channel.
-- *What blocks.* Issuing a send or a receive never blocks. A compute action blocks until its own receive has completed. The end of the
-  step blocks until every send has completed; until then the runtime holds what it sends.
+- *Blocking.* Issuing a send or a receive never blocks. A compute action blocks until its receive has completed. The end of the step blocks
+  until every send has completed; until then the runtime keeps the tensors that it sends.
 
-Why this cannot deadlock: time every compute action and sort all of them, over all ranks, by when they end; put each message right after the
-action that produced it. In this one global order everything comes after what it depends on. On every rank the compute actions, and on every
-channel of a rank the operations, are issued in this order, and no receive later than its place in it. So the first unfinished item of the
-global order is always free to finish: were it a compute action, its inputs would have arrived; were it a message, both ends would have been
-issued and be the oldest on their channel. The argument needs no asynchronous sends: it holds when each send blocks until it is received.
+Proof that this cannot deadlock: simulate the compute actions, and sort those of all ranks by their end times; place each message right
+after the action that produced it. In this global order every item comes after its dependencies. Compute actions on every rank, and
+operations on every channel of a rank, are issued in this order, and no receive is issued later than its place in the order. Therefore the
+first unfinished item of the global order can always finish: if it is a compute action, its inputs have arrived; if it is a message, both
+ends have been issued and are the oldest on their channel. The proof does not need asynchronous sends: it holds if each send blocks until
+it is received.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import Literal, NamedTuple
 
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
 
-PASS, MESSAGE = 16, 1  # durations by which messages are ordered
-OUTSTANDING_SENDS = 4  # sends that a rank may leave incomplete: bounds the memory that messages hold
+PASS, MESSAGE = 16, 1  # durations of the simulation that the global order comes from
+OUTSTANDING_SENDS = 4  # sends that a rank may leave incomplete: bounds the memory of messages
 
 
 class Channel(NamedTuple):
-    """One communicator over the pipeline axis: what travels on it, and whether to higher (up) or lower (down) ranks."""
+    """One communicator over the pipeline axis: for activations (forward) or gradients (backward), to higher (up) or lower (down) ranks."""
 
     kind: Literal["forward", "backward"]
     direction: Literal["up", "down"]
@@ -43,7 +44,7 @@ CHANNELS = (Channel("forward", "up"), Channel("forward", "down"), Channel("backw
 
 
 def channel_of(action: Action, rank: int) -> Channel:
-    """The channel that a rank's send or receive belongs to."""
+    """The channel of a rank's send or receive."""
     assert action.peer is not None, f"{action} does not communicate"
     forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
     up = (action.peer > rank) == action.is_send
@@ -57,7 +58,7 @@ def channels(schedule: Schedule) -> list[Channel]:
 
 
 def send_after(action: Action, schedule: Schedule) -> Action | None:
-    """The send that a compute action's result needs: none within a rank, at the ends of the model, and for weight gradients."""
+    """The send of a compute action's result; None within a rank, at the ends of the model, and for weight passes."""
     step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind)
     if step is None or not 0 <= action.stage + step < schedule.stages:
         return None
@@ -67,7 +68,7 @@ def send_after(action: Action, schedule: Schedule) -> Action | None:
 
 
 def receive_before(action: Action, schedule: Schedule) -> Action | None:
-    """The receive that a compute action needs: the other end of its predecessor's send."""
+    """The receive of a compute action's input, which matches `send_after` of the action that produces it; None if there is none."""
     step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind)
     if step is None or not 0 <= action.stage - step < schedule.stages:
         return None
@@ -77,7 +78,7 @@ def receive_before(action: Action, schedule: Schedule) -> Action | None:
 
 
 def received_from(receive: Action) -> Action:
-    """The compute action, on the peer, whose result a receive takes."""
+    """The compute action on the peer whose result a receive receives."""
     if receive.kind is Kind.RECEIVE_FORWARD:
         return Action(Kind.FORWARD, receive.stage - 1, receive.microbatch)
     return Action(Kind.BACKWARD, receive.stage + 1, receive.microbatch)
@@ -86,22 +87,22 @@ def received_from(receive: Action) -> Action:
 def with_communication(schedule: Schedule) -> Schedule:
     """The schedule's compute actions with their sends and receives; gathers and reshards are added afterwards.
 
-    A send stands right after the action that makes its tensor. A receive stands one compute action ahead of the one that needs it, so that
-    the transfer overlaps with compute, or further ahead where its tensor is expected even earlier; but never ahead of operations on
-    its channel that precede it in the global order.
+    A send comes right after the action that produces its tensor. A receive comes one compute action before the one that needs it, so that
+    the transfer overlaps with compute, or earlier if its tensor is expected earlier, but never before operations on its channel that
+    precede it in the global order.
 
     Raises:
-        ScheduleError: the compute actions wait for each other in a circle, or for one that is in no list.
+        ScheduleError: compute actions wait for each other in a cycle, or for one that is in no list.
     """
     order = _global_order(schedule)
     return replace(schedule, actions=tuple(_rank_actions(schedule, rank, order) for rank in range(schedule.ranks)), units=())
 
 
 def _global_order(schedule: Schedule) -> dict[Action, int]:
-    """Every compute action's place when all are sorted by their end.
+    """The index of every compute action when all are sorted by their simulated ends.
 
-    Any positive durations give a correct order. Equal ones for all passes, long against a message, give one that runs close to it.
-    Integers keep the order the same on every machine.
+    Any positive durations give a correct order. Equal durations of all passes, long compared with a message, give an order that is close to
+    execution. Integers make the order the same on every machine.
     """
     durations = {Kind.FORWARD: PASS, Kind.BACKWARD: PASS if Kind.WEIGHT in schedule.passes else 2 * PASS, Kind.WEIGHT: PASS}
     todo = [deque(schedule.compute(rank)) for rank in range(schedule.ranks)]
@@ -109,7 +110,7 @@ def _global_order(schedule: Schedule) -> dict[Action, int]:
     free, known = [0.0] * schedule.ranks, -1
 
     def end_of(action: Action, rank: int) -> float:
-        """When the next action of a rank ends; infinity where that is not known yet."""
+        """The time at which the next action of a rank ends; infinity if it is not known yet."""
         needed = dependencies(action, schedule.stages)
         arrivals = (ends.get(other, inf) + (MESSAGE if schedule.placement[other.stage] != rank else 0) for other in needed)
         return max(free[rank], *arrivals, 0) + durations[action.kind]
@@ -128,13 +129,13 @@ def _global_order(schedule: Schedule) -> dict[Action, int]:
 
 
 def _rank_actions(schedule: Schedule, rank: int, order: dict[Action, int]) -> tuple[Action, ...]:
-    """One rank's list. `order` places a message by the compute action that produced it."""
+    """One rank's list. A message's place in `order` is that of the compute action that produced it."""
     compute = schedule.compute(rank)
     queues = _queues(schedule, compute, rank, order)
     actions: list[Action] = []
     for action, following in zip(compute, [*compute[1:], None], strict=True):
-        horizon = dict.fromkeys(queues, order[action])  # receives placed before this action come first …
-        if following and (receive := receive_before(following, schedule)):  # … and so does the next action's, to overlap with this one
+        horizon = dict.fromkeys(queues, order[action])  # receives ordered before this action are issued before it …
+        if following and (receive := receive_before(following, schedule)):  # … and so is the next action's, to overlap with this one
             channel = channel_of(receive, rank)
             horizon[channel] = max(horizon[channel], order[received_from(receive)])
         for channel, queue in queues.items():
@@ -147,7 +148,7 @@ def _rank_actions(schedule: Schedule, rank: int, order: dict[Action, int]) -> tu
 
 
 def _queues(schedule: Schedule, compute: list[Action], rank: int, order: dict[Action, int]) -> dict[Channel, deque[tuple[int, Action]]]:
-    """For each channel the rank's operations with their global places, in that order."""
+    """For each channel, the rank's operations with their places in the global order, sorted by these."""
     operations = []
     for action in compute:
         if receive := receive_before(action, schedule):

@@ -1,9 +1,9 @@
-"""The pass that adds the gathering and freeing of weights to a schedule (ZeRO-3; Rajbhandari et al. 2020). Imports no torch.
+"""The pass that adds gathers and reshards of weights to a schedule (ZeRO-3; Rajbhandari et al. 2020). Imports no torch.
 
-A rank keeps a shard of each bucket of weights. Before a unit of the model computes, its buckets are gathered over data parallelism, and
-freed afterwards. Which unit is used next follows from the list of actions, so its buckets are gathered while the present one
-computes, and a bucket that is needed again at once stays whole: no more are whole at a time than two units need. With `keep` nothing
-is freed before the end of the step: one gathering a step instead of one for each use, and all weights in memory.
+A rank keeps a shard of each bucket of weights. The buckets of a unit of the model are all-gathered over data parallelism before the unit
+computes, and freed afterwards. The list of actions determines the next unit, so its buckets are gathered while the current one computes,
+and a bucket that the next unit also needs stays whole: at most the buckets of two units are whole at a time. With `keep` nothing is freed
+before the end of the step: each bucket is gathered once per step instead of once per use, and all weights stay in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, Schedule
 
 def uses(action: Action, schedule: Schedule) -> Sequence[Unit]:
     """The units whose gathered weights a compute action needs, in the order of its computation."""
-    if not schedule.units or action.kind is Kind.WEIGHT:  # a weight gradient needs inputs and output gradients
+    if not schedule.units or action.kind is Kind.WEIGHT:  # a weight gradient needs only inputs and output gradients
         return ()
     units = schedule.units[action.stage]
     if action.kind is Kind.FORWARD:
@@ -26,11 +26,11 @@ def uses(action: Action, schedule: Schedule) -> Sequence[Unit]:
 
 
 def with_gathering(schedule: Schedule, units: tuple[tuple[Unit, ...], ...], keep: bool = False) -> Schedule:
-    """The schedule with its gathers and reshards; each stands in front of the compute action during which it happens.
+    """The schedule with gathers and reshards; each precedes the compute action during which it happens.
 
     Args:
-        units: for each stage its units, first to last.
-        keep: free nothing; the runtime does when the shards change, or the next step begins.
+        units: for each stage, its units, first to last.
+        keep: insert no reshards; the gatherer frees all weights when the shards change or the next run begins.
     """
     known = replace(schedule, units=units)
     return replace(known, actions=tuple(_rank_actions(known, rank, keep) for rank in range(schedule.ranks)))
@@ -59,7 +59,7 @@ def _rank_actions(schedule: Schedule, rank: int, keep: bool) -> tuple[Action, ..
 
 
 def check_gathering(schedule: Schedule, rank: int) -> int:
-    """Follow a rank's gathers and reshards as the runtime executes them; returns the most buckets that are whole at once.
+    """Replay a rank's gathers and reshards as the runtime executes them. Returns the maximum number of buckets that are whole at once.
 
     Raises:
         ScheduleError: a unit computes with a bucket that is not whole, or a bucket is gathered or freed twice.
@@ -73,7 +73,7 @@ def check_gathering(schedule: Schedule, rank: int) -> int:
             assert move.bucket is not None
             if (move.bucket in whole) == (kind is Kind.GATHER):
                 state = "is whole" if move.bucket in whole else "is not whole"
-                raise ScheduleError(f"rank {rank}: {move} stands where bucket {move.bucket} {state}.")
+                raise ScheduleError(f"rank {rank}: {move} is executed while bucket {move.bucket} {state}.")
             whole.symmetric_difference_update({move.bucket})
 
     for action in schedule.actions[rank]:

@@ -1,4 +1,4 @@
-"""From a name and sizes to a schedule: the order of each rank, and the weight passes in its gaps. Imports no torch."""
+"""Builds a schedule from its name and sizes: the order of each rank, with weight passes in its gaps. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SCHEDULES = tuple(RECIPES)
 
 
 def chunks_of(name: str, virtual_stages: int | None = None) -> int:
-    """Stages on each rank: as asked for, else 2 where there is a choice.
+    """Number of stages on each rank: `virtual_stages`, or by default the schedule's own number, or 2 if it has none.
 
     Raises:
-        ScheduleError: the schedule is unknown, or has another number of its own.
+        ScheduleError: the schedule is unknown, or has a fixed number that differs from virtual_stages.
     """
     if name not in RECIPES:
         raise ScheduleError(f"parallel.schedule = {name!r} is not a schedule. Choose one of: {', '.join(SCHEDULES)}.")
@@ -37,8 +37,8 @@ def build(
     """The schedule of compute actions; `with_communication` adds the sends and receives.
 
     Args:
-        virtual_stages: stages on each rank, for `interleaved` (default 2); the others have their own number.
-        costs: what the weight passes of a split backward are placed by (default: every pass takes as long, messages no time).
+        virtual_stages: stages on each rank, for `interleaved` (default 2); the other schedules have a fixed number.
+        costs: durations by which the weight passes of a split backward are placed (default: all passes equal, messages take no time).
         forward_only: keep only the forwards, in the same order, for evaluation.
 
     Raises:
@@ -58,6 +58,6 @@ def build(
 
 
 def _forward_only(schedule: Schedule) -> Schedule:
-    """Dropping the other passes keeps the order valid, since a forward depends on forwards alone."""
+    """Keep only the forwards. The order stays valid, since a forward depends only on forwards."""
     actions = tuple(tuple(action for action in actions if action.kind is Kind.FORWARD) for actions in schedule.actions)
     return replace(schedule, actions=actions, activation_limit=(1,) * schedule.ranks, passes=(Kind.FORWARD,))

@@ -1,10 +1,10 @@
-"""In which order each rank runs its forwards and backwards, under every schedule. Imports no torch.
+"""The order of each rank's forwards and backwards, for every schedule. Imports no torch.
 
-Each order is a closed form of a few lines. Where a schedule splits the backward, the weight passes are not in it: `weight_passes.py` puts
-them into the gaps, since where the gaps are depends on how long things take. That is why the zero-bubble schedules need no generator of
-their own: zb-h1 and zb-h2 are 1f1b with more forwards up front, zb-v is 1f1b on a model folded in two.
+Each order is a closed form of a few lines. If a schedule splits the backward, its weight passes are not in the order: `weight_passes.py`
+puts them into the gaps, which depend on the durations. The zero-bubble schedules therefore need no generator of their own: zb-h1 is 1f1b,
+zb-h2 is 1f1b with more forwards at the start, zb-v is 1f1b on a model folded in two.
 
-Forwards and backwards of a stage run in ascending microbatch order under every schedule: gradients then add in the same order, bit for bit.
+Forwards and backwards of a stage run in ascending microbatch order under every schedule, so gradients are added in the same order, bitwise.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ class Shape(NamedTuple):
 
 
 def looped(shape: Shape) -> tuple[int, ...]:
-    """Rank of each stage, round and round: the last rank hands over to the first."""
+    """Rank of each stage, in rounds over the ranks: the last rank sends to the first."""
     return tuple(range(shape.ranks)) * shape.chunks
 
 
 def folded(shape: Shape) -> tuple[int, ...]:
-    """Rank of each stage, there and back in a V: rank 0 holds the first and the last stage."""
+    """Rank of each stage, in a V: up the ranks and back, so rank 0 holds the first and the last stage."""
     there = tuple(range(shape.ranks))
     return there + there[::-1]
 
 
 def gpipe(rank: int, shape: Shape) -> list[Action]:
-    """GPipe (Huang et al. 2019): every forward, then every backward. Backward ascends, not mirrored as in the paper."""
+    """GPipe (Huang et al. 2019): every forward, then every backward, in ascending order, not mirrored as in the paper."""
     return [Action(kind, rank, i) for kind in (F, B) for i in range(shape.microbatches)]
 
 
 def alternating(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then forwards and backwards alternately, then the remaining backwards."""
     steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     return [*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]]
 
 
 def one_f_one_b(rank: int, shape: Shape) -> list[Action]:
-    """1F1B (Narayanan et al. 2019): warm up, alternate, drain. Stage s holds at most p - s activations."""
+    """1F1B (Narayanan et al. 2019): warm up, alternate, drain. Stage s of p holds at most p - s activations."""
     return _ahead(rank, shape, shape.ranks - rank - 1)
 
 
 def zb_h2(rank: int, shape: Shape) -> list[Action]:
-    """ZB-H2 (Qi et al. 2023): 2(p - s) - 1 forwards in flight, enough to work while the first gradient travels down and up again."""
+    """ZB-H2 (Qi et al. 2023): 2(p - s) - 1 forwards in flight, enough to compute until the first microbatch's gradient returns."""
     return _ahead(rank, shape, 2 * (shape.ranks - rank - 1))
 
 
@@ -66,8 +66,8 @@ def _ahead(rank: int, shape: Shape, warmup: int) -> list[Action]:
 def groups(shape: Shape) -> list[range]:
     """The microbatches in groups that pass through one chunk after the other.
 
-    A group of fewer than p leaves ranks idle at every change of chunk, so as many groups as have p each, of sizes as equal as possible,
-    the larger ones first.
+    A group of fewer than p leaves ranks idle at every change of chunk. There are therefore floor(m / p) groups, at least one, of sizes as
+    equal as possible, the larger ones first.
     """
     count = max(1, shape.microbatches // shape.ranks)
     size, rest = divmod(shape.microbatches, count)
@@ -76,16 +76,15 @@ def groups(shape: Shape) -> list[range]:
 
 
 def interleaved_warmup(rank: int, shape: Shape) -> int:
-    """Forwards before the first backward (Narayanan et al. 2021): every chunk but the last of a group, and a way down and up the ranks.
-
-    With one chunk the way down is enough: that is 1F1B.
+    """Number of forwards before the first backward (Narayanan et al. 2021): a group's forwards of every chunk but the last, and two for
+    each rank that follows, for the way down and back up the ranks. With one chunk the way down suffices: that is 1F1B.
     """
     ways, largest = 2 if shape.chunks > 1 else 1, len(groups(shape)[0])
     return min(ways * (shape.ranks - rank - 1) + (shape.chunks - 1) * largest, shape.microbatches * shape.chunks)
 
 
 def interleaved(rank: int, shape: Shape) -> list[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021): group by group, within a group chunk by chunk, forwards ascending, backwards descending."""
+    """Interleaved 1F1B (Narayanan et al. 2021): group by group, in a group chunk by chunk, ascending in forward, descending in backward."""
     chunks = range(shape.chunks)
     forwards = [Action(F, chunk * shape.ranks + rank, i) for group in groups(shape) for chunk in chunks for i in group]
     backwards = [Action(B, chunk * shape.ranks + rank, i) for group in groups(shape) for chunk in reversed(chunks) for i in group]
@@ -93,7 +92,7 @@ def interleaved(rank: int, shape: Shape) -> list[Action]:
 
 
 class _Folded:
-    """Builds a rank's order on the V: its downward stage and its upward one, each action as often as there are microbatches."""
+    """Builds a rank's order on the V, which has a downward and an upward stage: each pass once for every microbatch."""
 
     def __init__(self, rank: int, shape: Shape):
         self.down, self.up = rank, 2 * shape.ranks - 1 - rank
@@ -102,7 +101,7 @@ class _Folded:
         self._microbatches = shape.microbatches
 
     def put(self, *wanted: tuple[Kind, int]) -> None:
-        """Append the next microbatch of each (kind, stage), where one is left whose forward is done."""
+        """Append each (kind, stage) for its next microbatch, if one is left and, for a backward, its forward is done."""
         for kind, stage in wanted:
             microbatch = self._next[kind, stage]
             limit = self._microbatches if kind is F else self._next[F, stage]
@@ -112,7 +111,7 @@ class _Folded:
 
 
 def zb_v(rank: int, shape: Shape) -> list[Action]:
-    """ZB-V (Qi et al. 2023): downward forwards until the first microbatch is back, then both halves in turn."""
+    """ZB-V (Qi et al. 2023): downward forwards until the first microbatch is back, then both halves alternately."""
     order = _Folded(rank, shape)
     order.put(*[(F, order.down)] * (2 * (shape.ranks - rank) - 1))
     order.put(*[(F, order.up), (F, order.down)] * rank)
@@ -125,16 +124,16 @@ def zb_v(rank: int, shape: Shape) -> list[Action]:
 def v_half(rank: int, shape: Shape) -> list[Action]:
     """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): one microbatch's pattern, repeated every six passes.
 
-    Downward forwards and upward backwards start two passes later from rank to rank, the two others one pass. Modulo three the first two
-    then never meet the other two, on any rank; each pair is kept apart by three passes more. A microbatch lives about 3p passes of a
-    stage in all: half as long as under 1F1B.
+    From rank to rank, downward forwards and upward backwards start two passes later, the other two one pass later. Modulo three, the first
+    two then never coincide with the other two on any rank; within each pair the start times differ by three modulo six. A microbatch's
+    activations are held for about 3p passes of a stage in total: half as long as under 1F1B.
     """
     p, period = shape.ranks, 6
 
     def at_least(time: int, residue: int) -> int:
         return time + (residue - time) % period
 
-    forward_up = 2 * (p - 1) + 1  # on the last rank, which turns it at once
+    forward_up = 2 * (p - 1) + 1  # on the last rank, which continues with its upward stage at once
     backward_up = at_least(forward_up + p, 3)  # on rank 0
     backward_down = at_least(backward_up + 2 * (p - 1) + 1, forward_up + 3)  # on the last rank
     down, up = rank, 2 * p - 1 - rank
@@ -149,9 +148,14 @@ def v_half(rank: int, shape: Shape) -> list[Action]:
 
 
 class Recipe(NamedTuple):
-    """What makes a schedule: where its stages lie, each rank's order, and how many activations a rank may hold.
+    """The parts that define a schedule.
 
-    `chunks` is the number of stages on each rank, None where it may be chosen. `splits` says that the backward is in two passes.
+    Attributes:
+        order: a rank's forwards and backwards, in order.
+        activations: maximum number of (stage, microbatch) activations that a rank holds at once.
+        placement: the rank of each stage.
+        chunks: number of stages on each rank; None if it can be chosen.
+        splits: whether the backward is split into an input and a weight pass.
     """
 
     order: Callable[[int, Shape], list[Action]]
@@ -170,4 +174,4 @@ RECIPES = {
     "zb-v": Recipe(zb_v, lambda rank, shape: 2 * shape.ranks, folded, chunks=2, splits=True),
     "v-half": Recipe(v_half, lambda rank, shape: shape.ranks + 2, folded, chunks=2, splits=True),
 }
-"""Every schedule by its name. The limits hold in (stage, microbatch) activations, at most all that there are."""
+"""Every schedule by its name. `generator.build` caps the activation limits at microbatches × chunks."""

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds: a contiguous split that makes the slowest stage as fast as possible. Imports no torch.
+"""Partition of layers into pipeline stages: the contiguous split that minimises the cost of the slowest stage. Imports no torch.
 
 The embedding belongs to the first stage and the head to the last, so their costs are counted there: with a large vocabulary the head alone
 costs as much as several layers, and an even split would leave every other stage waiting for the last.
@@ -13,12 +13,12 @@ from itertools import accumulate
 def balanced(costs: Sequence[float], stages: int, first_extra: float = 0, last_extra: float = 0) -> list[int]:
     """Number of layers of each stage, first to last, at least one each.
 
-    Exact: the smallest possible maximum of the stages' costs; among those splits the most even one (least sum of squared costs);
-    among those, fewer layers on earlier stages, which hold more activations.
+    Exact: the minimum of the largest stage cost; among those splits the most even one (least sum of squared costs); among those, fewer
+    layers on earlier stages, which hold more activations.
 
     Args:
         costs: cost of each layer.
-        first_extra, last_extra: cost of what the first and the last stage hold besides layers (embedding, head).
+        first_extra, last_extra: cost of the embedding on the first and of the head on the last stage.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -41,7 +41,8 @@ def balanced(costs: Sequence[float], stages: int, first_extra: float = 0, last_e
 def _best_split(
     layers: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Dynamic programming over (stages used, layers used): the least combined cost, and its split."""
+    """Dynamic programming over (stages used, layers used). Returns the least combined cost and its split."""
+    # Layers used → least cost of the stages so far, and their sizes.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(stages):
         following: dict[int, tuple[float, list[int]]] = {}

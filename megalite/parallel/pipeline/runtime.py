@@ -1,11 +1,13 @@
-"""The runtime: an interpreter of one rank's list of actions. It decides nothing; the schedule does.
+"""The runtime: an interpreter of one rank's list of actions. It makes no decisions; the schedule does.
 
-A receive is posted where the list says so and awaited only by the computation that needs it; a send is started right after the computation
-that makes its tensor and held until it is complete (gloo reads the tensor when the receiver is ready). Nothing waits on the device.
-Each computation is marked by a clock at its start and end: that is the measured bubble.
+Communication: point-to-point over the pp axis. Forward sends activations to the next stage, backward sends their gradients to the
+previous one, both [seq (/tp), batch, hidden]. A receive is posted where the list has it and awaited only by the computation that needs
+it. A send starts right after the computation that produces its tensor, which is kept until the send completes (gloo reads it only when
+the receiver is ready). The host never waits for the device. A clock marks the start and end of each computation: these marks give the
+measured bubble.
 
-A stage's output is cut out of its autograd graph by `_Handoff`: the graph keeps a scalar token instead of the activations, so their memory
-is free the moment they are sent.
+`_Handoff` detaches a stage's output from its autograd graph: the graph keeps a scalar token instead of the activations, so their memory
+is freed as soon as they are sent.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from megalite.parallel.weight import WeightGradQueue
 
 Key = tuple[int, int]  # stage, microbatch
 INPUTS = {Kind.FORWARD: (Kind.RECEIVE_FORWARD, -1), Kind.BACKWARD: (Kind.RECEIVE_BACKWARD, 1)}
-"""What brings a computation its input from another rank, and how many stages further it is made."""
+"""The receive that a computation's input arrives by, and the offset of the stage that produces it."""
 
 
 class Gatherer(Protocol):
-    """What carries out a schedule's gathers and reshards: weights that are kept as shards are whole while they are used (ZeRO-3)."""
+    """Executes a schedule's gathers and reshards (ZeRO-3): weights are stored as shards and are whole only while they are used."""
 
     def begin_run(self, planned: bool) -> None:
-        """A schedule begins to execute; `planned`: its list has gathers and reshards."""
+        """Call before a schedule is executed. `planned`: its list has gathers and reshards."""
 
     def gather(self, bucket: int, unit: int | None) -> None:
         """Gather a bucket when the next computation reaches a unit of the model; None: now."""
@@ -45,7 +47,7 @@ class Gatherer(Protocol):
 
 
 class _Gradient:
-    """Where the gradient of a handed-over output arrives."""
+    """Holds the gradient of a handed-over output between its receive and `_Handoff.backward`."""
 
     value: Tensor | None = None
 
@@ -66,7 +68,7 @@ class _Handoff(torch.autograd.Function):
 
 @dataclass
 class _Run:
-    """What is under way in one execution of a schedule."""
+    """The state of one execution of a schedule. Activations and their gradients are [seq (/tp), batch, hidden]."""
 
     schedule: Schedule
     microbatches: Sequence[Microbatch]
@@ -74,12 +76,12 @@ class _Run:
     loss_scale: float
     training: bool
     statistics: dict[str, Tensor]
-    inputs: dict[Key, Tensor] = field(default_factory=dict)
-    roots: dict[Key, Tensor] = field(default_factory=dict)
+    inputs: dict[Key, Tensor] = field(default_factory=dict)  # leaves of the stages' graphs, whose .grad goes to the previous stage
+    roots: dict[Key, Tensor] = field(default_factory=dict)  # scalars that backward starts from: the loss, or a _Handoff's token
     gradients: dict[Key, _Gradient] = field(default_factory=dict)
-    products: dict[Key, Tensor] = field(default_factory=dict)  # outputs and input gradients on their way to another stage
-    arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
-    sends: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
+    products: dict[Key, Tensor] = field(default_factory=dict)  # outputs and input gradients that another stage has yet to consume
+    arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)  # receives in flight, with their buffers
+    sends: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)  # sends in flight, with the tensors they read
     marks: list[ActionMarks] = field(default_factory=list)
 
 
@@ -88,13 +90,13 @@ class Runtime:
 
     Args:
         stages: the stages on this rank by number (`megalite.model.stage.Stage`).
-        activation_shape: [seq (/tp), batch, hidden] of what travels between stages, in `dtype`.
+        activation_shape: [seq (/tp), batch, hidden], the shape of every message between stages; their dtype is `dtype`.
         weight_grads: the stages' queue of weight-gradient products, which W actions compute.
         gatherer: gathers and frees the stages' weights (ZeRO-3) as the list of actions says.
 
     Attributes:
-        clock: what measures; on a GPU by default nothing, since reading its clock waits for the device.
-        ran: this rank's computations in the last execution, in time.
+        clock: measures the computations. On a GPU the default measures nothing, since reading its events waits for the device.
+        ran: start and end of this rank's computations in the last execution.
     """
 
     def __init__(
@@ -126,12 +128,14 @@ class Runtime:
     ) -> tuple[dict[str, Tensor], StepTiming]:
         """Execute this rank's actions.
 
-        `confirm` is called after the forwards with which the rank starts. False says that the weights have changed since, on every
-        rank: what was done so far is thrown away, and done again.
+        Args:
+            loss_scale: factor on the loss of every microbatch, and so on all gradients.
+            confirm: called after the forwards that the rank's list starts with (`Schedule.forward_prefix`). It returns False, on every
+                rank, if the weights have changed since the run began: the prefix is then discarded and executed again.
 
-        Returns what this rank's stages have measured, summed over microbatches by name (0-d fp64; `loss` is that of the microbatches, times
-        loss_scale, where the last stage is here, else 0), and how the rank spent its time, as far as the clock measures it. Work that was
-        thrown away counts as waiting.
+        Returns:
+            The statistics of this rank's stages by name, summed over microbatches (0-d, fp64; `loss` is multiplied by loss_scale, and 0 on
+            a rank without the last stage), and the rank's times, if the clock measures them. Discarded work counts as waiting.
         """
         run = self._begin(schedule, microbatches, step, loss_scale, training)
         actions, prefix = schedule.actions[self.mesh.pp.rank], 0
@@ -148,7 +152,7 @@ class Runtime:
                     self._execute(run, actions[:prefix])
             self._execute(run, actions[prefix:])
         for work, _ in run.sends.values():
-            work.wait()
+            work.wait()  # the buffers must outlive their sends
         self.mesh.activity.runs += 1
         read = [ActionTiming(*each) for each in self.clock.read((*thrown_away, *run.marks))]
         self.ran, before = read[len(thrown_away) :], read[: len(thrown_away)]
@@ -165,7 +169,7 @@ class Runtime:
         for action in actions:
             activity.enter(action)
             if action.is_compute:
-                free = self.clock.mark()
+                free = self.clock.mark()  # until `start` the rank waits for another one: part of the bubble
                 self._await_input(run, action)
                 start = self.clock.mark()
                 self._passes[action.kind](run, action)
@@ -178,7 +182,7 @@ class Runtime:
 
     @staticmethod
     def _await_input(run: _Run, action: Action) -> None:
-        """Where another rank makes an action's input, wait until it is here: from then on it is as if it had been made here."""
+        """Wait for an action's input if another rank produces it; it then goes where a stage of this rank would have put it."""
         receive, step = INPUTS.get(action.kind, (action.kind, 0))
         if arrived := run.arriving.pop((receive, action[1:3]), None):
             work, buffer = arrived
@@ -186,7 +190,10 @@ class Runtime:
             run.products[action.stage + step, action.microbatch] = buffer
 
     def _throw_away(self, run: _Run) -> None:
-        """Complete every message of the prefixes, so that none is taken for one of the second try."""
+        """Complete every message of the prefixes: a message left over would be received in place of its successor from the second try.
+
+        A peer's prefix may contain sends whose receives come after this rank's prefix; these are received here, too.
+        """
         rank, plans, lengths = self.mesh.pp.rank, run.schedule.actions, run.schedule.forward_prefix
         for action in plans[rank][lengths[rank] :]:
             if action.kind is Kind.RECEIVE_FORWARD:
@@ -201,16 +208,16 @@ class Runtime:
         key = (action.stage, action.microbatch)
         stage, microbatch = self.stages[action.stage], run.microbatches[action.microbatch]
         if action.stage == 0:
-            x = microbatch.tokens
+            x = microbatch.tokens  # [seq, batch]
         else:
-            x = run.products.pop((action.stage - 1, action.microbatch))
+            x = run.products.pop((action.stage - 1, action.microbatch))  # [seq (/tp), batch, hidden]
             if run.training:
-                run.inputs[key] = x.requires_grad_()
+                run.inputs[key] = x.requires_grad_()  # detached from the previous stage's graph, so each stage has a graph of its own
         out, statistics = stage(x, microbatch, stage.forward_state(microbatch, run.step, run.training), run.loss_scale)
         for name, value in statistics.items():
             run.statistics[name] = run.statistics[name] + value if name in run.statistics else value.double()
         if action.stage == run.schedule.stages - 1:
-            run.roots[key] = out
+            run.roots[key] = out  # the loss, a scalar
         else:
             run.products[key] = out.detach()
             if run.training:
@@ -222,7 +229,7 @@ class Runtime:
         if action.stage < run.schedule.stages - 1:
             run.gradients.pop(key).value = run.products.pop((action.stage + 1, action.microbatch))
             self._release_output(run, key)
-        self.weight_grads.begin_backward(*key)
+        self.weight_grads.begin_backward(*key)  # before backward: products are queued under this key, for the W action
         torch.autograd.backward(run.roots.pop(key))
         if action.stage > 0:
             gradient = run.inputs.pop(key).grad
@@ -230,7 +237,7 @@ class Runtime:
             run.products[key] = gradient
 
     def _weight(self, run: _Run, action: Action) -> None:
-        with torch.no_grad():  # as in a backward, where the products of other schedules run
+        with torch.no_grad():  # as inside autograd's backward, where schedules without W compute the products
             self.weight_grads.run(action.stage, action.microbatch)
 
     def _receive(self, run: _Run, action: Action) -> None:
@@ -241,15 +248,16 @@ class Runtime:
     def _send(self, run: _Run, action: Action) -> None:
         key = (action.stage, action.microbatch)
         tensor = run.products.pop(key).contiguous()
+        # Release completed sends, else the tensors of all microbatches would stay in memory until the end of the run.
         run.sends = {sent: (work, held) for sent, (work, held) in run.sends.items() if not work.is_completed()}
         run.sends[action.kind, key] = (self._transfer(dist.isend, tensor, action), tensor)
-        while len(run.sends) > OUTSTANDING_SENDS:  # gloo reports nothing as complete to those who do not wait
+        while len(run.sends) > OUTSTANDING_SENDS:  # gloo does not report a send as complete before it is waited for
             work, _ = run.sends.pop(next(iter(run.sends)))
             work.wait()
 
     @staticmethod
     def _release_output(run: _Run, key: Key) -> None:
-        """Free an output whose gradient is here, and which has therefore arrived: gloo tells that to nobody who does not wait."""
+        """Free a sent output. Its gradient has arrived, so the receiver has it; the wait returns at once, and gloo needs it."""
         work, _ = run.sends.pop((Kind.SEND_FORWARD, key), (None, None))
         if work is not None:
             work.wait()

@@ -1,9 +1,8 @@
 """A pipeline schedule as data: which rank computes which stage for which microbatch, in which order. Imports no torch.
 
 A schedule is a pure function of (name, ranks, microbatches, virtual stages, costs), see `generator.build`: a placement (stage → rank) and
-one list of actions for each rank. The very same object is printed, validated, simulated, drawn and executed, so what the tools predict is
-what runs.
-Nothing that reads a schedule may assume that a stage's number is its rank, or that the loss is on the last rank: `placement` says it.
+one list of actions for each rank. The same object is printed, validated, simulated, drawn and executed, so what the tools predict is what
+runs. Code that reads a schedule must not assume that a stage's number is its rank, or that the loss is on the last rank: use `placement`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built, or would not run to the right result; the message names rank, action and reason."""
+    """A schedule cannot be built, or would not compute the right result; the message names rank, action and reason."""
 
 
 class Kind(StrEnum):
-    """What an action does. Three compute, four move a tensor between two ranks of the pipeline, two make weights whole and free them."""
+    """The kinds of actions: three compute, four send or receive between two pipeline ranks, two gather and free weights."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradient of the input; of the weights too, unless the schedule has a WEIGHT pass
@@ -31,15 +30,15 @@ class Kind(StrEnum):
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
     GATHER = "G"  # a bucket of weights, over data parallelism (ZeRO-3)
-    RESHARD = "R"  # keep this rank's shard of the bucket alone
+    RESHARD = "R"  # free the bucket's full weights; this rank's shard remains
 
 
 class Action(NamedTuple):
-    """One thing that one rank does. `stage` is this rank's own: a receive names the stage that consumes, a send the one that produced.
+    """One action of one rank. `stage` is on this rank: the consuming stage of a receive, the producing stage of a send.
 
-    Printed compactly: F0.3 is stage 0's forward of microbatch 3, SF0.3>1 sends its output to rank 1, RF1.3<0 receives it from rank 0.
-    A gather or reshard belongs to the computation that follows it in the list: G2@5 begins to gather the rank's bucket 2 when that
-    computation reaches unit 5 of the model, R2@5 frees it when it leaves unit 5; G2 begins at once.
+    Printed form: F0.3 is stage 0's forward of microbatch 3, SF0.3>1 sends its output to rank 1, RF1.3<0 receives it from rank 0.
+    A gather or reshard belongs to the computation that follows it in the list: G2@5 starts gathering the rank's bucket 2 when that
+    computation reaches unit 5 of the model, R2@5 frees it when the computation leaves unit 5; G2 starts at once.
     """
 
     kind: Kind
@@ -47,7 +46,7 @@ class Action(NamedTuple):
     microbatch: int
     peer: int | None = None  # the other rank of a send or receive
     bucket: int | None = None  # of a gather or reshard
-    unit: int | None = None  # with which a gather or reshard happens
+    unit: int | None = None  # the unit of the model during which a gather or reshard happens
 
     @property
     def is_compute(self) -> bool:
@@ -69,9 +68,9 @@ class Action(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """How long one microbatch takes on a rank's whole share of the model (a virtual stage takes its part of it), in any unit.
+    """Durations of one microbatch on a rank's whole share of the model (a virtual stage takes its part of it), in any unit.
 
-    A plan is made for these durations; it never depends on measured ones, which would differ between ranks.
+    Schedules are built for these durations, never for measured ones, which would differ between ranks.
     """
 
     forward: float = 1.0
@@ -81,7 +80,7 @@ class Costs(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A unit of the model (embedding, layer, head) on its rank, and the rank's buckets that hold its weights as shards."""
+    """A unit of the model (embedding, layer, head), and the numbers of its rank's buckets that hold shards of its weights."""
 
     number: int
     buckets: tuple[int, ...]
@@ -89,19 +88,19 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan for one step.
+    """The plan of one step.
 
     Attributes:
-        name: which generator made it.
+        name: name of the generator.
         ranks: size of the pipeline axis.
-        stages: parts of the model, first to last; a multiple of ranks when ranks hold several (virtual) stages.
-        microbatches: forward passes of one step.
+        stages: number of parts of the model, a multiple of ranks; larger than ranks if ranks hold several (virtual) stages.
+        microbatches: microbatches of one step.
         placement: the rank of each stage.
-        actions: for each rank, what it does, in order.
-        activation_limit: for each rank, the promise of how many (stage, microbatch) activations it holds at most, from their forward to
-            the end of their last pass.
-        passes: the compute kinds that every microbatch goes through on every stage; FORWARD alone is evaluation.
-        units: for each stage its units, where their weights are kept as shards and gathered for use; else empty.
+        actions: for each rank, its actions in order.
+        activation_limit: for each rank, the maximum number of (stage, microbatch) activations that it holds at once, each from its forward
+            to the end of its last pass.
+        passes: the compute kinds that every microbatch passes through on every stage; only FORWARD in evaluation.
+        units: for each stage, its units, if their weights are sharded and gathered for use (ZeRO-3); else empty.
     """
 
     name: str
@@ -116,25 +115,25 @@ class Schedule:
 
     @cached_property
     def hash(self) -> str:
-        """A digest that is equal on every rank, machine and Python exactly where the plans are equal."""
+        """A digest of the plan, independent of rank, machine and Python version: ranks compare it at start-up."""
         passes = "".join(kind.value for kind in self.passes)
         shape = (self.name, self.ranks, self.stages, self.microbatches, self.placement, passes, self.activation_limit, self.units)
         return hashlib.sha256(repr((*shape, self.actions)).encode()).hexdigest()[:16]
 
     @cached_property
     def forward_prefix(self) -> tuple[int, ...]:
-        """For each rank, how many actions at the start of its list can be run twice: forwards, what they need and send, before any
-        backward.
+        """For each rank, the number of actions at the start of its list that can be run twice: forwards with their messages and gathers,
+        before any backward.
 
-        Closed over messages: what a prefix receives is sent by a prefix. All ranks can therefore throw away what their prefixes did, and
-        what they sent to each other, and start again.
+        Closed under messages: every receive in a prefix has its send in a prefix. All ranks can therefore discard the results of their
+        prefixes and their messages, and start again.
         """
         forward = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.GATHER, Kind.RESHARD)
         lengths = [next((i for i, action in enumerate(actions) if action.kind not in forward), len(actions)) for actions in self.actions]
         sent_at = {action[1:3]: i for actions in self.actions for i, action in enumerate(actions) if action.kind is Kind.SEND_FORWARD}
 
         def cut(rank: int) -> int:
-            """The length of a rank's prefix in front of the first receive whose send is in no prefix."""
+            """The length of a rank's prefix up to the first receive whose send is in no prefix."""
             for i, action in enumerate(self.actions[rank][: lengths[rank]]):
                 if action.kind is Kind.RECEIVE_FORWARD:
                     assert action.peer is not None
@@ -142,12 +141,13 @@ class Schedule:
                         return i
             return lengths[rank]
 
+        # A shorter prefix may lose sends that other prefixes receive: repeat until nothing changes.
         while (shorter := [cut(rank) for rank in range(self.ranks)]) != lengths:
             lengths = shorter
         return tuple(lengths)
 
     def compute(self, rank: int) -> list[Action]:
-        """The rank's compute actions, without its messages and gatherings."""
+        """The rank's compute actions, without messages, gathers and reshards."""
         return [action for action in self.actions[rank] if action.is_compute]
 
     def stages_of(self, rank: int) -> list[int]:
@@ -160,7 +160,7 @@ class Schedule:
 
 
 def dependencies(action: Action, stages: int) -> list[Action]:
-    """The compute actions whose results a compute action needs, wherever they run."""
+    """The compute actions whose results a compute action needs, on any rank."""
     kind, stage, microbatch = action[:3]
     if kind is Kind.FORWARD:
         return [Action(kind, stage - 1, microbatch)] if stage > 0 else []
@@ -171,10 +171,12 @@ def dependencies(action: Action, stages: int) -> list[Action]:
 
 
 def peak_activations(schedule: Schedule, until: Kind = Kind.BACKWARD, sizes: Sequence[float] | None = None) -> list[float]:
-    """For each rank, the most (stage, microbatch) activations held at once, each from its forward to the end of its `until` pass.
+    """For each rank, the maximum of (stage, microbatch) activations held at once, each from its forward to the end of its `until` pass.
 
-    `until=Kind.WEIGHT` counts what a split backward keeps for the weight gradient too; where the backward is whole, nothing outlives it.
-    In evaluation nothing outlives its forward. `sizes` gives the memory of one activation on each stage, by default each counts 1.
+    Args:
+        until: WEIGHT also counts what a split backward keeps for the weight gradient. Without that pass in the schedule, activations are
+            held to the end of its last pass: the backward, or the forward in evaluation.
+        sizes: memory of one activation on each stage; default: 1 each.
     """
     last = until if until in schedule.passes else schedule.passes[-1]
     size = sizes or [1] * schedule.stages

@@ -1,9 +1,9 @@
-"""When each action of a schedule starts and ends, given how long each takes: exact, by following the dependencies. Imports no torch.
+"""Computes the start and end of each action of a schedule from given durations, exactly, from the dependencies. Imports no torch.
 
-A rank computes one action at a time, in the order of its list. An action starts when its rank is free and what it depends on has arrived:
-at once from the same rank, one message latency after its end from another. Messages overlap with compute.
-Where weights are gathered for use (ZeRO-3), a rank gathers one bucket at a time beside its compute, in the order of its list, and a unit
-of the model waits for its buckets; the units of a stage take equal time.
+A rank computes one action at a time, in the order of its list. An action starts when its rank is free and its inputs have arrived: at once
+from the same rank, one message latency after the end of their computation from another. Messages overlap with compute.
+If weights are gathered for use (ZeRO-3), a rank gathers one bucket at a time, overlapping with its compute, in the order of its list, and a
+unit of the model waits for its buckets; the units of a stage take equal time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, Schedule
 
 
 class Span(NamedTuple):
-    """One action in time."""
+    """Start and end of one action."""
 
     action: Action
     start: float
@@ -28,11 +28,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The compute actions of every rank in time, in the unit of the durations given.
+    """The times of every rank's compute actions, in the unit of the given durations.
 
     Attributes:
-        gathers: for each rank its gathers in time; empty where weights are whole.
-        stalls: for each rank, (start, end) of what its actions spend waiting for weights.
+        spans: for each rank, its compute actions.
+        gathers: for each rank, its gathers; empty if weights stay whole.
+        stalls: for each rank, (start, end) of each time that its actions wait for weights.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -46,36 +47,36 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank spends computing."""
+        """The time that each rank computes, without stalls."""
         waits = self.stalled or (0.0,) * len(self.spans)
         return tuple(sum(end - start for _, start, end in spans) - wait for spans, wait in zip(self.spans, waits, strict=True))
 
     @property
     def stalled(self) -> tuple[float, ...]:
-        """How long each rank's actions wait for weights."""
+        """The time that each rank's actions wait for weights."""
         return tuple(sum(end - start for start, end in waits) for waits in self.stalls)
 
     @property
     def ideal(self) -> float:
-        """What the step would take without any waiting: the mean over ranks of the time spent computing."""
+        """The duration of the step without any waiting: the mean compute time of the ranks."""
         return sum(self.busy) / len(self.spans)
 
     @property
     def longest_span(self) -> float:
         """The longest time that any one rank spends from its first action to its last.
 
-        The time of a step when steps follow each other without a barrier: then a rank begins the next one while others end this one.
+        This is the time per step if steps follow each other without a barrier: a rank then begins the next one while others end this one.
         """
         return max(spans[-1].end - spans[0].start for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which they wait: idle / makespan."""
+        """Fraction of the ranks' time in which they wait: idle / makespan."""
         return 1 - self.ideal / self.makespan
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle time in units of the ideal: what is usually written as (p - 1) / m (Narayanan et al. 2021)."""
+        """Idle time relative to the ideal: the quantity usually given as (p - 1) / m (Narayanan et al. 2021)."""
         return self.makespan / self.ideal - 1
 
     @property
@@ -97,11 +98,11 @@ def simulate(
     Args:
         forward, input_backward, weight_backward: duration of one microbatch on a rank's whole share of the model (a virtual stage takes its
             part of it), or one duration for each stage. A schedule without a WEIGHT pass computes both gradients in its backward.
-        comm: latency of one message between two ranks; messages are not limited in number and none is needed within a rank.
-        gather: how long it takes to gather a rank's whole weights once; each of its buckets takes an equal part.
+        comm: latency of one message between two ranks; any number of messages can be in flight, and none is needed within a rank.
+        gather: time to gather a rank's whole weights once; each of its buckets takes an equal part.
 
     Raises:
-        ScheduleError: actions wait for each other in a circle, or for one that is in no list.
+        ScheduleError: actions wait for each other in a cycle, or for one that is in no list.
     """
     durations = _durations(schedule, forward, input_backward, weight_backward)
     ended: Ends = {(kind, stage): {} for kind in durations for stage in range(schedule.stages)}
@@ -134,11 +135,11 @@ def simulate(
 
 
 Ends = dict[tuple[Kind, int], dict[int, float]]
-"""When each microbatch's pass on a stage has ended: (pass, stage) → microbatch → time."""
+"""The end of each microbatch's pass on a stage: (pass, stage) → microbatch → time."""
 
 
 class _Input(NamedTuple):
-    """A result that a pass needs: when it is there for each microbatch, how long its message takes, and the (pass, stage) it comes from."""
+    """An input of a pass: when its computation ends for each microbatch, the latency of its message, and its source (pass, stage)."""
 
     ends: dict[int, float]
     latency: float
@@ -146,7 +147,7 @@ class _Input(NamedTuple):
 
 
 class _Link:
-    """What a rank gathers, in time: one bucket after the other."""
+    """Simulates a rank's gathers, one bucket after the other."""
 
     def __init__(self, schedule: Schedule, rank: int, gather: float):
         self.schedule = schedule
@@ -161,12 +162,12 @@ class _Link:
                 waiting = []
         buckets = {bucket for stage in schedule.stages_of(rank) for unit in schedule.units[stage] for bucket in unit.buckets}
         self.seconds = gather / max(len(buckets), 1)
-        self.whole: dict[int, float] = {}  # bucket → since when
+        self.whole: dict[int, float] = {}  # bucket → time at which its last gather ends
         self.spans: list[Span] = []
         self.stalls: list[tuple[float, float]] = []
 
     def run(self, action: Action, free: float, start: float, duration: float) -> float:
-        """When an action ends whose rank is free from `free` on and which has its inputs at `start`."""
+        """The end of an action whose rank is free at `free` and whose inputs are available at `start`."""
         self._gather(action, None, free)
         units, now = uses(action, self.schedule), start
         for unit in units:
@@ -186,14 +187,14 @@ class _Link:
 
 
 def _inputs(schedule: Schedule, kind: Kind, stage: int, comm: float, ended: Ends) -> list[_Input]:
-    """What a pass needs on a stage."""
+    """The inputs of a pass on a stage."""
     rank = schedule.placement[stage]
     sources = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
     return [_Input(ended[source], comm if schedule.placement[source[1]] != rank else 0, source) for source in sources]
 
 
 def _earliest(now: float, inputs: list[_Input], microbatch: int) -> float | None:
-    """When a pass can start on a rank that is free from now on; None where an input has not ended yet."""
+    """The time at which a pass can start on a rank that is free at `now`; None if an input has not ended yet."""
     for ends, latency, _ in inputs:
         end = ends.get(microbatch)
         if end is None:

@@ -1,14 +1,14 @@
-"""Proves that a schedule computes the right thing, terminates and keeps its promise of memory, before any process starts. Imports no torch.
+"""Checks before any process starts that a schedule is correct, terminates and respects its memory limit. Imports no torch.
 
-What is checked, in this order:
+The checks:
 
-1. *Complete*: each rank's list holds exactly its stages' compute actions and exactly the sends and receives that they need.
-2. *Ordered*: an action follows what it depends on in its rank's list; a receive precedes and a send follows its compute action; backward
-   and weight passes of a stage run in ascending microbatch order, so that gradients add in one order under every schedule.
-3. *Progress*: the lists, executed under the rules that `communication.py` states, run to their end, and each receive meets the send of its
-   own message. (All messages of a step have one shape: a crossed order would deliver wrong data in silence.)
-4. *Memory*: no rank holds more activations than promised.
-5. *Weights*: where they are gathered for use, each unit finds its buckets whole.
+1. *Complete*: each rank's list has exactly its stages' compute actions and exactly the sends and receives that they need.
+2. *Ordered*: in its rank's list, an action follows its dependencies; a receive precedes and a send follows its compute action; backward
+   and weight passes of a stage run in ascending microbatch order, so that gradients are added in one order under every schedule.
+3. *Progress*: the lists, executed by the rules in `communication.py`, run to their end, and each receive matches the send of its own
+   message. (All messages of a step have the same shape: with a crossed order, wrong data would be received without an error.)
+4. *Memory*: no rank holds more activations than its limit.
+5. *Weights*: if they are gathered for use, the buckets of each unit are whole when it computes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, Schedule
 
 
 def validate(schedule: Schedule, outstanding_sends: int | None = None) -> None:
-    """Check a schedule with its communication.
+    """Check a schedule that includes its communication.
 
     Args:
-        outstanding_sends: how many sends a rank may leave incomplete before its next action; 0 is a blocking send, None has no bound.
+        outstanding_sends: number of sends that a rank may leave incomplete before its next action; 0: sends block; None: no bound.
 
     Raises:
-        ScheduleError: with the rank, the action and the reason.
+        ScheduleError: a check fails; the message names the rank, the action and the reason.
     """
     _check_placement(schedule)
     for rank in range(schedule.ranks):
@@ -52,7 +52,7 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
-    """Exactly the actions that the placement asks of this rank, once each."""
+    """Check that the list has exactly the actions that the placement requires of this rank, once each."""
     compute = [
         Action(kind, stage, microbatch)
         for stage in schedule.stages_of(rank)
@@ -67,19 +67,19 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
         if action not in expected:
             raise ScheduleError(f"rank {rank}: {action} does not belong here: rank {rank} holds stages {schedule.stages_of(rank)}.")
         if count > 1:
-            raise ScheduleError(f"rank {rank}: {action} stands in the list {count} times.")
+            raise ScheduleError(f"rank {rank}: {action} is in the list {count} times.")
     for action in sorted(expected - found.keys()):
         raise ScheduleError(f"rank {rank}: {action} is missing.")
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Each action after those of the same rank that it needs; gradients in ascending microbatch order."""
+    """Check that each action follows those of the same rank that it needs, and that gradients accumulate in ascending microbatch order."""
     seen: set[Action] = set()
-    accumulated: Counter[tuple[Kind, int]] = Counter()  # microbatches whose gradient pass is done, by (pass, stage)
+    accumulated: Counter[tuple[Kind, int]] = Counter()  # number of microbatches whose gradient pass is done, by (pass, stage)
     for action in schedule.actions[rank]:
         for needed in _needed_here(action, schedule, rank):
             if needed not in seen:
-                raise ScheduleError(f"rank {rank}: {action} stands before {needed}, which it needs.")
+                raise ScheduleError(f"rank {rank}: {action} comes before {needed}, which it needs.")
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             if action.microbatch != accumulated[action.kind, action.stage]:
                 raise ScheduleError(f"rank {rank}: {action} is out of turn: gradients accumulate in ascending microbatch order.")
@@ -88,7 +88,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _needed_here(action: Action, schedule: Schedule, rank: int) -> list[Action]:
-    """What must stand ahead of an action in its rank's own list."""
+    """The actions that must precede an action in its rank's own list."""
     if action.is_compute:
         receive = receive_before(action, schedule)
         local = [other for other in dependencies(action, schedule.stages) if schedule.placement[other.stage] == rank]
@@ -99,7 +99,7 @@ def _needed_here(action: Action, schedule: Schedule, rank: int) -> list[Action]:
 
 
 class _Execution:
-    """Executes the lists of all ranks in one process, with a queue for each (rank, channel) in place of communicators."""
+    """Executes the lists of all ranks in one process, with a queue for each (rank, channel) instead of communicators."""
 
     def __init__(self, schedule: Schedule, outstanding_sends: int | None):
         self.schedule, self.outstanding_sends = schedule, outstanding_sends
@@ -121,14 +121,14 @@ class _Execution:
                     self.queues[rank, channel].append(action)
                     self._complete(rank, channel)
         stuck = [rank for rank, actions in enumerate(self.schedule.actions) if self.position[rank] < len(actions)]
-        if stuck:  # a rank that ends has nothing left on its channels: each of its receives was needed, and each send's receive was
+        if stuck:  # if no rank is stuck, the channels are empty: every receive was needed by a compute action, so its send has completed
             reasons = (
                 f"rank {rank} cannot start {self.schedule.actions[rank][self.position[rank]]}: {self._obstacle(rank)}" for rank in stuck
             )
             raise ScheduleError(f"deadlock: {'; '.join(reasons)}.")
 
     def _obstacle(self, rank: int) -> str | None:
-        """Why the rank cannot go on to its next action; None where it can."""
+        """The reason why the rank cannot execute its next action; None if it can."""
         action = self.schedule.actions[rank][self.position[rank]]
         if self.outstanding_sends is not None and self.sending[rank] > self.outstanding_sends:
             return f"{self.sending[rank]} sends are not received"
@@ -136,7 +136,7 @@ class _Execution:
         return f"{receive} has not completed" if receive and (rank, receive) not in self.received else None
 
     def _complete(self, rank: int, channel: Channel) -> None:
-        """Complete every send and receive that this operation lets meet at the heads of their queues."""
+        """Complete every matching send and receive at the heads of their queues, starting with this rank's: each may expose another."""
         touched = [rank]
         while touched:
             here = touched.pop()

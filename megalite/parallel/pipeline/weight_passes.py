@@ -1,14 +1,14 @@
-"""Where the weight passes of a split backward go: into the gaps of an order of forwards and backwards. Imports no torch.
+"""Places the weight passes of a split backward in the gaps of an order of forwards and backwards. Imports no torch.
 
-A weight gradient has no one waiting for it, so it can run whenever its rank would idle (Qi et al. 2023). Following the order in simulated
-time, a rank runs the oldest weight pass that is left
+No other rank waits for a weight gradient, so it can be computed whenever its rank would idle (Qi et al. 2023). The order is executed in
+simulated time, in which a rank runs its oldest remaining weight pass
 
 - when its activations have reached the limit and a forward is next: the pass frees one;
-- when its next forward or backward can not start yet, and the gap is long enough;
+- when its next forward or backward cannot start yet, and the gap is long enough;
 - when nothing else is left.
 
-How long is long enough depends on the durations: a pass that does not fit delays what comes after it, and a gap that is left empty may
-never come again. So the whole order is tried with a few thresholds, and the one whose slowest rank is done first is taken.
+The best minimum length of a gap depends on the durations: a pass that does not fit delays what follows, and a gap that is left empty is
+lost. The whole order is therefore tried with several thresholds, and the result with the shortest longest span is taken.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from math import inf
 
 from megalite.parallel.pipeline.schedule import Action, Costs, Kind, Schedule, ScheduleError
 
-THRESHOLDS = (1.0, 0.5, 0.0)  # of a weight pass's duration
-LATE = 1e-9  # relative: sums of durations that should be equal differ by rounding
+THRESHOLDS = (1.0, 0.5, 0.0)  # minimum length of a gap, relative to a weight pass's duration
+LATE = 1e-9  # relative tolerance: equal sums of durations differ by rounding
 
 
 def with_weight_passes(schedule: Schedule, costs: Costs) -> Schedule:
     """The schedule with a weight pass for each backward, within its activation limits.
 
     Raises:
-        ScheduleError: the order can not run within the limits, or waits for itself.
+        ScheduleError: the order cannot run within the limits, or its actions wait for each other.
     """
     tries = [_Filling(schedule, costs, threshold) for threshold in (THRESHOLDS if costs.weight_backward > 0 else THRESHOLDS[:1])]
     best = min(tries, key=lambda filling: (filling.longest_span, filling.makespan))
@@ -37,7 +37,13 @@ def with_weight_passes(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 class _Filling:
-    """One run through the order: `actions` with the weight passes, and how long it takes."""
+    """One simulation of the order with one threshold.
+
+    Attributes:
+        actions: for each rank, its order with weight passes.
+        makespan: time from the start to the end of the last action.
+        longest_span: longest time that any rank spends from its first action to its last.
+    """
 
     def __init__(self, schedule: Schedule, costs: Costs, threshold: float):
         share = schedule.ranks / schedule.stages
@@ -57,7 +63,7 @@ class _Filling:
         self._started = [inf] * schedule.ranks
         self._free = [0.0] * schedule.ranks
         self._ended: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch)
-        self._events = [(0.0, rank) for rank in ranks]  # a rank becomes free, or what another has made arrives
+        self._events = [(0.0, rank) for rank in ranks]  # (time, rank): the rank becomes free, or a message for it arrives
         while self._events:
             now, rank = heapq.heappop(self._events)
             if now >= self._free[rank]:
@@ -67,7 +73,7 @@ class _Filling:
         self.longest_span = max(end - start for start, end in zip(self._started, self._free, strict=True))
 
     def _decide(self, now: float, rank: int) -> None:
-        """Run what comes next in the rank's order, or a weight pass where that can not start before the gap has passed."""
+        """Run the next action of the rank's order, or a weight pass if that cannot start before the gap has passed."""
         order, left = self._orders[rank], self._left[rank]
         ready = self._ready(order[0], rank) if order else inf
         if ready <= now * (1 + LATE):
@@ -77,7 +83,7 @@ class _Filling:
             self._run(Action(Kind.WEIGHT, backward.stage, backward.microbatch), now, rank)
 
     def _ready(self, action: Action, rank: int) -> float:
-        """When an action can start; infinity where that is not known, or the rank must give up an activation first."""
+        """The time at which an action can start; infinity if it is not known, or if the rank must free an activation first."""
         kind, stage, microbatch = action[:3]
         if kind is Kind.FORWARD and self._held[rank] >= self.schedule.activation_limit[rank]:
             return inf

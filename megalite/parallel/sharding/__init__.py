@@ -1,4 +1,4 @@
-"""The data-parallel outer group: flat buckets of weights and gradients, their reduction, and who keeps which shard (ZeRO 0 to 3).
+"""Data parallelism: flat buckets of weights and gradients, their reduction, and their sharding (ZeRO 0 to 3).
 
 May import megalite.parallel's weights, specs and collectives and what is below.
 """

@@ -1,4 +1,4 @@
-"""A bucket's buffers on one rank: weights, master weights and, with ZeRO-3, this rank's shard of the weights."""
+"""A bucket's buffers on one rank: weights, master weights and, with ZeRO-3, this rank's shard of the weights. No communication."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import Tensor
 from megalite.layout import Coordinates
 from megalite.mesh import Domain
 from megalite.parallel.collectives import Pending
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.spec import FlatRectangle, Rectangle, rectangles
 
 
 @dataclass(eq=False)
 class BucketBuffers:
-    """A bucket's memory. `master` covers [start, stop), the range whose optimizer state this rank keeps.
+    """The buffers of a bucket. `master` covers [start, stop), the range whose optimizer state this rank keeps.
 
-    In fp32 and fp64 the master weights are the weights themselves, unless optimizer state is stored elsewhere; in bf16 and fp16 they are a
-    separate fp32 copy. Frozen weights have no other master, in any precision, and every rank keeps all of them, except under ZeRO-3.
+    In fp32 and fp64 the master weights are the weights themselves, unless optimizer state is offloaded; in bf16 and fp16 they are a
+    separate fp32 copy. Frozen weights are their own masters in any precision, and every rank keeps all of them, except under ZeRO-3.
     """
 
-    layout: Bucket
-    domain: Domain  # the ranks that share and reduce it
-    weights: Tensor  # [size], compute precision; without memory where they are kept as shards and not in use
+    layout: BucketLayout
+    domain: Domain  # the ranks that shard and reduce it
+    weights: Tensor  # [size], compute precision; under ZeRO-3 without memory while not in use
     gradients: GradientBucket | None  # None for frozen buckets and without training
     start: int
     stop: int
-    master: Tensor  # [stop - start], at least fp32, where the optimizer state is stored
-    shard: Tensor | None  # [stop - start], compute precision, where the weights are kept as shards
-    gathering: Pending | None = None
+    master: Tensor  # [stop - start], at least fp32, on the device of the optimizer state
+    shard: Tensor | None  # [stop - start], compute precision, under ZeRO-3
+    gathering: Pending | None = None  # the all-gather of `weights` in flight
 
     @property
     def owned_grads(self) -> Tensor:
@@ -45,7 +45,7 @@ class BucketBuffers:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the master weights are a copy of the weights."""
+        """Whether the master weights are a copy, not the weights themselves."""
         return self.owned_weights.data_ptr() != self.master.data_ptr()
 
     @property
@@ -60,7 +60,7 @@ class BucketBuffers:
             self.gathering = None
 
     def allocate(self) -> None:
-        """Allocate the memory of the full weights."""
+        """Allocate the memory of the full weights. Resizing the storage keeps every weight's view of it valid, as does `free`."""
         self.weights.untyped_storage().resize_(self.layout.size * self.weights.itemsize)
 
     def free(self) -> None:
@@ -68,7 +68,7 @@ class BucketBuffers:
         self.weights.untyped_storage().resize_(0)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Set a flat range of the weights, and of the master weights where this rank keeps them."""
+        """Set a flat range of the weights, and the part of it that this rank keeps of the masters and the shard."""
         with torch.no_grad():
             stop = start + values.numel()
             if self.shard is None:
@@ -79,7 +79,12 @@ class BucketBuffers:
                     own[low - self.start : high - self.start] = values[low - start : high - start]
 
     def rectangle(self, kind: str, values: Tensor, flat: FlatRectangle, offset: int) -> Rectangle:
-        """The part of an owned range's `values` ([stop - start]) that `flat`, whose stored tensor starts at `offset`, describes."""
+        """The part of `values` ([stop - start], one per owned element) that `flat` describes.
+
+        Args:
+            kind: prefix of the rectangle's name in a checkpoint.
+            offset: start of flat's stored tensor in the bucket.
+        """
         own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
         return Rectangle(f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, values[own].view(flat.sizes))
 

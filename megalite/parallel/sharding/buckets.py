@@ -1,8 +1,8 @@
-"""Bucket layout: where each stored tensor lies in a few flat buffers. A pure function of the specs, the same for every ZeRO stage.
+"""Bucket layout: the offset of each stored tensor in a few flat buffers. A pure function of the specs, the same for every ZeRO stage.
 
-Whole units (embedding, a layer, the head) share a bucket up to the wanted size, so that a bucket's gradients complete together and a
-layer's weights gather together. Inside a bucket the tensors that decay come first: the optimizer then works on two ranges.
-Tied tensors have a bucket of their own, so that both copies are sharded alike; so have frozen ones, which need no gradient.
+Whole units (embedding, a layer, the head) share a bucket up to the bucket size, so that the gradients of a bucket complete together and the
+weights of a layer are gathered together. Inside a bucket, tensors with weight decay come first: the optimizer then updates two ranges.
+Tied tensors have a bucket of their own, so that both copies are sharded alike, and frozen tensors have theirs, which need no gradients.
 Imports no torch.
 """
 
@@ -16,13 +16,13 @@ from itertools import chain, groupby, product
 from megalite.layout import Coordinates
 from megalite.parallel.spec import ParamSpec
 
-ALIGN = 32  # elements: 128 bytes of fp32, and of every wider vector load
-SHARD_ALIGN = 64  # elements: shard boundaries that change no rounding in vectorised optimizers
+ALIGN = 32  # elements, 128 bytes of fp32: every vector load and cache line starts at a tensor's start
+SHARD_ALIGN = 64  # elements: shard boundaries that do not change rounding in vectorised optimizers
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A stored tensor's place in its bucket."""
+    """A stored tensor's place in its bucket: elements [start, stop), of this local shape."""
 
     spec: ParamSpec
     shape: tuple[int, ...]
@@ -34,8 +34,14 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """A flat buffer: its slots in order, and its length, a multiple of owners × 64 elements. All tensors are of one domain."""
+class BucketLayout:
+    """The layout of a flat buffer. All its tensors belong to one domain.
+
+    Attributes:
+        slots: the tensors, in order.
+        size: elements, a multiple of owners × 64.
+        owners: number of equal parts, one of which each rank of the domain counts in norms and stores in checkpoints.
+    """
 
     slots: tuple[Slot, ...]
     size: int
@@ -43,7 +49,7 @@ class Bucket:
 
     @property
     def units(self) -> frozenset[int]:
-        """The units of the model whose weights lie here."""
+        """The units of the model whose weights are in this bucket."""
         return frozenset(slot.spec.unit for slot in self.slots)
 
     @property
@@ -55,16 +61,16 @@ class Bucket:
         return self.slots[0].spec.domain
 
     def owned(self, index: int) -> tuple[int, int]:
-        """Start and end of what one of the owners counts and stores."""
+        """Start and end of the part that owner `index` counts in norms and stores in checkpoints."""
         return self.part(index, self.owners)
 
     def part(self, index: int, parts: int) -> tuple[int, int]:
-        """Start and end of one of `parts` equal parts, each of whole shards."""
+        """Start and end of one of `parts` equal parts; `parts` must divide `owners`."""
         length = self.size // parts
         return index * length, (index + 1) * length
 
     def decay_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        """[start, stop) cut into (start, end, decays) ranges; padding belongs to the range in front of it."""
+        """[start, stop) split into (start, end, decays) ranges; padding belongs to the range that precedes it."""
         boundary = next((slot.start for slot in self.slots if not slot.spec.decay), self.size)
         for low, high, decays in ((0, boundary, True), (boundary, self.size, False)):
             low, high = max(low, start), min(high, stop)
@@ -72,8 +78,8 @@ class Bucket:
                 yield low, high, decays
 
 
-def buckets_of_units(layouts: Sequence[Bucket]) -> dict[int, tuple[int, ...]]:
-    """The numbers of the buckets that each unit computes with; the head uses an embedding that it shares on its own rank."""
+def buckets_of_units(layouts: Sequence[BucketLayout]) -> dict[int, tuple[int, ...]]:
+    """The numbers of the buckets that each unit computes with. The head also needs the embedding's if they share a tensor on this rank."""
     last = max(chain.from_iterable(layout.units for layout in layouts))
     found: dict[int, tuple[int, ...]] = {}
     for number, layout in enumerate(layouts):
@@ -87,23 +93,23 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int) -> Bucket:
+def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int) -> BucketLayout:
     slots, start = [], 0
-    for spec in sorted(specs, key=lambda spec: not spec.decay):  # stable: decaying ones first, else in model order
+    for spec in sorted(specs, key=lambda spec: not spec.decay):  # stable: those with decay first, each group in the model's order
         slot = Slot(spec, spec.local_shape(at), start)
         slots.append(slot)
         start = _round_up(slot.stop, ALIGN)
-    return Bucket(tuple(slots), _round_up(start, owners * SHARD_ALIGN), owners)
+    return BucketLayout(tuple(slots), _round_up(start, owners * SHARD_ALIGN), owners)
 
 
-def bucket_layout(specs: Sequence[ParamSpec], at: Coordinates, owners: Mapping[str, int], bucket_bytes: float) -> list[Bucket]:
+def bucket_layout(specs: Sequence[ParamSpec], at: Coordinates, owners: Mapping[str, int], bucket_bytes: float) -> list[BucketLayout]:
     """The buckets of one pipeline rank, in the model's order.
 
     Args:
         specs: the stored tensors of this rank, in the model's order.
-        at: where the rank is on the axes that split tensors.
-        owners: for each domain, the ranks among which each element of a bucket has one owner.
-        bucket_bytes: fp32 gradient bytes that a bucket holds at most; a larger unit has one of its own.
+        at: the rank's coordinates on the axes that split tensors.
+        owners: for each domain, the number of ranks among which each element of a bucket has one owner.
+        bucket_bytes: maximum size of a bucket, in bytes of fp32 gradients; a larger unit gets a bucket of its own.
     """
     alone = [[spec] for spec in specs if spec.tied]
     groups: list[list[ParamSpec]] = []

@@ -1,11 +1,11 @@
-"""One bucket's gradients on one rank: where they accumulate, and which of its weights are complete.
+"""The gradients of one bucket on one rank: the buffers that they accumulate in, and which weights are complete.
 
-    whole    a full buffer for the whole step; after the last microbatch one all-reduce (ZeRO-0) or reduce-scatter (ZeRO-1)
-    shards   a full buffer only while a microbatch's gradients arrive; then a reduce-scatter whose part is added to the shard (ZeRO-2)
+    ZeRO-0, 1   one full buffer for the whole step; after the last microbatch one all-reduce (ZeRO-0) or reduce-scatter (ZeRO-1)
+    ZeRO-2, 3   a full buffer only while a microbatch's gradients arrive; then a reduce-scatter, whose result is added to the shard
 
-Shards save memory and cost volume: with m microbatches they are reduced m times. A bucket is reduced when every weight in it has all of a
-microbatch's contributions. A weight may be ahead of that (under a split backward a norm's gradient comes with B, a matrix's with W): what
-it has added by then is reduced with the rest, since everything is a sum.
+Keeping only shards saves memory and costs traffic: with m microbatches a bucket is reduced m times. A bucket is reduced when every
+weight in it has all contributions of a microbatch. A weight may already hold contributions of later microbatches (under a split backward
+a norm's gradient comes with B, a matrix's with W): they are reduced with the rest, since the result is a sum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.mesh import Domain
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.powersgd import Compression
 from megalite.parallel.weight import Weight
 
@@ -30,15 +30,17 @@ class GradientBucket:
     """The gradients of one bucket.
 
     Attributes:
-        owned: [stop - start], the gradients whose optimizer state this rank keeps; valid after `GradientReducer.finish`.
-        full: [size], what accumulates; None while there is nothing, where only shards are kept.
+        start, stop: the range of the bucket that this rank keeps optimizer state for.
+        owned: [stop - start], the gradients of that range; valid after `GradientReducer.finish`.
+        full: [size], the buffer that gradients accumulate in. With `shards_only`, None between a reduction and the next contribution.
+        shards_only: whether only `owned` outlives a microbatch (ZeRO-2 and 3).
         separate_embedding_grad: [size], a tied tensor's second accumulator, see Weight.separate_embedding_grad.
-        compression: how `full` is reduced by PowerSGD, where it is.
-        missing: for each reduction of the step, how many weights are not complete. One counter would not do: under a split backward
-            the contributions of several microbatches arrive interleaved.
+        compression: PowerSGD's reduction of `full`; None: `full` is reduced as it is.
+        missing: for each reduction of the step, how many weights are not complete. A single counter would be wrong: under a split
+            backward the contributions of several microbatches arrive interleaved.
     """
 
-    layout: Bucket
+    layout: BucketLayout
     domain: Domain
     start: int
     stop: int
@@ -50,11 +52,11 @@ class GradientBucket:
     separate_embedding_grad: Tensor | None = None
     compression: Compression | None = None
     missing: list[int] = field(default_factory=list)
-    uninitialized: bool = True  # nothing has been added to `owned` in this step, where only shards are kept
+    uninitialized: bool = True  # with shards_only: nothing has been added to `owned` in this step
 
     @staticmethod
     def allocate(
-        layout: Bucket, domain: Domain, zero: int, dtype: torch.dtype, device: torch.device, reducer: GradientReducer
+        layout: BucketLayout, domain: Domain, zero: int, dtype: torch.dtype, device: torch.device, reducer: GradientReducer
     ) -> GradientBucket:
         shard = domain.shard
         start, stop = layout.part(shard.rank, shard.size)
@@ -62,24 +64,25 @@ class GradientBucket:
             owned = torch.zeros(stop - start, dtype=dtype, device=device)
             return GradientBucket(layout, domain, start, stop, owned, None, True, reducer)
         full = torch.zeros(layout.size, dtype=dtype, device=device)
+        # `owned` is a view of `full`: the reduction writes this rank's part in place.
         return GradientBucket(layout, domain, start, stop, full[start:stop], full, False, reducer)
 
     def add(self, weight: Weight) -> None:
-        """Take in the weight of the next slot."""
+        """Add the weight of the next slot."""
         weight.bucket = self
         self.weights.append(weight)
         if self.full is not None:
             weight.grad = self._view(self.full, len(self.weights) - 1)
 
     def separate_embedding(self) -> None:
-        """Give a tensor that embedding and head share a second buffer, reduced like the first and added at the end."""
+        """Give a tensor that embedding and head share a second buffer, reduced like the first and added at the end of the step."""
         assert self.full is not None
         self.separate_embedding_grad = torch.zeros_like(self.full)
         for index, weight in enumerate(self.weights):
             weight.separate_embedding_grad(self._view(self.separate_embedding_grad, index))
 
     def begin_step(self, microbatches: int, loss_scale: float) -> None:
-        reductions = microbatches if self.shards_only else 1
+        reductions = microbatches if self.shards_only else 1  # a shard's full buffer is freed after each microbatch
         self.missing, self.uninitialized = [len(self.weights)] * reductions, True
         if self.compression is not None:
             self.compression.loss_scale = loss_scale
@@ -88,19 +91,19 @@ class GradientBucket:
 
     def open(self) -> None:
         """Allocate the buffer that gradients accumulate in, and set `grad` of every weight."""
-        self.reducer.make_room(in_flight=1)
+        self.reducer.make_room(in_flight=1)  # bounds memory: each reduction in flight still holds a full buffer
         self.full = torch.zeros(self.layout.size, dtype=self.owned.dtype, device=self.owned.device)
         for index, weight in enumerate(self.weights):
             weight.grad = self._view(self.full, index)
 
     def complete(self, weight: Weight, reduction: int) -> None:
-        """Count a weight that has all contributions of a reduction; the last one starts the reduction."""
+        """Count a weight that has all contributions of a reduction; the last weight starts the reduction."""
         self.missing[reduction] -= 1
         if not self.missing[reduction]:
             self.reducer.start(self)
 
     def release_full(self) -> Tensor:
-        """The full buffer, which from now on belongs to the caller."""
+        """Hand the full buffer ([size]) over to the caller; the next contribution opens a new one."""
         assert self.full is not None
         buffer, self.full = self.full, None
         for weight in self.weights:
@@ -108,7 +111,7 @@ class GradientBucket:
         return buffer
 
     def add_to_shard(self, part: Tensor) -> None:
-        """Add a microbatch's reduced part ([stop - start]); the first one overwrites."""
+        """Add a microbatch's reduced part ([stop - start]); the first one of a step overwrites."""
         if self.uninitialized:
             self.owned.copy_(part)
         else:

@@ -1,14 +1,16 @@
-"""Where optimizer state lives, and how a step reaches it: beside the weights, in CPU memory, or in a memory-mapped file.
+"""Memory of the optimizer state: on the device of the weights, in CPU memory, or in a memory-mapped file.
 
-Optimizer state is what AdamW keeps for this rank's owned ranges: both moments, and the master weights where they are not the weights
-themselves. In every place it is ordinary tensors, so initialisation and checkpoints need not know where. Only a step goes by windows:
+Optimizer state is what the optimizer keeps for this rank's owned ranges: the moments, and the master weights if they are not the weights
+themselves. In every case it consists of ordinary tensors, so initialisation and checkpoints are the same for all. An optimizer step
+processes offloaded state in windows:
 
-    copy      the next window's gradients come to pinned memory, and the disk reads its pages ahead
-    update    this window's masters and moments, on the CPU
-    copy      the window's new weights go back in compute precision, and the disk's pages leave memory
+    copy      the next window's gradients to pinned memory; the disk reads the window's pages ahead
+    update    this window's master weights and moments, on the CPU
+    copy      the window's new weights back in compute precision; the disk's pages are evicted from memory
 
-Two staging buffers each way let the copies of neighbouring windows run beside an update (Ren et al. 2021, ZeRO-Offload; Rajbhandari et
-al. 2021, ZeRO-Infinity). On a CPU nothing has to be copied. No communication, but for `Uploads`, which gathers ZeRO-3's weights.
+With two staging buffers in each direction the copies of neighbouring windows overlap with an update (Ren et al. 2021, ZeRO-Offload;
+Rajbhandari et al. 2021, ZeRO-Infinity). If the weights are on the CPU, nothing is copied. No communication, except in `Uploads`, which
+all-gathers ZeRO-3's weights.
 """
 
 from __future__ import annotations
@@ -30,64 +32,64 @@ from megalite.config.schema import ConfigError
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
 
-WINDOW = 1 << 20  # elements, a multiple of 64 so that no rounding changes: 12 MiB of fp32 masters and moments
+WINDOW = 1 << 20  # elements, 12 MiB of fp32 masters and moments; a multiple of 64, so that vectorised updates round the same
 MADV_POPULATE_WRITE = 23  # Linux 5.14; missing in Python's mmap
 
 
 class OffloadError(RuntimeError):
-    """Offloaded optimizer state can not be read or written any more; the message names the directory and the reason."""
+    """Offloaded optimizer state can no longer be read or written; the message names the directory and the reason."""
 
 
 @dataclass(frozen=True)
 class StateRange:
-    """A range of a bucket that one optimizer call updates: tensors of one length."""
+    """A range of a bucket that one optimizer call updates: flat tensors of equal length."""
 
     decays: bool
-    weights: Tensor  # compute precision, what the model reads
+    weights: Tensor  # compute precision, as the model reads them
     grads: Tensor
-    master: Tensor  # at least fp32; the weights themselves where those are as wide and lie where the state lies
-    state: Sequence[Tensor]  # what the optimizer keeps, in the order of its kinds
+    master: Tensor  # at least fp32; the weights themselves if dtype and device agree
+    state: Sequence[Tensor]  # the optimizer's state, in the order of its kinds
 
     @property
     def separate(self) -> bool:
-        """Whether the master weights are a copy."""
+        """Whether the master weights are a copy, not the weights themselves."""
         return self.weights.data_ptr() != self.master.data_ptr()
 
     def cut(self, size: int) -> Iterator[StateRange]:
-        """Pieces of at most `size` elements."""
+        """Split into pieces of at most `size` elements."""
         tensors = (self.weights, self.grads, self.master, *self.state)
         for weights, grads, master, *state in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             yield StateRange(self.decays, weights, grads, master, state)
 
 
 class StateMemory:
-    """Optimizer state beside the weights, on their device."""
+    """Optimizer state on the device of the weights."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Room for `count` elements of state."""
+        """Allocate `count` elements of state."""
         return torch.zeros(count, dtype=dtype, device=self.device)
 
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
-        """Parts of the ranges, all of them once, to update with one call each, masters and weights, before the next is asked for.
+        """Yield parts of the ranges, each part once. The caller updates a part, masters and weights, before it asks for the next.
 
-        Here at most two parts: what decays and what does not.
+        Here there are at most two parts: with and without weight decay.
         """
         for decays in (True, False):
             if group := [each for each in ranges if each.decays is decays]:
                 yield group
 
     def place_of(self, tensor: Tensor) -> str:
-        """Where a tensor lies: cuda, cpu or disk."""
+        """Where a tensor is stored: cuda, cpu or disk."""
         return tensor.device.type
 
     def release(self, tensor: Tensor | None = None) -> None:
-        """Give back memory that was taken by touching a tensor of state, or all of them, in other ways than through windows."""
+        """Evict the pages of a tensor of state, or of all of them, after an access other than through windows."""
 
     def sync(self) -> None:
-        """Return when what has been written is safe to read. Raises OffloadError where it is not."""
+        """Wait until written state can be read back. Raises OffloadError if it cannot."""
 
 
 class CPUState(StateMemory):
@@ -98,7 +100,7 @@ class CPUState(StateMemory):
         self._staging: _Staging | None = None
 
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
-        """One after the other; while one is updated, the next one's gradients and pages come and the last one's weights go."""
+        """Yield one window at a time. During its update the gradients and pages of the next and the weights of the last are copied."""
         cut = [window for each in ranges for window in each.cut(WINDOW)]
         if self._staging is None and cut and cut[0].grads.is_cuda:
             self._staging = _Staging(cut[0].grads, cut[0].weights)
@@ -115,26 +117,26 @@ class CPUState(StateMemory):
             self._staging.end()
 
     def _expect(self, index: int, window: StateRange) -> None:
-        """Start bringing what will be needed next."""
+        """Start fetching a window."""
         if self._staging is not None:
             self._staging.fetch(index, window.grads)
 
     def _load(self, index: int, window: StateRange) -> StateRange:
-        """The window, all of it in CPU memory."""
+        """The window with all its tensors in CPU memory."""
         if self._staging is None:
             return window
         weights = self._staging.room(index, window.weights) if window.weights.is_cuda else window.weights
         return replace(window, grads=self._staging.fetched(index, window.grads), weights=weights)
 
     def _unload(self, index: int, window: StateRange) -> None:
-        """Bring the updated weights to where the model reads them; the window is done with."""
+        """Copy the updated weights to the model's. The window's CPU memory can then be reused."""
         if window.weights.is_cuda:
             assert self._staging is not None
             self._staging.send(index, window.weights)
 
 
 class _Staging:
-    """Pinned memory between a GPU and the optimizer on the CPU: two buffers each way, so that a copy runs beside an update."""
+    """Pinned memory between a GPU and the optimizer on the CPU: two buffers in each direction, so that copies overlap with updates."""
 
     def __init__(self, grads: Tensor, weights: Tensor):
         self._grads, self._weights = (
@@ -145,52 +147,52 @@ class _Staging:
         self._arrived, self._left = ([torch.cuda.Event(), torch.cuda.Event()] for _ in range(2))
 
     def begin(self) -> None:
-        """Copies wait for what the GPU has been given so far: then gradients are complete, and nobody reads the old weights any more."""
+        """Make the copies wait for the GPU's queued work: after it gradients are complete, and the old weights are no longer read."""
         for stream in (self._incoming, self._outgoing):
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def fetch(self, index: int, grads: Tensor) -> None:
-        """Start copying a window's gradients; the window two before it must be done with its own."""
+        """Start copying a window's gradients. The window two before it, which used the same buffer, must have been updated."""
         with torch.cuda.stream(self._incoming):
             self._grads[index % 2][: grads.numel()].copy_(grads, non_blocking=True)
             self._arrived[index % 2].record()
 
     def fetched(self, index: int, grads: Tensor) -> Tensor:
-        """The copy of a window's gradients."""
+        """Wait for the copy of a window's gradients and return it."""
         self._arrived[index % 2].synchronize()
         return self._grads[index % 2][: grads.numel()]
 
     def room(self, index: int, weights: Tensor) -> Tensor:
-        """Where a window's new weights are to be written: what was there has left."""
+        """The buffer for a window's new weights. Waits until its previous content has been sent."""
         self._left[index % 2].synchronize()
         return self._weights[index % 2][: weights.numel()]
 
     def send(self, index: int, weights: Tensor) -> None:
-        """Start copying a window's new weights to where the model reads them."""
+        """Start copying a window's new weights to the model's."""
         with torch.cuda.stream(self._outgoing):
             weights.copy_(self._weights[index % 2][: weights.numel()], non_blocking=True)
             self._left[index % 2].record()
 
     def end(self) -> None:
-        """What the GPU is given from now on sees the new weights."""
+        """Make the GPU's later work wait for the new weights."""
         torch.cuda.current_stream(self._device).wait_stream(self._outgoing)
 
 
 class DiskState(CPUState):
-    """Optimizer state in a mapped file of this process, of which windows alone are in memory.
+    """Optimizer state in a memory-mapped file of this process, of which only windows are in memory.
 
-    The file has no name, so whatever ends the process removes it. Its room is reserved when a tensor is made: a full disk is an error
-    then, not a bus error later. Pages that were given back stay in the kernel's cache while it has room; it writes them when it likes.
+    The file has no name, so it is removed however the process ends. Its space is reserved when a tensor is created: a full disk raises an
+    error then, not a bus error later. Evicted pages stay in the page cache while it has room; the kernel decides when to write them.
 
     Raises:
-        ConfigError: where the directory can not hold the file.
+        ConfigError: the directory cannot hold the file.
     """
 
     def __init__(self, directory: Path):
         super().__init__()
         self.directory = directory
         self.file = _open(directory)
-        self._mappings: dict[int, mmap.mmap] = {}  # by address: advice must never reach other memory, whose content it would drop
+        self._mappings: dict[int, mmap.mmap] = {}  # by address: advice on other memory would drop its content
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         size, start = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE, os.fstat(self.file.fileno()).st_size
@@ -215,7 +217,7 @@ class DiskState(CPUState):
             mapping.madvise(mmap.MADV_DONTNEED)
 
     def sync(self) -> None:
-        """Also what the kernel could not write since the file was made: it would be read back wrong."""
+        """Raises OffloadError also for pages that the kernel has failed to write since the file was created: their content is lost."""
         try:
             os.fsync(self.file.fileno())
         except OSError as error:
@@ -238,7 +240,7 @@ class DiskState(CPUState):
             self._advise(tensor, advice)
 
     def _advise(self, tensor: Tensor, advice: int) -> None:
-        """Tell the kernel about the pages of a tensor, if they are this file's; DONTNEED on a shared mapping loses nothing."""
+        """Give the kernel advice on the pages of a tensor, if they belong to this file. DONTNEED on a shared mapping loses no data."""
         mapping = self._mappings.get(tensor.untyped_storage().data_ptr())
         if mapping is None:
             return
@@ -246,8 +248,8 @@ class DiskState(CPUState):
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         try:
             mapping.madvise(advice, first, start + int(tensor.nbytes) - first)
-        except OSError as error:  # populating reports what touching the page would end the process for
-            if error.errno != errno.EINVAL or advice != MADV_POPULATE_WRITE:  # an older kernel: pages come as they are touched
+        except OSError as error:  # populating reports errors that would kill the process on access to the page
+            if error.errno != errno.EINVAL or advice != MADV_POPULATE_WRITE:  # EINVAL from older kernels: pages are loaded on access
                 raise self._lost(error) from error
 
     def _lost(self, error: OSError) -> OffloadError:
@@ -259,20 +261,20 @@ class DiskState(CPUState):
 
 
 def state_memory(offload: str, device: torch.device, directory: Path) -> StateMemory:
-    """The memory that `parallel.offload` names; `directory` is for disk."""
+    """The memory for a value of `parallel.offload`; `directory` is used by disk."""
     if offload == "none":
         return StateMemory(device)
     return CPUState() if offload == "cpu" else DiskState(directory)
 
 
 def check_directory(directory: Path, wanted: int) -> None:
-    """Make a directory, and raise ConfigError where files of `wanted` bytes can not lie in it."""
+    """Create a directory. Raises ConfigError if it cannot be written or has less than `wanted` bytes of space."""
     _open(directory).close()
     _check_room(directory, wanted)
 
 
 def _open(directory: Path) -> IO[bytes]:
-    """A new file without a name."""
+    """Create a file without a name."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         return TemporaryFile(dir=directory)
@@ -297,16 +299,16 @@ def _no_room(directory: Path, wanted: int, reason: str | None) -> ConfigError:
 
 
 class Uploads:
-    """Gathers weights whose shards lie in CPU memory: this rank's goes to its place among the whole weights, then all ranks' are gathered.
+    """All-gathers weights whose shards are in CPU memory: copies this rank's shard to its place in the full weights, then gathers in place.
 
-    On a GPU both are on a stream of their own, beside what computes.
+    On a GPU both run on a separate stream and overlap with compute.
     """
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, shard: Tensor, axis: MeshAxis, weights: Tensor) -> Pending:
-        """As `all_gather`."""
+        """As `all_gather`: shard [size/shard], full weights [size]."""
         own = weights.chunk(axis.size)[axis.rank]
         if self._stream is None:
             return all_gather(own.copy_(shard), axis, weights)
@@ -323,5 +325,5 @@ class Uploads:
 
 
 def pinned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """CPU memory that a device copies from by itself."""
+    """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous."""
     return torch.zeros(count, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,18 +1,20 @@
-"""PowerSGD (Vogels et al. 2019): matrices of gradients travel as two thin factors, and what that loses is added to the next step's.
+"""PowerSGD (Vogels et al. 2019): gradient matrices are reduced as two thin factors; the compression error is added to the next gradient.
 
-With G_i the gradient of dp rank i, E_i what this rank still owes, and Q the right factor of the step before:
+With G_i the gradient of dp rank i, E_i the rank's error, and Q the right factor of the previous step:
 
-    M_i = G_i + E_i         P = Σ M_i Q, made orthonormal         Q = Σ M_iᵀ P         Σ M_i ≈ P Qᵀ, the gradient of this step
+    M_i = G_i + E_i         P = Σ M_i Q, orthonormalised         Q = Σ M_iᵀ P         Σ M_i ≈ P Qᵀ, the gradient of this step
 
-    E_i = M_i − P Qᵀ / dp   so that the E_i add up to what is missing: nothing is ever lost, it comes later
+    E_i = M_i − P Qᵀ / dp   so that the sum of E_i is the error of this step's gradient: nothing is lost, it is applied later
 
-Gradients here are sums over ranks, not means. P starts its way when the bucket is complete, together with all of the bucket that is not
-compressed; Q follows. Every rank computes P Qᵀ from the same bits.
-P is made orthonormal by Householder reflections, which give a basis even of zeros: a factor Q of zeros would stay so for ever, and its
-matrix would never move again. Where Q has no direction left, the next one comes from that basis.
+Gradients here are sums over ranks, not means.
+Communication in backward: an all-reduce of P when the bucket is complete, together with the uncompressed rest of the bucket, then an
+all-reduce of Q, both over the data axis. Every rank computes P Qᵀ from the same bits. Forward: none.
 
-A new E and Q count only once the step is applied (`confirm`): gradients that are not finite are thrown away with the step. Until then both
-are kept, the old and the new.
+P is orthonormalised by Householder reflections, which yield a basis even for zeros: a factor Q of zeros would otherwise stay zero, and its
+matrix would never be updated again. If Q has lost its directions, the next Q comes from that basis.
+
+A new E and Q are adopted only when the step is applied (`confirm`): with non-finite gradients they are discarded with the step. Until then
+the old and the new ones are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 from megalite import rng
 from megalite.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import all_reduce_together
-from megalite.parallel.sharding.buckets import Bucket
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import LocalPart, Rectangle, Segment
 
 
@@ -34,7 +36,7 @@ from megalite.parallel.spec import LocalPart, Rectangle, Segment
 class Matrix:
     """A segment whose gradient is compressed: this tp rank's part of it, [n, m] with padding, which starts at `start` of its bucket.
 
-    The error is that of gradients without a loss scale, which changes from step to step.
+    The error is stored without the loss scale, which changes from step to step.
     """
 
     segment: Segment
@@ -42,7 +44,7 @@ class Matrix:
     start: int
     error: Tensor  # [n, m]
     factor: Tensor  # Q, [m, rank]
-    undecided: tuple[Tensor, Tensor] | None = None  # error and factor after a step that may still be thrown away
+    undecided: tuple[Tensor, Tensor] | None = None  # error and factor after a step that may still be discarded
 
     @property
     def stop(self) -> int:
@@ -50,26 +52,27 @@ class Matrix:
 
     @property
     def name(self) -> str:
-        """Each copy of a tied tensor has an error of its own."""
+        """Name in checkpoints. Each copy of a tied tensor has an error of its own."""
         return f"{self.segment.name}.copy" if self.segment.copy else self.segment.name
 
 
 @dataclass(eq=False)
 class Compression:
-    """How one bucket is reduced: its matrices through their factors, the `rest`, (start, stop) each, as it is."""
+    """The compressed reduction of one bucket: its matrices as factors, the `rest`, ranges (start, stop), uncompressed."""
 
     matrices: Sequence[Matrix]
     rest: Sequence[tuple[int, int]]
     axis: MeshAxis
-    loss_scale: float = 1.0  # of this step
+    loss_scale: float = 1.0  # of the current step
 
     def reduce(self, full: Tensor) -> Iterator[None]:
-        """Sum a bucket ([size]) over the axis, in place, on every rank. Each `next` awaits a collective and starts the one that follows."""
+        """Sum a bucket ([size]) over the axis, in place, on every rank. Each `next` waits for a collective and starts the one after it."""
+        # Views of the bucket, [n, m] each.
         values = [full[matrix.start : matrix.stop].view_as(matrix.error) for matrix in self.matrices]
         rest = [full[start:stop] for start, stop in self.rest]
         for value, matrix in zip(values, self.matrices, strict=True):
             value.add_(matrix.error, alpha=self.loss_scale)
-        left = [value @ matrix.factor for value, matrix in zip(values, self.matrices, strict=True)]
+        left = [value @ matrix.factor for value, matrix in zip(values, self.matrices, strict=True)]  # P, [n, rank] each
         wait = all_reduce_together([*left, *rest], self.axis)
         yield
         sums = wait()
@@ -80,16 +83,16 @@ class Compression:
         yield
         for matrix, value, basis, factor in zip(self.matrices, values, left, wait(), strict=True):
             error = torch.addmm(value, basis, factor.t(), beta=1 / self.loss_scale, alpha=-1 / (self.loss_scale * self.axis.size))
-            matrix.undecided = error, factor.clone()  # memory of its own: how BLAS rounds depends on where a matrix lies
+            matrix.undecided = error, factor.clone()  # own memory: how BLAS rounds depends on a matrix's address
             torch.mm(basis, factor.t(), out=value)
 
 
 class PowerSGD:
-    """What a rank knows of the matrices that it compresses.
+    """The compressed matrices of a rank, with their errors and factors.
 
     Args:
-        rank: columns of a factor.
-        seed: of the first factors.
+        rank: number of columns of a factor.
+        seed: seed of the initial factors.
     """
 
     def __init__(self, mesh: Mesh, rank: int, seed: int):
@@ -97,11 +100,11 @@ class PowerSGD:
         self.one_copy = mesh.tied_pair is None
         self.matrices: list[Matrix] = []
 
-    def compress(self, layout: Bucket, like: Tensor) -> Compression | None:
-        """The compression of a bucket whose gradients are `like` this in dtype and device; None where it has nothing to compress.
+    def compress(self, layout: BucketLayout, like: Tensor) -> Compression | None:
+        """The compression of a bucket whose gradients have the dtype and device of `like`; None if it has nothing to compress.
 
-        A segment whose gradient is summed over tp ranks afterwards is not compressed: each of them would owe something else, for one and
-        the same part of a global tensor.
+        A segment whose gradient is summed over tp ranks afterwards is not compressed: each of these ranks would have a different error for
+        the same part of a global tensor, of which a checkpoint stores one.
         """
         matrices = []
         for slot in layout.slots:
@@ -110,7 +113,7 @@ class PowerSGD:
                 part = segment.local(self.at)
                 if len(part.shape) == 2 and segment.grad_partial_axis is None and segment.replicas == 1:
                     n, m = part.shape
-                    if (n + m) * self.rank < n * m:
+                    if (n + m) * self.rank < n * m:  # else the factors are not smaller than the matrix
                         factor = rng.normal((m, self.rank), self.seed, segment.name, "powersgd").to(like)
                         matrices.append(Matrix(segment, part, start, like.new_zeros(n, m), factor))
                 start += part.numel
@@ -122,7 +125,7 @@ class PowerSGD:
         return Compression(matrices, rest, self.data)
 
     def confirm(self, applied: bool) -> None:
-        """Take over what the last step left, or, where it was thrown away, forget it."""
+        """Adopt the errors and factors of the last step if it was applied, else discard them."""
         for matrix in self.matrices:
             if matrix.undecided is not None and applied:
                 matrix.error, matrix.factor = matrix.undecided
@@ -131,7 +134,7 @@ class PowerSGD:
     # ---- checkpoints: errors as [dp, *segment], factors as [tp parts, m, rank]
 
     def _error(self, matrix: Matrix, values: Tensor, row: int, rows: int, name: str | None = None) -> Rectangle:
-        """`values` ([n, m], padding left out) as the error of one of `rows` dp ranks."""
+        """`values` ([n, m], without the padding) as the error of dp rank `row` of `rows`."""
         shape, offsets = (rows, *matrix.segment.shape), (row, *matrix.part.offsets)
         return Rectangle(f"powersgd_error/{name or matrix.name}", shape, offsets, values[: matrix.part.sizes[0]].unsqueeze(0))
 
@@ -140,16 +143,16 @@ class PowerSGD:
         return Rectangle(f"powersgd_factor/{matrix.name}", (parts, *matrix.factor.shape), (index, 0, 0), matrix.factor.unsqueeze(0))
 
     def to_save(self) -> list[Rectangle]:
-        """This rank's share of a checkpoint: its errors, and the factors, which all dp ranks know, from the first of them."""
+        """This rank's part of a checkpoint: its errors, and from dp rank 0 the factors, which are the same on all dp ranks."""
         own = [matrix for matrix in self.matrices if matrix.segment.split is not None or self.tp.rank == 0]
         errors = [self._error(matrix, matrix.error, self.data.rank, self.data.size) for matrix in own]
         return errors + [self._factor(matrix) for matrix in own if self.data.rank == 0]
 
     def restore(self, stored: Mapping[str, tuple[int, ...]], fill: Callable[[list[Rectangle]], None]) -> None:
-        """Take over what a checkpoint holds: this rank's errors, or, where another number of ranks saved them, their mean per rank.
+        """Restore from a checkpoint: this rank's errors, or their mean if another number of ranks saved them.
 
-        The sum over ranks, which is what the gradients are still owed, is the same in both cases. A tied tensor that had two copies and has
-        one now takes what was owed to both. Matrices and factors that the checkpoint does not know start afresh.
+        The sum over ranks, the part of the gradient that is still to be applied, is the same in both cases. A tied tensor that had two
+        copies and has one now gets the errors of both. Matrices and factors that the checkpoint does not contain start anew.
 
         Args:
             stored: global shapes by name.
@@ -164,7 +167,7 @@ class PowerSGD:
             return
         rows = stored[f"powersgd_error/{known[0][1]}"][0]
         scratch = [torch.zeros_like(matrix.error) for matrix, _ in known]
-        for row in [self.data.rank] if rows == self.data.size else range(rows):  # one at a time: there may be many
+        for row in [self.data.rank] if rows == self.data.size else range(rows):  # one rank's errors at a time, which bounds the memory
             fill([self._error(matrix, values, row, rows, name) for (matrix, name), values in zip(known, scratch, strict=True)])
             for (matrix, _), values in zip(known, scratch, strict=True):
                 matrix.error.add_(values)

@@ -1,10 +1,11 @@
-"""When and how the gradients of a rank's buckets are reduced.
+"""Reduction of the gradients in a rank's buckets.
 
-Over data parallelism: over the ranks that share shards, then over their replicas. A bucket's reduction starts when its last weight is
-complete, in the middle of the backward, and runs next to it. After the backward, `finish` waits for all, and sums what tensor-parallel
-ranks, key-value replicas and the two copies of a tied embedding hold parts of.
+Forward: no communication. Backward: a bucket is reduced over the data-parallel ranks, with a reduce-scatter over the shard axis (of one
+rank for ZeRO-0) and an all-reduce over the replicate axis. The reduction starts when the bucket's last weight is complete and overlaps with
+the rest of the backward. After it, `finish` waits for all reductions and all-reduces what several ranks hold partial sums of: gradients
+that are partial over tp, key-value heads that several tp ranks hold, and the two copies of a tied embedding.
 
-Gradients arrive already divided by the global token count, so every reduction is a plain sum.
+The loss is divided by the global token count before the backward, so every reduction is a plain sum.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.spec import Segment
 
 Rounds = Iterator[None]
-"""The collectives of a reduction: each `next` waits for one and starts the one that follows."""
+"""The collectives of a reduction: each `next` waits for the one in flight and starts the one after it."""
 
 
 class Reduction:
-    """One reduction in flight. Records when its collectives ran, while the log has a clock."""
+    """One reduction in flight. Records the times of its collectives if the log has a clock."""
 
     def __init__(self, name: str, rounds: Rounds, log: TransferLog):
         self._name, self._rounds, self._log, self._clock = name, rounds, log, log.clock
@@ -53,12 +54,12 @@ class Reduction:
         self._started = end
 
     def finish(self) -> None:
-        """Wait for all that remains."""
+        """Wait for the remaining collectives."""
         while not self.done:
             self.advance()
 
     def _next_round(self) -> bool:
-        """Whether the reduction has ended."""
+        """Run to the next `yield`. Returns whether the reduction has ended; `self` is the sentinel of the exhausted iterator."""
         return next(self._rounds, self) is self
 
 
@@ -67,7 +68,7 @@ class GradientReducer:
 
     Args:
         log: records every reduction.
-        comm_dtype: gradients are cast to this before they are sent; None: they are sent as they accumulate.
+        comm_dtype: gradients are cast to this before they are sent; None: they are sent in the accumulate dtype.
         powersgd: compresses the reductions of ZeRO-0 and ZeRO-1.
     """
 
@@ -78,11 +79,11 @@ class GradientReducer:
         self._at = mesh.coordinates
         self._takes_memory = comm_dtype is not None or not reduces_in_place(mesh.shard) or not reduces_in_place(mesh.replicate)
         self._in_flight: deque[Reduction] = deque()
-        self._partial: list[Tensor] = []  # owned parts that are summed over tp after the backward
-        self._replicated: list[Tensor] = []  # the same over ranks that hold the same key-value head
+        self._partial: list[Tensor] = []  # views of `owned` that are partial over tp, summed after the backward
+        self._replicated: list[Tensor] = []  # views of `owned` of key-value heads that several tp ranks hold, summed over these
 
     def add(self, bucket: GradientBucket) -> None:
-        """Take in a bucket with all of its weights."""
+        """Add a bucket that has all of its weights."""
         self.buckets.append(bucket)
         if self.powersgd is not None:
             bucket.compression = self.powersgd.compress(bucket.layout, bucket.owned)
@@ -90,16 +91,16 @@ class GradientReducer:
         self._replicated += self._owned_parts(bucket, lambda segment: segment.replicas > 1)
 
     def begin_step(self, microbatches: int, loss_scale: float = 1.0) -> None:
-        """Expect a step's gradients, each multiplied by `loss_scale`."""
+        """Prepare for the gradients of a step, each multiplied by `loss_scale`."""
         for bucket in self.buckets:
             bucket.begin_step(microbatches, loss_scale)
 
     def start(self, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket whose weights are all complete."""
         if bucket.domain.owners == 1:
-            return
+            return  # one rank holds the bucket: nothing to reduce over data parallelism
         if bucket.shards_only:
-            if bucket.full is None:  # no weight of the bucket was used; other ranks may have used it
+            if bucket.full is None:  # no weight of the bucket was used here; other ranks may have used it and take part in the collective
                 bucket.open()
             self._start(bucket, self._into_shard(bucket))
             return
@@ -109,23 +110,24 @@ class GradientReducer:
             self._start(bucket, self._in_place(bucket, bucket.separate_embedding_grad))
 
     def make_room(self, in_flight: int) -> None:
-        """Wait until at most `in_flight` reductions are in flight: each holds buffers."""
+        """Wait until at most `in_flight` reductions are in flight, the oldest first: each holds buffers."""
         while len(self._in_flight) > in_flight:
             self._in_flight.popleft().finish()
 
     def finish(self) -> None:
-        """Wait for every reduction, then sum over the ranks of a stage and over tied copies.
+        """Wait for every reduction, then sum over the ranks of a stage and over tied copies. `owned` is valid afterwards.
 
         Raises:
             RuntimeError: a weight lacks contributions.
         """
         for bucket in self.buckets:
             for weight in bucket.weights:
-                weight.finish_step()
+                weight.finish_step()  # starts the reductions of buckets with weights that the step did not use
         _finish_all(self._in_flight)
         for bucket in self.buckets:
             if bucket.separate_embedding_grad is not None:
                 bucket.owned.add_(bucket.separate_embedding_grad[bucket.start : bucket.stop])
+        # These sums need only the owned ranges, 1/shard of the volume: the peers on the other axes own the same ranges.
         self._sum_over_replicas()
         _sum_together(self._partial, self.mesh.tp)
         _sum_together(self._replicated, self.mesh.kv_replica)
@@ -135,25 +137,25 @@ class GradientReducer:
                     all_reduce(bucket.owned, self.mesh.tied_pair, bucket.owned).wait()
 
     def confirm(self, applied: bool) -> None:
-        """Whether the last reduced gradients became an update: PowerSGD keeps the errors of those that did."""
+        """State whether the last reduced gradients were applied: PowerSGD discards the errors of those that were not."""
         if self.powersgd is not None:
             self.powersgd.confirm(applied)
 
     def _start(self, bucket: GradientBucket, rounds: Rounds) -> None:
         if self._takes_memory and bucket.compression is None:
-            self.make_room(in_flight=0)
+            self.make_room(in_flight=0)  # a reduction that allocates buffers runs alone, so that peak memory has one set of them
         reduction = Reduction(f"reduce {self.buckets.index(bucket)}", rounds, self.log)
         reduction.start()
         self._in_flight.append(reduction)
 
     def _into_shard(self, bucket: GradientBucket) -> Rounds:
         """Reduce a microbatch's gradients, free their buffer, and add this rank's part to its shard."""
-        pending = reduce_scatter(bucket.release_full(), bucket.domain.shard, comm_dtype=self.comm_dtype)
+        pending = reduce_scatter(bucket.release_full(), bucket.domain.shard, comm_dtype=self.comm_dtype)  # [size]
         yield
-        bucket.add_to_shard(pending.wait())
+        bucket.add_to_shard(pending.wait())  # [size/shard]
 
     def _in_place(self, bucket: GradientBucket, buffer: Tensor) -> Rounds:
-        """Reduce a whole buffer in place; where shards are shared, only this rank's part is valid afterwards."""
+        """Reduce a full buffer ([size]) in place; with a shard axis only this rank's part is valid afterwards (ZeRO-1)."""
         if bucket.domain.shard.size == 1:
             yield from self._over_replicas(buffer, bucket.domain.replicate)
             return
@@ -162,10 +164,11 @@ class GradientReducer:
         pending.wait()
 
     def _over_replicas(self, buffer: Tensor, axis: MeshAxis) -> Rounds:
-        """Sum a buffer over the replicas, in place, the same bits on each.
+        """Sum a buffer over the replicas, in place, to the same bits on each.
 
-        A sum made in fp32 differs from what the other ranks receive of it, so it is rounded to `comm_dtype` as well. Between two ranks that
-        is not needed: exchanging all contributions costs as much as exchanging halves of contributions and halves of sums.
+        With a comm_dtype, the rank that computes a part of the sum in fp32 must also use it as rounded to comm_dtype, since that is what
+        the other ranks receive. With two ranks the sum need not be rounded: exchanging all contributions costs as much as exchanging
+        halves of the contributions and halves of the sums.
         """
         comm_dtype = self.comm_dtype
         if axis.size == 1:
@@ -175,7 +178,7 @@ class GradientReducer:
             yield
             summed.wait()
         elif axis.size == 2:
-            both = all_gather(buffer.to(comm_dtype), axis)
+            both = all_gather(buffer.to(comm_dtype), axis)  # [2 · size], both ranks' contributions, this rank's rounded, too
             yield
             torch.add(*both.wait().to(buffer.dtype).chunk(2), out=buffer)
         else:
@@ -186,7 +189,7 @@ class GradientReducer:
             buffer.copy_(whole.wait())
 
     def _sum_over_replicas(self) -> None:
-        """Sum the shards of every bucket over their replicas, all at once."""
+        """Sum the shards of every bucket over their replicas, with the collectives of all buckets in flight at once."""
         reductions = [
             Reduction(f"replicate {number}", self._over_replicas(bucket.owned, bucket.domain.replicate), self.log)
             for number, bucket in enumerate(self.buckets)
@@ -197,7 +200,7 @@ class GradientReducer:
         _finish_all(deque(reductions))
 
     def _owned_parts(self, bucket: GradientBucket, wanted: Callable[[Segment], bool]) -> Iterator[Tensor]:
-        """Views of this rank's owned gradients of the wanted segments."""
+        """Views of this rank's owned gradients of the wanted segments, flat: a shard may hold a part of a segment, or none."""
         for slot in bucket.layout.slots:
             start = slot.start
             for segment in slot.spec.segments:
@@ -209,7 +212,7 @@ class GradientReducer:
 
 
 def _finish_all(reductions: deque[Reduction]) -> None:
-    """Bring reductions to their end, taking turns: the rounds of many then run at the same time."""
+    """Finish reductions, advancing each by one collective at a time: the collectives of all of them then overlap."""
     while reductions:
         reduction = reductions.popleft()
         if not reduction.done:
@@ -218,7 +221,7 @@ def _finish_all(reductions: deque[Reduction]) -> None:
 
 
 def _sum_together(parts: list[Tensor], axis: MeshAxis) -> None:
-    """Sum many small tensors over an axis in one collective, in place."""
+    """Sum many small tensors over an axis in one collective, in place: a collective each would cost its latency each."""
     if not parts or axis.size == 1:
         return
     for part, value in zip(parts, all_reduce_together(parts, axis)(), strict=True):

@@ -1,12 +1,13 @@
-"""The memory of one rank's parameters: flat weight buckets, their gradients and their masters, whole or as ZeRO's shards.
+"""The memory of one rank's parameters: flat buckets of weights, gradients and master weights, full or as ZeRO shards.
 
-    forward    `gatherer`: weights gathered after the last step have arrived, or are gathered for use (ZeRO-3)
+    forward    `gatherer` waits for the weights gathered after the last step, or gathers them for use (ZeRO-3)
     backward   `weight_grads` computes weight gradients; a complete bucket starts its reduction at once (`reducer`)
-    then       `reducer.finish()`: reductions awaited; tensor-partial, replicated key-value and tied gradients summed
-    optimizer  works on `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it
-    after      `gatherer.gather_updated()`: updated shards are gathered
+    then       `reducer.finish()` waits for the reductions and sums tensor-partial, replicated key-value and tied gradients
+    optimizer  updates `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it
+    after      `gatherer.gather_updated()` starts gathering the updated shards
 
-The store allocates all of it, gives the weights their values, and says which rectangles of global tensors this rank holds.
+The store allocates this memory, sets the values of weights, and enumerates the rectangles of global tensors that this rank holds. The
+communication is that of its gatherer and reducer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megalite import rng
 from megalite.mesh import Mesh
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
-from megalite.parallel.sharding.buckets import Bucket, bucket_layout, buckets_of_units
+from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zeros
 from megalite.parallel.sharding.powersgd import PowerSGD
@@ -34,94 +35,111 @@ from megalite.parallel.weight import Weight, WeightGradQueue
 
 @dataclass(frozen=True)
 class _Dtypes:
-    """Of the weights, the master weights and the accumulated gradients."""
+    """Dtypes of the weights, the master weights and the accumulated gradients."""
 
     weights: torch.dtype
     master: torch.dtype
     gradients: torch.dtype
 
 
+@dataclass(frozen=True)
+class StoreOptions:
+    """How a rank stores its parameters.
+
+    Attributes:
+        zero: ZeRO stage. 0: every dp rank keeps everything of every bucket; 1: optimizer state is sharded; 2: gradients, too;
+            3: weights, too, except those in use.
+        dtype: compute precision.
+        grad_dtype: accumulate dtype of gradients; default: `dtype`, but at least fp32.
+        reduce_dtype: communication dtype of data-parallel gradient reductions; default: the accumulate dtype.
+        bucket_bytes: see `bucket_layout`.
+        separate_embedding_grad: see `Weight.separate_embedding_grad`.
+        offload_parameters: with zero 3, store shards of weights in CPU memory. A single rank then also frees its weights after use.
+        training: False allocates only weights, in `dtype`: no gradient buffers and no master weights.
+    """
+
+    zero: int = 0
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    bucket_bytes: float = 25e6
+    separate_embedding_grad: bool = False
+    offload_parameters: bool = False
+    training: bool = True
+
+
 class ParameterStore:
     """Every stored tensor of one pipeline rank.
 
     Args:
-        specs: its stored tensors, in the model's order.
-        zero: 0 keeps optimizer state of whole buckets on every dp rank, 1 of this rank's shard alone, 2 its gradients alone too,
-            3 its weights alone too, except those in use.
-        dtype: compute precision.
-        grad_dtype: what gradients accumulate in; by default at least fp32.
-        reduce_dtype: what gradients are cast to before they are sent over data parallelism; by default they are sent as they accumulate.
-        powersgd: compresses those reductions, with zero 0 and 1.
-        state: where master weights and the optimizer's moments are stored; by default next to the weights.
-        offload_parameters: with 3, shards of weights are stored in CPU memory; then they are freed after use on a single rank, too.
-        separate_embedding_grad: see `Weight.separate_embedding_grad`.
-        training: False holds weights alone, in `dtype`: no gradient buffers and no masters.
+        specs: the stored tensors of the rank, in the model's order.
+        powersgd: compresses the reductions of gradients, with zero 0 and 1.
+        state: memory for master weights and the optimizer's moments; default: the device of the weights.
 
     Attributes:
         weights: every stored tensor by name, for the model.
         weight_grads: the queue of weight-gradient products.
-        gatherer: makes a unit's weights whole before it computes.
+        gatherer: makes a unit's full weights available before it computes.
         reducer: reduces gradients.
+
+    Raises:
+        ValueError: zero is 0 but the mesh's shard axis has several ranks.
     """
 
     def __init__(
         self,
         specs: Sequence[ParamSpec],
         mesh: Mesh,
+        options: StoreOptions | None = None,
         *,
-        zero: int = 0,
-        dtype: torch.dtype = torch.float32,
-        grad_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
         powersgd: PowerSGD | None = None,
-        bucket_bytes: float = 25e6,
         device: torch.device | str = "cpu",
-        separate_embedding_grad: bool = False,
         state: StateMemory | None = None,
-        offload_parameters: bool = False,
-        training: bool = True,
     ):
-        if zero == 0 and mesh.shard.size > 1:
-            raise ValueError(f"zero = 0 shares nothing, but the mesh's shard axis has {mesh.shard.size} ranks: make it with dp_shard=1")
-        self.mesh, self.at = mesh, mesh.coordinates
-        self.zero = zero if mesh.shard.size > 1 or offload_parameters else 0
+        options = options or StoreOptions()
+        if options.zero == 0 and mesh.shard.size > 1:
+            raise ValueError(f"zero = 0 shards nothing, but the mesh's shard axis has {mesh.shard.size} ranks: create it with dp_shard=1")
+        self.mesh, self.at, self.options = mesh, mesh.coordinates, options
+        # Without offloading, a single rank shards nothing.
+        self.zero = options.zero if mesh.shard.size > 1 or options.offload_parameters else 0
         self.device = torch.device(device)
-        self.state, self._offload_parameters, self._training = state or StateMemory(self.device), offload_parameters, training
-        self._separate_embedding_grad = separate_embedding_grad
+        self.state = state or StateMemory(self.device)
         self.weight_grads, self.log = WeightGradQueue(), TransferLog()
-        self.reducer = GradientReducer(mesh, self.log, reduce_dtype, powersgd)
+        self.reducer = GradientReducer(mesh, self.log, options.reduce_dtype, powersgd)
         self.weights: dict[str, Weight] = {}
         owners = {name: mesh.domain(name).owners for name in dict.fromkeys(spec.domain for spec in specs)}
-        layouts = bucket_layout(specs, self.at, owners, bucket_bytes)
-        master_dtype = torch.promote_types(dtype, torch.float32)
-        dtypes = _Dtypes(dtype, master_dtype, grad_dtype or master_dtype)
+        layouts = bucket_layout(specs, self.at, owners, options.bucket_bytes)
+        master_dtype = torch.promote_types(options.dtype, torch.float32)
+        dtypes = _Dtypes(options.dtype, master_dtype, options.grad_dtype or master_dtype)
         self.buckets = [self._allocate(layout, dtypes) for layout in layouts]
         for bucket in self.buckets:
             if bucket.gradients is not None:
                 self.reducer.add(bucket.gradients)
         self.gatherer = self._make_gatherer(layouts)
 
-    def _make_gatherer(self, layouts: Sequence[Bucket]) -> WeightGatherer:
+    def _make_gatherer(self, layouts: Sequence[BucketLayout]) -> WeightGatherer:
         by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
         if self.zero == 3:
-            collective = Uploads(self.device) if self._offload_parameters else all_gather
+            collective = Uploads(self.device) if self.options.offload_parameters else all_gather
             return ShardGatherer(self.buckets, by_unit, self.log, collective)
         return WeightGatherer(self.buckets, by_unit, self.zero > 0, self.log)
 
-    def _allocate(self, layout: Bucket, dtypes: _Dtypes) -> BucketBuffers:
+    def _allocate(self, layout: BucketLayout, dtypes: _Dtypes) -> BucketBuffers:
         weights = torch.zeros(layout.size, dtype=dtypes.weights, device=self.device)
+        # Frozen buckets have no optimizer state to shard; only ZeRO-3 shards their weights.
         domain, divided = self.mesh.domain(layout.domain), layout.trainable or self.zero == 3
         start, stop = layout.part(domain.shard.rank, domain.shard.size) if divided else (0, layout.size)
         shard = self._allocate_shard(stop - start, dtypes.weights) if self.zero == 3 else None
         own = weights[start:stop] if shard is None else shard
-        trains = layout.trainable and self._training
+        trains = layout.trainable and self.options.training
+        # With the same dtype and device the weights themselves are the masters.
         in_place = not trains or (dtypes.master == dtypes.weights and own.device.type == self.state.device.type)
         master = own if in_place else self.state.zeros(stop - start, dtypes.master)
         gradients = self._allocate_gradients(layout, dtypes.gradients) if trains else None
         bucket = BucketBuffers(layout, domain, weights, gradients, start, stop, master, shard)
         for slot in layout.slots:
-            # Frozen weights are part of the graph, too: it must reach the adapters behind them.
-            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(self._training)
+            # Frozen weights require grad, too: else no input of the first adapted layer would, and autograd would skip its backward.
+            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(self.options.training)
             weight = Weight(slot.spec, tensor, dtypes.gradients if trains else None, self.weight_grads)
             self.weights[slot.spec.name] = weight
             if gradients is not None:
@@ -133,21 +151,25 @@ class ParameterStore:
         return bucket
 
     def _allocate_shard(self, count: int, dtype: torch.dtype) -> Tensor:
-        if self._offload_parameters:
+        if self.options.offload_parameters:
             return pinned_zeros(count, dtype, self.device)
         return torch.zeros(count, dtype=dtype, device=self.device)
 
-    def _allocate_gradients(self, layout: Bucket, dtype: torch.dtype) -> GradientBucket:
-        zero = min(self.zero, 1) if self._separates(layout) else self.zero  # two accumulators, kept for the step: else their order is lost
+    def _allocate_gradients(self, layout: BucketLayout, dtype: torch.dtype) -> GradientBucket:
+        zero = min(self.zero, 1) if self._separates(layout) else self.zero  # both accumulators last a step: adding per microbatch reorders
         return GradientBucket.allocate(layout, self.mesh.domain(layout.domain), zero, dtype, self.device, self.reducer)
 
-    def _separates(self, layout: Bucket) -> bool:
-        return self._separate_embedding_grad and any(slot.spec.contributions > 1 for slot in layout.slots)
+    def _separates(self, layout: BucketLayout) -> bool:
+        return self.options.separate_embedding_grad and any(slot.spec.contributions > 1 for slot in layout.slots)
 
     # ---- the values of weights
 
     def fill(self, values: Callable[[Segment], Iterable[Tensor]]) -> None:
-        """Set weights; `values` gives this rank's part of a segment, in its local shape, by blocks of rows, or nothing."""
+        """Set weights.
+
+        Args:
+            values: yields this rank's part of a segment, in its local shape, by blocks of rows; or nothing, to leave it as it is.
+        """
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 start = slot.start
@@ -156,15 +178,18 @@ class ParameterStore:
                     for block in values(segment):
                         bucket.write(at, block.reshape(-1))
                         at += block.numel()
-                    self.state.release(bucket.master)
+                    self.state.release(bucket.master)  # offloaded masters: evict the pages that were just written
                     start += segment.local(self.at).numel
 
     def initialize(self, seed: int, frozen: bool = True) -> None:
-        """Draw every weight, or those that are not frozen, keyed by its global name: the same model under every mesh."""
+        """Draw every weight, or only those that are not frozen, keyed by its global name: the same model under every mesh."""
         self.fill(lambda each: rng.initial_values(each, self.at, seed) if frozen or each.trainable else ())
 
     def to_load(self, trained: bool = True) -> list[Rectangle]:
-        """The master weights that this rank keeps, or the frozen ones, for a checkpoint to fill; `publish` then makes them the weights."""
+        """The master weights that this rank keeps, for a checkpoint to fill; `publish` then copies them to the weights.
+
+        `trained=False` leaves out all but the frozen ones.
+        """
         return [
             bucket.rectangle("weight", bucket.master, flat, offset)
             for bucket in self.buckets
@@ -173,7 +198,7 @@ class ParameterStore:
         ]
 
     def publish(self) -> None:
-        """Make the master weights the weights, after a load or an undone step, and gather them."""
+        """Copy the master weights to the weights, after a load or an undone step, and start gathering them."""
         with torch.no_grad():
             for bucket in self.buckets:
                 if bucket.has_own_master:
@@ -184,10 +209,10 @@ class ParameterStore:
     # ---- which rectangles of global tensors this rank holds
 
     def owned_rectangles(self) -> Iterator[tuple[BucketBuffers, FlatRectangle, int]]:
-        """Rectangles that cover every global element once over the whole mesh, padding and copies left out.
+        """Rectangles that cover every global element exactly once over the whole mesh, without padding and copies.
 
-        Yields (bucket, rectangle, offset): the rectangle's elements are [offset + start, offset + stop) of the bucket. Its dp share is
-        one of dp shards, under every ZeRO stage; its tp share is that of the owning tp rank.
+        Yields (bucket, rectangle, offset): the rectangle's elements are [offset + start, offset + stop) of the bucket. A rank yields its
+        1/owners of each bucket, under every ZeRO stage, and only segments that it owns on the tp axis.
         """
         for bucket in self.buckets:
             for flat, offset in self.rectangles_in(bucket, *bucket.layout.owned(bucket.domain.share)):

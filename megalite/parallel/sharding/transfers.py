@@ -1,4 +1,4 @@
-"""What is sent over data parallelism, in time: how long it is under way, and how long a rank does nothing but wait for it."""
+"""Times of data-parallel collectives: how long each is in flight, and how long the rank waits for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megalite.parallel.collectives import Pending
 
 
 class Transfer(NamedTuple):
-    """A collective in time, in seconds as in `clock.Ran`."""
+    """The times of a collective, in seconds as in `clock.ActionTiming`."""
 
     name: str
     start: float
-    awaited: float  # from here to `end` the rank waited for it
+    awaited: float  # from `awaited` to `end` the rank waited for it
     end: float
 
 
 class TransferLog:
-    """Records reductions and gathers while it has a clock; costs nothing without."""
+    """Records reductions and gathers while it has a clock; free without one."""
 
     def __init__(self) -> None:
         self.clock: Clock | None = None
@@ -31,12 +31,12 @@ class TransferLog:
         self._marks.append((name, start, awaited, end))
 
     def take(self) -> list[Transfer]:
-        """What has ended since the last call, in that order."""
+        """The collectives that have ended since the last call, in order of their ends."""
         marks, self._marks = self._marks, []
         return [] if self.clock is None else [Transfer(*each) for each in self.clock.read(marks)]
 
     def gathering(self, name: str, pending: Pending) -> Pending:
-        """The same collective, recorded when it is awaited."""
+        """Wrap a collective so that it is recorded when it is waited for."""
         if self.clock is None:
             return pending
         clock, start = self.clock, self.clock.mark()

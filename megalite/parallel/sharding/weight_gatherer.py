@@ -1,14 +1,14 @@
-"""When the full weights of a unit are there: before its forward and its backward.
+"""Makes the full weights of a unit available before its forward and its backward.
 
-`WeightGatherer` serves ZeRO 0 to 2: weights are whole; after an update the parts are gathered, and a unit's first forward waits for that.
-`ShardGatherer` serves ZeRO-3: a rank keeps its shard of each bucket, and weights are whole only while they are used. The schedule's list
-says when: a gather or reshard stands in front of the computation during which it happens (`pipeline.gathering`). `gather` and `reshard`
-record it, and the units of the model carry it out as they begin and end:
+`WeightGatherer` is for ZeRO 0 to 2: full weights stay in memory. The parts that each rank has updated are gathered after the step, and the
+unit's first forward waits for them. `ShardGatherer` is for ZeRO-3: a rank keeps its shard of each bucket, and full weights exist only while
+they are used. The schedule decides when: a gather or reshard precedes, in the list, the computation during which it happens
+(`pipeline.gathering`). `gather` and `reshard` record it, and the units of the model execute it as they begin and end:
 
-    forward   pre_forward: wait for this unit's weights, start the gathers recorded for here      post_forward: free what is recorded
-    backward  (of post_forward) the same                                                           (of pre_forward) the same
+    forward   pre_forward:  wait for the unit's weights, start the gathers recorded for the unit     post_forward: free what is recorded
+    backward  post_forward: the same                                                                 pre_forward:  the same
 
-Communication: all-gathers over the shard axis.
+Communication: all-gather over the shard axis, once a step in ZeRO-1 and 2, as often as the schedule gathers in ZeRO-3.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.transfers import TransferLog
 
 Gather = Callable[[Tensor, MeshAxis, Tensor], Pending]
-"""(shard, axis, whole weights): the collective that fills the latter."""
+"""(shard [size/shard], axis, full weights [size]): the collective that fills the full weights."""
 
 
 class WeightGatherer:
-    """Weights that are always whole; those that were updated in parts are gathered after each step.
+    """Full weights stay in memory; buckets that are updated in parts are gathered after each step.
 
     Args:
-        buckets: the rank's, by number.
-        by_unit: the buckets that a unit needs.
-        sharded_update: whether each rank updates a part of a bucket, so that the parts must be gathered (ZeRO-1 and 2).
+        buckets: the buckets of the rank, by number.
+        by_unit: the buckets that each unit needs.
+        sharded_update: whether each rank updates only its part of a bucket, so that the parts must be gathered (ZeRO-1 and 2).
         log: records every gather.
     """
 
@@ -50,19 +50,19 @@ class WeightGatherer:
         self.buckets, self.by_unit, self.sharded_update, self.log = buckets, by_unit, sharded_update, log
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:
-        """Make a unit's weights ready for computing on x, and for the backward of that. Returns x."""
+        """Make the unit's weights available for its forward on x and for the backward of it. Returns x."""
         self.wait_for(unit)
         return x
 
     def post_forward(self, unit: int, x: Tensor) -> Tensor:
-        """The unit has computed x. Returns x."""
+        """Call with the unit's output x. Returns x."""
         return x
 
     def gather_updated(self) -> None:
-        """Start gathering the weights that have just been updated."""
+        """Start gathering the updated weights. The next step's forwards wait for them unit by unit, so the gathers overlap with it."""
         for number, bucket in enumerate(self.buckets):
             if self.sharded_update and bucket.layout.trainable:
-                gathering = all_gather(bucket.owned_weights, bucket.domain.shard, bucket.weights)
+                gathering = all_gather(bucket.owned_weights, bucket.domain.shard, bucket.weights)  # [size/shard] -> [size], in place
                 bucket.gathering = self.log.gathering(f"gather {number}", gathering)
 
     def wait_for(self, unit: int) -> None:
@@ -76,22 +76,22 @@ class WeightGatherer:
             self.wait_for(unit)
 
     def begin_run(self, planned: bool) -> None:
-        """A schedule begins to execute; `planned`: its list says when weights are gathered and freed."""
+        """Call before a schedule is executed. `planned`: its list has gathers and reshards."""
 
     def gather(self, bucket: int, unit: int | None) -> None:
-        """Gather a bucket when the next computation reaches a unit; None: now."""
+        """Record that a bucket is to be gathered when the next computation reaches a unit; None: gather it now."""
         raise RuntimeError(f"the schedule gathers bucket {bucket}, whose weights are always whole")
 
     def reshard(self, bucket: int, unit: int | None) -> None:
-        """Free a bucket when the next computation leaves a unit."""
+        """Record that a bucket is to be freed when the next computation leaves a unit."""
         raise RuntimeError(f"the schedule frees bucket {bucket}, whose weights are always whole")
 
 
 class ShardGatherer(WeightGatherer):
-    """Gathers and frees the full weights of buckets that are kept as shards (ZeRO-3; Rajbhandari et al. 2020).
+    """Gathers and frees the full weights of buckets that are stored as shards (ZeRO-3; Rajbhandari et al. 2020).
 
     Args:
-        collective: how shards become whole weights.
+        collective: the collective that gathers shards into full weights.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ShardGatherer(WeightGatherer):
         self._reshards: defaultdict[int, list[BucketBuffers]] = defaultdict(list)
 
     def begin_run(self, planned: bool) -> None:
-        """Free what was kept. Without a plan, a unit's weights are whole from the start of its computation to the end."""
+        """Free what the last run kept. Without planned gathers, a unit's weights are gathered when it begins and freed when it ends."""
         self._free_all()
         self._planned = planned
         self._gathers.clear()
@@ -128,20 +128,20 @@ class ShardGatherer(WeightGatherer):
         return _UnitBoundary.apply(x, partial(self.acquire, unit), partial(self.release, unit))
 
     def post_forward(self, unit: int, x: Tensor) -> Tensor:
-        if unit == 0:  # an embedding's backward needs no weights
+        if unit == 0:  # an embedding's backward needs no weights, so they are not gathered again
             self.release(unit)
             return x
         return _UnitBoundary.apply(x, partial(self.release, unit), partial(self.acquire, unit))
 
     def gather_updated(self) -> None:
-        """The shards have changed: what is whole is out of date."""
+        """Free the full weights: the shards have changed, so they are out of date."""
         self._free_all()
 
     def wait_for(self, unit: int) -> None:
-        """Nothing is gathered between uses."""
+        """Do nothing: `pre_forward` waits for the weights."""
 
     def acquire(self, unit: int) -> None:
-        """Wait for a unit's weights, then start the gathers that are recorded for this unit."""
+        """Wait for a unit's weights, then start the gathers recorded for it: they prefetch the next unit while this one computes."""
         for bucket in self.by_unit.get(unit, ()):
             if not self._planned:
                 self._start(self.buckets.index(bucket))
@@ -151,13 +151,13 @@ class ShardGatherer(WeightGatherer):
             self._start(self.buckets.index(bucket))
 
     def release(self, unit: int) -> None:
-        """Free what is recorded to be freed when this unit ends."""
+        """Free the buckets whose reshard is recorded for this unit."""
         for bucket in self._reshards.pop(unit, ()) if self._planned else self.by_unit.get(unit, ()):
             bucket.free()
 
     def _free_all(self) -> None:
         for bucket in self.buckets:
-            bucket.await_weights()
+            bucket.await_weights()  # a collective in flight writes into this memory
             bucket.free()
 
     def _start(self, number: int) -> None:
@@ -168,7 +168,10 @@ class ShardGatherer(WeightGatherer):
 
 
 class _UnitBoundary(torch.autograd.Function):
-    """One end of a unit of the model. Forward: call `forward_action`.  Backward: call `backward_action`."""
+    """The start or end of a unit of the model.  Forward: call `forward_action`.  Backward: call `backward_action`.
+
+    The backward passes a unit's end first and its start last, so the two actions are swapped between the two.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_action: Callable[[], None], backward_action: Callable[[], None]) -> Tensor:

@@ -1,10 +1,11 @@
-"""Cross-entropy over logits that are split by vocabulary: the whole logits are never gathered.
+"""Cross-entropy over logits that are split by vocabulary: the full logits are never gathered.
 
-Forward: one all-gather of three or four numbers a token (largest logit, sum of exponentials, target logit, sum of logits). Backward: none;
-the gradient is written over the logits, so a second backward through them raises.
+Forward: one all-gather of three or four numbers per token (largest logit, sum of exponentials, target logit, and with label smoothing the
+sum of logits). Backward: no communication; the gradient overwrites the logits, so a second backward through them raises.
 
-`loss_in_chunks` computes the head in front of it too, chunk after chunk of tokens, and each chunk's gradients with its loss: the whole
-logits never exist. The communication is that of the head and the loss, once for each chunk; backward has none.
+`loss_in_chunks` also computes the head that makes the logits, one chunk of tokens at a time, and each chunk's gradients with its loss:
+the logits of only one chunk exist at a time. Its forward does the communication of head and loss, forward and backward, once per chunk; its
+backward does none.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from megalite.parallel.weight import Weight
 NO_SECOND_DERIVATIVE = "the loss has no second derivative: call backward without create_graph"
 
 ChunkLoss = Callable[[Tensor, Tensor], Tensor]
-"""(part of the head's input, its targets [tokens]) -> the loss, a scalar."""
+"""(chunk of the head's input [chunk, batch, hidden], its targets [tokens]) -> the loss, a scalar."""
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
     """Sum of token losses times `scale`, for logits [tokens, vocabulary/tp] and targets [tokens].
 
-    Padded columns (beyond the vocabulary) can not win: they take no part. Targets of IGNORE_INDEX cost nothing.
-    Smoothing spreads `label_smoothing` over the global vocabulary (torch's convention); `z_loss` adds z · lse².
+    Padded columns (beyond the vocabulary) are left out of the softmax. Targets of IGNORE_INDEX have a loss of 0.
+    `label_smoothing` is spread over the global vocabulary (torch's convention); `z_loss` z adds z · lse².
     """
 
     tp: MeshAxis
@@ -52,13 +53,13 @@ class CrossEntropy:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Communication: see the module."""
+    """Forward: all-gather of [k, tokens] statistics over tp.  Backward: no communication."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, scale: float, loss: CrossEntropy) -> Tensor:
         first, valid = loss.part(logits)
-        own = statistics(logits, targets, first, valid, IGNORE_INDEX, loss.label_smoothing > 0)  # [k, tokens]
-        stats = all_gather(own, loss.tp).wait().view(loss.tp.size, *own.shape)
+        own = statistics(logits, targets, first, valid, IGNORE_INDEX, loss.label_smoothing > 0)  # [k, tokens], k = 3 or 4
+        stats = all_gather(own, loss.tp).wait().view(loss.tp.size, *own.shape)  # [tp, k, tokens]
         losses, lse = combine(stats, targets, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size)
         ctx.save_for_backward(logits, targets, lse)
         ctx.scale, ctx.loss = scale, loss
@@ -72,21 +73,23 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         loss = ctx.loss
         first, valid = loss.part(logits)
         scale = grads[0] * ctx.scale
+        # In place: the logits, [tokens, vocabulary/tp], are usually the largest tensor of a step.
         gradient_(logits, targets, lse, scale, first, valid, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size)
         return logits, None, None, None
 
 
 def loss_in_chunks(loss: ChunkLoss, x: Tensor, targets: Tensor, weight: Weight, length: int) -> Tensor:
-    """The sum of `loss` over parts of the head's input.
+    """The sum of `loss` over chunks of the head's input.
 
-    Where gradients are wanted, each part's are computed with its loss: that of x waits for backward, and the weight's accumulates at once,
-    as one contribution. So backward can run once, from a gradient of 1: another would come too late for the weight, and fails.
+    If gradients are required, each chunk's are computed with its loss: that of x is kept for backward, that of the weight is accumulated
+    at once, all chunks as one contribution. Backward can therefore run only once, from a gradient of 1: any other factor could not be
+    applied to the weight's gradient any more, and raises.
 
     Args:
         x: [seq (/tp), batch, hidden].
-        targets: [seq, batch]. A part is every tp rank's rows where x is split along the sequence.
-        weight: the head's.
-        length: positions of x in a part.
+        targets: [seq, batch]. Under sequence parallelism a chunk has the same rows of every tp rank's part of x.
+        weight: the weight of the head.
+        length: positions of x in a chunk.
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.trainable):
         return _GradientWithLoss.apply(x, weight.tensor, loss, targets, weight, length)
@@ -99,16 +102,16 @@ def _parts(x: Tensor, targets: Tensor, length: int) -> Iterator[tuple[Tensor, Te
 
 
 class _GradientWithLoss(torch.autograd.Function):
-    """Forward: every part's loss, and its backward.  Backward: what forward has found. Communication: see the module."""
+    """Forward: every chunk's loss and its backward, with their communication.  Backward: returns the gradient found in forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor, loss: ChunkLoss, targets: Tensor, weight: Weight, length: int) -> Tensor:
-        losses, dx = [], torch.empty_like(x)
+        losses, dx = [], torch.empty_like(x)  # dx: [seq (/tp), batch, hidden]
         with weight.accumulate_as_one(), torch.enable_grad():
             for (part, its), gradient in zip(_parts(x, targets, length), dx.split(length), strict=True):
                 leaf = part.detach().requires_grad_(ctx.needs_input_grad[0])
                 value = loss(leaf, its)
-                value.backward()
+                value.backward()  # frees the chunk's logits
                 losses.append(value.detach())
                 if leaf.grad is not None:
                     gradient.copy_(leaf.grad)
@@ -121,5 +124,5 @@ class _GradientWithLoss(torch.autograd.Function):
             raise RuntimeError(NO_SECOND_DERIVATIVE)
         torch._assert_async(grads[0] == 1, "a loss in chunks has added its weight gradient: scale the loss before, not its gradient")
         (dx,) = ctx.saved_tensors
-        torch.autograd.graph.increment_version(dx)  # a second backward must raise: the weight's gradient would not come a second time
+        torch.autograd.graph.increment_version(dx)  # a second backward must raise: it would not add the weight's gradient again
         return dx, None, None, None, None, None

@@ -1,7 +1,8 @@
-"""The embedding, its rows split over tp by vocabulary.
+"""The embedding: its rows are split over tp by vocabulary.
 
-Forward: each rank looks up the tokens in its part, zero for the others; all-reduce, or reduce-scatter along the sequence under
-sequence parallelism. Backward: each rank adds the rows of its own tokens; under sequence parallelism the gradient is gathered first.
+Forward: each rank looks up the tokens of its vocabulary range and sets the rows of the others to zero; then all-reduce, or reduce-scatter
+along the sequence under sequence parallelism. Backward: each rank accumulates the rows of its own tokens; no communication, or all-gather
+of the gradient along the sequence under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, tokens: Tensor, positions: Tensor | None, layer: ParallelEmbedding) -> Tensor:
         ctx.layer = layer
-        local = tokens - layer.first
-        outside = (local < 0) | (local >= table.shape[0])
+        local = tokens - layer.first  # [seq, batch], row in this rank's part of the table
+        outside = (local < 0) | (local >= table.shape[0])  # tokens of other ranks
         rows = local.masked_fill(outside, 0) if layer.tp.size > 1 else tokens
         out = table[rows]  # [seq, batch, hidden]
         if layer.tp.size > 1:
-            out.masked_fill_(outside.unsqueeze(-1), 0)
-        out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()
+            out.masked_fill_(outside.unsqueeze(-1), 0)  # each token then has one non-zero term in the sum over tp
+        out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()  # [seq (/tp), batch, hidden]
         if layer.scale is not None:
             out = out * layer.scale
         if layer.positions is not None:
             assert positions is not None
             positions = layer.own_sequence(positions)
-            out += layer.positions.tensor[positions]
+            out += layer.positions.tensor[positions]  # after the sum, which would otherwise add them tp times
         ctx.save_for_backward(rows, outside, positions)
         return out
 
@@ -45,14 +46,14 @@ class _Embed(torch.autograd.Function):
             return None, None, None, None
         rows, outside, positions = ctx.saved_tensors
         if layer.positions is not None:
-            places = positions.expand(grad.shape[:2]).reshape(-1)
+            places = positions.expand(grad.shape[:2]).reshape(-1)  # [tokens of this rank's part of the sequence]
             layer.positions.accumulate_rows(places, grad.flatten(0, 1))
         if layer.sequence_parallel:
-            grad = all_gather(grad, layer.tp).wait()
+            grad = all_gather(grad, layer.tp).wait()  # [seq, batch, hidden]: a token's row may be on any rank
         if layer.scale is not None:
             grad = grad * layer.scale
         if layer.tp.size > 1:
-            grad = grad.masked_fill(outside.unsqueeze(-1), 0)  # other ranks' tokens add zero to row 0: no shape depends on the data
+            grad = grad.masked_fill(outside.unsqueeze(-1), 0)  # other ranks' tokens add zero to row 0: no shape depends on data
         layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1))
         return None, None, None, None
 
@@ -72,9 +73,9 @@ class ParallelEmbedding(nn.Module):
         self.first = tp.rank * weight.tensor.shape[0]
 
     def own_sequence(self, x: Tensor) -> Tensor:
-        """This rank's part of a whole-sequence tensor, as the activations are split."""
+        """This rank's part of a tensor over the whole sequence: [seq, …] -> [seq/tp, …], split like the activations."""
         return x.chunk(self.tp.size)[self.tp.rank] if self.sequence_parallel else x
 
     def forward(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """positions: [seq, 1 or batch], needed where there is a position table."""
+        """positions: [seq, 1 or batch], required with a position table."""
         return _Embed.apply(self.weight.tensor, tokens, positions, self)

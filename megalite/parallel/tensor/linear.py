@@ -6,8 +6,8 @@
     row          forward  all-reduce of the output                 forward  reduce-scatter along the sequence
                  backward none                                     backward all-gather of the output gradient
 
-The column layer starts its input gradient's communication, computes its weight gradient, and only then waits. Where nothing of it is
-trained, its input is not kept, nor gathered again.
+The column layer's backward starts the communication of its input gradient, computes its weight gradient, and only then waits: the two
+overlap. If neither its weight nor an adapter is trained, its input is neither saved nor gathered again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """grad · weight: [seq, batch, out] -> [seq, batch, in]."""
     return torch.mm(grad.reshape(-1, grad.shape[-1]), weight).view(*grad.shape[:-1], weight.shape[1])
 
 
 def _accumulate_linear(weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor, rest: Callable[[Tensor], None] | None) -> None:
-    """`rest` does the same for the adapter."""
-    rows = grad.reshape(-1, grad.shape[-1])
+    """Accumulate bias and weight gradients, from `grad` [seq, batch, out] and `inputs` [seq, batch, in]. `rest`: those of the adapter."""
+    rows = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
     if bias is not None and bias.trainable:
         bias.accumulate(rows.sum(0, dtype=bias.grad_dtype))
     weight.accumulate_product(rows, inputs.reshape(-1, inputs.shape[-1]))
@@ -52,9 +53,10 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ColumnParallelLinear, mask: Mask | None) -> Tensor:
         ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
-        full = all_gather(x, layer.tp).wait() if layer.sequence_parallel else x
-        out = _matmul(full, weight, None if layer.bias is None else layer.bias.tensor)
+        full = all_gather(x, layer.tp).wait() if layer.sequence_parallel else x  # [seq, batch, in]
+        out = _matmul(full, weight, None if layer.bias is None else layer.bias.tensor)  # [seq, batch, out/tp]
         inner = None if adapter is None else adapter.forward(full, out, mask)
+        # Save x, not `full`: [seq/tp, batch, in] under sequence parallelism; gathering it again in backward costs less than the memory.
         ctx.save_for_backward(x if layer.weight.trainable or adapter is not None else None, inner)
         return out
 
@@ -62,13 +64,14 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer, grad, adapter = ctx.layer, grads[0], ctx.layer.weight.adapter
         x, inner = ctx.saved_tensors
+        # Started first, so that it overlaps with the input gradient's product.
         gathering = all_gather(x, layer.tp) if layer.sequence_parallel and x is not None else None
         reduction = rest = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(grad, layer.weight.tensor)
-            rest = None if adapter is None else adapter.backward(grad, dx, inner, ctx.mask)
+            dx = _input_gradient(grad, layer.weight.tensor)  # [seq, batch, in], a partial sum: this rank has a part of the outputs
+            rest = None if adapter is None else adapter.backward(grad, dx, inner, ctx.mask)  # adds to dx, so before its reduction
             reduction = reduce_scatter(dx, layer.tp) if layer.sequence_parallel else all_reduce(dx, layer.tp, disposable=True)
-        if x is not None:
+        if x is not None:  # between start and wait of the reduction, which it hides
             _accumulate_linear(layer.weight, layer.bias, grad, x if gathering is None else gathering.wait(), rest)
         return (None if reduction is None else reduction.wait()), None, None, None
 
@@ -76,7 +79,7 @@ class _Column(torch.autograd.Function):
 class ColumnParallelLinear(nn.Module):
     """Linear layer whose outputs are split over tp: [seq, batch, in] -> [seq, batch, out/tp].
 
-    With sequence parallelism the input is [seq/tp, batch, in] and is gathered first. `mask` drops elements of what an adapter reads.
+    With sequence parallelism the input is [seq/tp, batch, in] and is gathered first. `mask` is the dropout of an adapter's input.
     """
 
     def __init__(self, weight: Weight, bias: Weight | None, tp: MeshAxis, sequence_parallel: bool):
@@ -100,7 +103,7 @@ class Activation:
         return self._forward(x, self.name)
 
     def backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of x, and act(x) again."""
+        """The gradient of x, and act(x), recomputed."""
         return self._backward(grad, x, self.name)
 
 
@@ -110,25 +113,26 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear, mask: Mask | None) -> Tensor:
         ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
-        active = x if layer.activation is None else layer.activation.forward(x)
-        out = _matmul(active, weight)
+        active = x if layer.activation is None else layer.activation.forward(x)  # [seq, batch, in/tp]
+        out = _matmul(active, weight)  # [seq, batch, out], a partial sum: this rank has a part of the inputs
+        # The adapter adds to `out`, so before its reduction. `active` is not saved: backward recomputes it from x.
         ctx.save_for_backward(x, None if adapter is None else adapter.forward(active, out, mask))
         summed = reduce_scatter(out, layer.tp) if layer.sequence_parallel else all_reduce(out, layer.tp, disposable=True)
-        out = summed.wait()
-        return out if layer.bias is None else out.add_(layer.bias.tensor)
+        out = summed.wait()  # [seq (/tp), batch, out]
+        return out if layer.bias is None else out.add_(layer.bias.tensor)  # after the sum, which would otherwise add it tp times
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer, grad, adapter = ctx.layer, grads[0], ctx.layer.weight.adapter
-        if layer.bias is not None and layer.bias.trainable:
+        if layer.bias is not None and layer.bias.trainable:  # before the gather: a partial gradient, of this rank's part of the sequence
             layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad_dtype))
         if layer.sequence_parallel:
-            grad = all_gather(grad, layer.tp).wait()
+            grad = all_gather(grad, layer.tp).wait()  # [seq, batch, out]
         inputs, inner = ctx.saved_tensors
-        dx = _input_gradient(grad, layer.weight.tensor)
+        dx = _input_gradient(grad, layer.weight.tensor)  # [seq, batch, in/tp]: each rank needs only its own, no communication
         rest = None if adapter is None else adapter.backward(grad, dx, inner, ctx.mask)
         if layer.activation is not None:
-            dx, inputs = layer.activation.backward(dx, inputs)
+            dx, inputs = layer.activation.backward(dx, inputs)  # dx of the activation's input; `inputs`: its output, recomputed
         _accumulate_linear(layer.weight, None, grad, inputs, rest)
         return dx, None, None, None
 
@@ -137,7 +141,7 @@ class RowParallelLinear(nn.Module):
     """Linear layer whose inputs are split over tp: [seq, batch, in/tp] -> [seq, batch, out], summed over tp.
 
     With sequence parallelism the output is [seq/tp, batch, out]. The bias is added once, after the sum. `activation` is applied to the
-    input first; its output is not kept but computed again in backward.
+    input first; its output is not saved but recomputed in backward.
     """
 
     def __init__(self, weight: Weight, bias: Weight | None, tp: MeshAxis, sequence_parallel: bool, activation: Activation | None = None):

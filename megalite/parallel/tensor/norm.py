@@ -1,8 +1,8 @@
-"""Normalisation layers whose weight gradients go straight to their buckets.
+"""Normalisation layers. Their weight gradients are accumulated directly in gradient buckets.
 
-A norm over the hidden width sees whole rows on every tp rank and needs no communication; under sequence parallelism its weight gradient
-is partial (each rank sees its part of the sequence) and is summed over tp at the end of the step. A norm over the width of all
-heads (OLMo-2's query and key norms) spans the tp ranks: one small all-reduce each way.
+A norm over the hidden dimension has whole rows on every tp rank: no communication in forward or backward. Under sequence parallelism its
+weight gradient is partial (each rank has its part of the sequence) and is summed over tp at the end of the step. A norm over the width of
+all heads (OLMo-2's query and key norms) spans the tp ranks: all-reduce of one number per token in forward and in backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalite.parallel.weight import Weight
 
 
 class _Apply(torch.autograd.Function):
-    """A norm as its `compute` and `gradient` define it. Communication: theirs."""
+    """Forward: `norm.compute`.  Backward: `norm.gradient`. The communication is theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
@@ -37,7 +37,7 @@ class _Apply(torch.autograd.Function):
 
 
 class Norm(nn.Module, ABC):
-    """A norm over the last dimension."""
+    """A norm over the last dimension: [seq (/tp), batch, width] -> the same shape."""
 
     def __init__(self, weight: Weight, eps: float):
         super().__init__()
@@ -48,11 +48,11 @@ class Norm(nn.Module, ABC):
 
     @abstractmethod
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The normed x, and what the gradient needs besides x."""
+        """The normalised x, and the statistics that `gradient` needs besides x."""
 
     @abstractmethod
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        """The gradient of x; those of the weights go to their buckets."""
+        """Returns the gradient of x; accumulates those of the weights."""
 
 
 class RMSNorm(Norm):
@@ -66,14 +66,14 @@ class RMSNorm(Norm):
         return self.ops.rms_norm(x, self.weight.tensor, self.eps, self.offset)
 
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor, dtotal: Tensor | None = None) -> Tensor:
-        """`dtotal` is added: the gradient that x has from elsewhere."""
+        """As Norm.gradient. `dtotal`, the gradient that reaches x on another path, is added in the same pass."""
         dx, dweight = self.ops.rms_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset, dtotal)
         self.weight.accumulate(dweight)
         return dx
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """x + branch, and the norm of it. Backward has one gradient for both inputs. No communication."""
+    """Forward: x + branch and its norm, fused.  Backward: one gradient for both inputs. No communication."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """x + branch, and the norm of it: in one pass over memory where that is an RMSNorm."""
+    """x + branch and its norm, all [seq (/tp), batch, hidden]; with an RMSNorm in one pass over memory."""
     if isinstance(norm, RMSNorm):
         return _AddRMSNorm.apply(x, branch, norm.weight.tensor, norm)
     total = x + branch
@@ -117,7 +117,7 @@ class LayerNorm(Norm):
 class FullWidthRMSNorm(Norm):
     """RMSNorm over the width of all heads, of which this rank holds [seq, batch, width · replicas / tp].
 
-    Forward and backward: all-reduce of one number a token over tp, since the mean spans every rank's heads.
+    Forward: all-reduce of one number per token over tp, since the mean spans the heads of every rank.  Backward: the same.
     """
 
     def __init__(self, weight: Weight, eps: float, offset: float, tp: MeshAxis):
@@ -127,7 +127,7 @@ class FullWidthRMSNorm(Norm):
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
         upcast = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = upcast.square().sum(-1, keepdim=True) / self.replicas
+        squares = upcast.square().sum(-1, keepdim=True) / self.replicas  # [seq, batch, 1]; each head is summed by `replicas` ranks
         rstd = torch.rsqrt(all_reduce(squares, self.tp).wait() / self.width + self.eps)
         return (upcast * rstd).to(x.dtype) * (self.weight.tensor + self.offset), rstd
 
@@ -135,8 +135,8 @@ class FullWidthRMSNorm(Norm):
         (rstd,) = statistics
         normed = x.to(rstd.dtype) * rstd
         grad = dy.to(rstd.dtype)
-        self.weight.accumulate((grad * normed).flatten(0, -2).sum(0))
+        self.weight.accumulate((grad * normed).flatten(0, -2).sum(0))  # [width · replicas / tp]
         grad = grad * (self.weight.tensor.detach() + self.offset)
-        # A replicated head's gradient is spread over its replicas: the sum over tp is whole, and each replica takes its part of it.
+        # A replicated head's gradient is spread over its replicas: the sum over tp is the whole, of which each replica takes its part.
         projection = all_reduce((grad * normed).sum(-1, keepdim=True), self.tp).wait() / (self.width * self.replicas)
         return (rstd * (grad - normed * projection)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The durations that a run measured, and the same schedule simulated with them: what the run should have taken."""
+"""The durations that a run measured, and its schedule simulated with them: the time that the run should have taken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PASSES = ("forward", "input_backward", "weight_backward")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run's schedule, simulated with the durations that it measured (seconds), and the bubbles that it measured, by their names."""
+    """A run's schedule, simulated with its measured durations (seconds), and its measured bubbles by name."""
 
     plan: Plan
     steps: list[int]
@@ -32,9 +32,9 @@ class MeasuredRun:
         return aligned([(f"over {len(self.steps)} steps", "measured", "predicted"), *rows])
 
     def compare(self) -> list[Plan]:
-        """What every schedule would take with the mean over ranks of these durations.
+        """The plan of every schedule with the mean of these durations over ranks.
 
-        Where the run computed both gradients in one backward, each counts for half of it.
+        If the run computed both gradients in one backward, each counts for half of it.
         """
         schedule = self.plan.schedule
         forward, backward, weight = (sum(self.plan.durations[name]) / schedule.ranks for name in PASSES)
@@ -66,7 +66,7 @@ def read(run: Path) -> MeasuredRun:
         if not timeline.ideal > 0:
             raise ValueError("its durations are all 0")
     except OSError as error:
-        raise ScheduleError(f"{path}: {error.strerror}. A run writes it where profiling.timeline is set.") from None
+        raise ScheduleError(f"{path}: {error.strerror}. A run writes it if profiling.timeline is set.") from None
     except KeyError as error:
         raise ScheduleError(f"{path} has no {error}: it is not a run's timeline.") from None
     except (TypeError, ValueError) as error:
@@ -75,7 +75,7 @@ def read(run: Path) -> MeasuredRun:
 
 
 def _planned_for(run: Path) -> Costs | None:
-    """The costs that the run's schedule was made for, from its configuration."""
+    """The costs that the run's schedule was built for, from its configuration."""
     import yaml
 
     path = run / "config.yaml"
@@ -89,7 +89,7 @@ def _planned_for(run: Path) -> Costs | None:
 
 
 def _per_stage(durations: dict[str, Any], name: str, stages: int) -> list[float]:
-    """One duration for each stage; zeros where the run has no such pass."""
+    """One duration per stage; zeros if the run has no such pass."""
     values = durations[name]
     if values is None and name == "weight_backward":
         return [0.0] * stages
@@ -99,7 +99,7 @@ def _per_stage(durations: dict[str, Any], name: str, stages: int) -> list[float]
 
 
 def _seconds(value: Any) -> float:
-    """A duration that can be added up with others."""
+    """A duration in seconds, checked to be finite and non-negative."""
     if not 0 <= float(value) < LONGEST:
         raise ValueError(f"{value} is no duration in seconds")
     return float(value)

@@ -1,4 +1,4 @@
-"""Plans in words and tables."""
+"""Plans as sentences and tables."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from megalite.parallel.pipeline.bubble import BUBBLES, DIGITS, Plan
 from megalite.parallel.pipeline.schedule import Kind
 
-LISTED = 16  # ranks up to which a value is printed for each
+LISTED = 16  # up to this number of ranks, a value is printed for each
 
 
 def number(value: float, unit: str = "") -> str:
-    """Six digits, without the noise of rounding, and the unit."""
+    """The value with six digits, without rounding noise, and its unit."""
     return f"{round(value, DIGITS):.6g}{unit and ' ' + unit}"
 
 
@@ -20,13 +20,13 @@ def percent(value: float) -> str:
 
 
 def heading(plan: Plan) -> str:
-    """What a plan is, in a line."""
+    """One line that describes a plan."""
     stages = f" of {plan.chunks} stages" if plan.chunks > 1 else ""
     return f"{plan.schedule.name}: {plan.schedule.ranks} ranks{stages}, {plan.schedule.microbatches} microbatches"
 
 
 def durations(plan: Plan) -> str:
-    """What it is timed by, in a line."""
+    """One line with the durations that a plan is timed with."""
     values = dict(plan.durations)
     if not plan.splits and isinstance(values["weight_backward"], list):  # measured: one pass computes both gradients
         parts = zip(values.pop("input_backward"), values.pop("weight_backward"), strict=True)
@@ -45,7 +45,7 @@ def _range(value: float | list[float], unit: str) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Every measure of one plan, a line each, with its meaning."""
+    """Every measure of one plan with its meaning, one per line."""
     timeline = plan.timeline
     rows = [
         ("makespan", number(timeline.makespan, plan.unit), "from the first action's start to the last one's end"),
@@ -75,7 +75,7 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def table(plans: Sequence[Plan], axis: str = "schedule") -> str:
-    """A row for each plan, named by what varies between them: the schedule, pp or microbatches. Where ranks differ, the largest of any."""
+    """A row for each plan, labelled by what varies between them: the schedule, pp or microbatches. If ranks differ, the largest value."""
     gathering = ["gathered", "stalled"] if plans[0].weights else []
     rows = [[axis, "v", "makespan", "longest_span", *BUBBLES, "peak", "with stash", "messages", *gathering]]
     for plan in plans:
@@ -100,7 +100,7 @@ def grid(plans: Sequence[Plan], axis: str, measure: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns two blanks apart, the first to the left, the others to the right."""
+    """Columns separated by two spaces, the first aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))

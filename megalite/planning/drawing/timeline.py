@@ -1,8 +1,8 @@
-"""Timelines as pictures: laid out once, as boxes and labels in pixels, and written as SVG, as HTML or as PNG.
+"""Timelines as pictures: laid out once as boxes and labels in pixels, and written as SVG, HTML or PNG.
 
-A row is a rank, a bar an action, coloured by its pass and shaded by which of the rank's stages it belongs to. Behind the bars a tint, and
-below them a strip, tell the phase: warm-up until the rank's first backward, cool-down after its last forward, steady in between. A line
-along the bars' lower edge is the gathering of weights.
+A row is a rank; a bar is an action, coloured by its pass and shaded by its stage among the rank's stages. A tint behind the bars and a
+strip below them show the phase: warm-up until the rank's first backward, cool-down after its last forward, steady in between. A line
+along the bars' lower edge shows the gathering of weights.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ MEANING = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "wei
 PHASES = {"warm-up": ("#fdf0c0", "#e9bb2d"), "steady": ("#ececec", "#a9a9ae"), "cool-down": ("#dfe3fb", "#8d99e6")}  # tint, strip
 GATHER, STALL = "#b03a8c", "#f3dcea"
 INK, FAINT = "#1d1d1f", "#77777c"
-LEFT, RIGHT, MARGIN = 66, 112, 16  # room for the ranks' names, for the figures of each rank, and around everything
-WIDTHS = (880, 2600)  # pixels of the time axis
-SHORTEST = 15  # pixels that the shortest bar should have
-SMALLEST = 6  # pixels of a font that can be read
-ZOOM_FROM = 1300  # pixels of the time axis from which letters and rows grow with it, so that they are read on a screen that shows it all
-DIGIT, LETTER = 0.64, 0.57  # width of a digit and the mean one of a letter, in the height of their font
+LEFT, RIGHT, MARGIN = 66, 112, 16  # pixels for the ranks' names, for each rank's figures, and around everything
+WIDTHS = (880, 2600)  # smallest and largest width of the time axis in pixels
+SHORTEST = 15  # preferred width of the shortest bar in pixels
+SMALLEST = 6  # smallest readable font in pixels
+ZOOM_FROM = 1300  # width of the time axis from which letters and rows grow with it, to stay readable when the picture is scaled to a screen
+DIGIT, LETTER = 0.64, 0.57  # width of a digit and mean width of a letter, relative to the font's height
 MOST_BARS = 50_000
 
 
 class DrawingError(ValueError):
-    """What can not be drawn; the message says what can."""
+    """A plan that cannot be drawn; the message says what to do instead."""
 
 
 class Box(NamedTuple):
-    """A filled rectangle. `hover` is what it tells of itself, `microbatch` what it belongs to, where it is an action."""
+    """A filled rectangle. `hover` is its tooltip, `microbatch` the microbatch of an action."""
 
     x: float
     y: float
@@ -53,7 +53,7 @@ class Box(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A line of text, by its baseline; `anchor` is its start, middle or end."""
+    """A line of text; (x, y) is on its baseline, at its start, middle or end as `anchor` says."""
 
     x: float
     y: float
@@ -66,7 +66,7 @@ class Label(NamedTuple):
 
 @dataclass
 class Picture:
-    """What is drawn, back to front, in a unit of `zoom` pixels from the upper left corner."""
+    """Boxes and labels, back to front. Coordinates are from the upper left corner, in units of `zoom` pixels."""
 
     width: float
     height: float
@@ -79,7 +79,7 @@ class Picture:
 
 
 def picture(plans: Sequence[Plan]) -> Picture:
-    """Timelines below each other, all on one scale of time.
+    """Timelines stacked vertically on one time scale.
 
     Raises:
         DrawingError: there are too many bars for a picture.
@@ -100,7 +100,7 @@ def picture(plans: Sequence[Plan]) -> Picture:
 
 
 def _add_panel(made: Picture, plan: Plan, scale: float) -> None:
-    """One timeline: title, a row for each rank, the time axis."""
+    """Add one timeline: title, a row for each rank, the time axis."""
     timeline, ranks = plan.timeline, plan.schedule.ranks
     title, *lines = _title(plan)
     made.labels.append(Label(LEFT, made.height + 14, title, 15, bold=True))
@@ -122,7 +122,7 @@ def _add_panel(made: Picture, plan: Plan, scale: float) -> None:
 
 
 def _title(plan: Plan) -> list[str]:
-    """The plan in words: what it is, its bubbles and times, its memory and the durations it is drawn for."""
+    """Lines that describe the plan: its name and sizes, bubbles and times, memory and durations."""
     timeline = plan.timeline
     bubbles = [f"{name} {percent(getattr(timeline, name))}" for name in BUBBLES]
     times = [f"makespan {number(timeline.makespan, plan.unit)}", f"longest span {number(timeline.longest_span, plan.unit)}"]
@@ -135,7 +135,7 @@ def _title(plan: Plan) -> list[str]:
 
 
 def _add_row(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> None:
-    """A rank's phases, and its bars upon them, with microbatch numbers where they fit."""
+    """Add a rank's phases, and over them its bars, with microbatch numbers where they fit."""
     spans, end = plan.timeline.spans[rank], plan.timeline.makespan
     first_backward, last_forward = phases(spans)
     borders = [0.0, first_backward, last_forward, end]
@@ -159,14 +159,14 @@ def _add_row(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> 
 
 
 def _stalls_at(time: float, plan: Plan, rank: int) -> bool:
-    """Whether a rank then waits for weights."""
+    """Whether a rank waits for weights at this time."""
     stalls = plan.timeline.stalls[rank] if plan.weights else ()
     place = bisect_right(stalls, (time, math.inf))
     return place > 0 and time < stalls[place - 1][1]
 
 
 def _add_gathers(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> None:
-    """A rank's waiting for weights, over its bars, and its gathering, a mark for each bucket."""
+    """Add a rank's waits for weights over its bars, and a mark for each bucket that it gathers."""
     for start, stop in plan.timeline.stalls[rank] if plan.weights else ():
         made.boxes.append(Box(LEFT + start * scale, made.height + 1, (stop - start) * scale, row - 7, STALL, f"rank {rank} waits: weights"))
     for move, start, stop in plan.timeline.gathers[rank] if plan.weights else ():
@@ -176,7 +176,7 @@ def _add_gathers(made: Picture, plan: Plan, rank: int, scale: float, row: float)
 
 
 def phases(spans: Sequence[Span]) -> tuple[float, float]:
-    """When a rank's warm-up and its steady phase end: when its first backward starts, when its last forward has ended.
+    """The ends of a rank's warm-up and steady phase: the start of its first backward and the end of its last forward.
 
     Without a steady phase both are the latter.
     """
@@ -186,13 +186,13 @@ def phases(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 def _describe(action: Action, rank: int, start: float, stop: float, unit: str) -> str:
-    """An action in words."""
+    """The tooltip of an action."""
     what = f"{action}: {MEANING[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank {rank}"
     return f"{what}; {number(start)} to {number(stop, unit)}"
 
 
 def _add_axis(made: Picture, end: float, scale: float, unit: str) -> None:
-    """Time, below the rows, at round values about 80 pixels apart."""
+    """Add the time axis below the rows, with ticks at round values about 80 pixels apart."""
     about = 80 / scale
     power = 10.0 ** math.floor(math.log10(about))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= about)
@@ -204,7 +204,7 @@ def _add_axis(made: Picture, end: float, scale: float, unit: str) -> None:
 
 
 def _add_legend(made: Picture, plans: Sequence[Plan]) -> None:
-    """What colours, shades, tints and figures mean, as many entries in a line as fit."""
+    """Add the legend of colours, shades, tints and figures, with as many entries per line as fit."""
     most = max(plan.chunks for plan in plans)
     passes = [kind for kind in COLOURS if any(kind in plan.schedule.passes for plan in plans)]
     entries = [([shade(COLOURS[kind], place, most) for place in range(most)], f"{kind} {MEANING[kind]}") for kind in passes]
@@ -231,7 +231,7 @@ def _add_legend(made: Picture, plans: Sequence[Plan]) -> None:
 
 
 def shade(colour: str, place: int, of: int) -> str:
-    """The colour of a rank's stages, first to last: from the colour itself towards white."""
+    """The shade of stage `place` out of a rank's `of` stages: from the colour itself towards white."""
     light = 0.0 if of == 1 else min(0.5, 0.6 / (of - 1)) * place
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * light):02x}" for part in parts)
@@ -256,7 +256,7 @@ PAGE = """<!doctype html>
 {svg}
 <div id="tip" hidden></div>
 <script>
-  // The bar under the pointer says what it is, and the other passes of its microbatch stand out.
+  // Show the tooltip of the bar under the pointer, and highlight the other passes of its microbatch.
   const tip = document.getElementById("tip"), others = document.getElementById("others");
   document.addEventListener("mousemove", event => {{
     const {{ tip: text, microbatch }} = event.target.dataset;
@@ -272,7 +272,7 @@ PAGE = """<!doctype html>
 
 
 def svg(drawn: Picture, hover: Callable[[Box], tuple[str, str]] | None = None) -> str:
-    """The picture as SVG. `hover` gives a box's attributes and content, by default a title, which viewers show under the pointer."""
+    """The picture as SVG. `hover` returns a box's attributes and content, by default a title, which viewers show as a tooltip."""
     hover = hover or (lambda box: ("", f"<title>{escape(box.hover)}</title>" if box.hover else ""))
     width, height = drawn.width, drawn.height
     size = f'width="{width * drawn.zoom:.0f}" height="{height * drawn.zoom:.0f}" viewBox="0 0 {_short(width)} {_short(height)}"'
@@ -290,7 +290,7 @@ def svg(drawn: Picture, hover: Callable[[Box], tuple[str, str]] | None = None) -
 
 
 def html(drawn: Picture) -> str:
-    """A page of its own, without anything loaded: the pointer on a bar tells what it is, and shows the way of its microbatch."""
+    """A self-contained HTML page. Hovering over a bar shows its tooltip and highlights its microbatch."""
 
     def hover(box: Box) -> tuple[str, str]:
         microbatch = "" if box.microbatch is None else f' data-microbatch="{box.microbatch}"'
@@ -300,7 +300,7 @@ def html(drawn: Picture) -> str:
 
 
 def write_png(drawn: Picture, path: Path) -> None:
-    """The picture as PNG, two dots a pixel. Needs matplotlib.
+    """Write the picture as PNG, at two dots per pixel. Needs matplotlib.
 
     Raises:
         DrawingError: matplotlib is not installed.
@@ -311,7 +311,7 @@ def write_png(drawn: Picture, path: Path) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(drawn.width / 72, drawn.height / 72), facecolor="white")  # a unit is a point
+    figure = Figure(figsize=(drawn.width / 72, drawn.height / 72), facecolor="white")  # one unit is one point (1/72 inch)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, drawn.width), ylim=(drawn.height, 0))
     axes.axis("off")
@@ -325,5 +325,5 @@ def write_png(drawn: Picture, path: Path) -> None:
 
 
 def _short(value: float) -> str:
-    """A length to a hundredth of a pixel."""
+    """A length with two decimals, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

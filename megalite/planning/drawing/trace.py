@@ -1,7 +1,7 @@
 """A timeline in the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Each rank is a thread with a slice for every action, and where weights are gathered for use another for its gatherings. A flow (an arrow)
-is a message between ranks, a counter the activations on a rank.
+Each rank is a thread with a slice per action, and a second thread with its gathering of weights if the plan has any. A flow (an arrow) is
+a message between ranks; a counter shows the activations on a rank.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from megalite.parallel.pipeline.bubble import Plan
 from megalite.parallel.pipeline.communication import send_after
 from megalite.parallel.pipeline.schedule import Action, Kind
 
-MICROSECONDS = {"s": 1e6, "ms": 1e3, "": 1e3}  # of a unit of time; where durations have none, one is shown as a millisecond
+MICROSECONDS = {"s": 1e6, "ms": 1e3, "": 1e3}  # per unit of time; durations without a unit are shown as milliseconds
 CATEGORIES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
 
 
 def chrome_trace(plan: Plan) -> dict[str, Any]:
-    """The whole trace, ready for json.dump; the plan's measures are in its metadata."""
+    """The whole trace, ready for json.dump, with the plan's measures as metadata."""
     events: list[dict[str, Any]] = []
     for rank in range(plan.schedule.ranks):
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
@@ -41,7 +41,7 @@ def _slices(plan: Plan, rank: int) -> list[dict[str, Any]]:
 
 
 def _gathers(plan: Plan, rank: int) -> list[dict[str, Any]]:
-    """A rank's gathering of weights, on a thread of its own right below the rank's."""
+    """A rank's gathering of weights, on a thread below the rank's own."""
     scale, thread = MICROSECONDS[plan.unit], {"pid": 0, "tid": plan.schedule.ranks + rank}
     slices = [
         {"ph": "X", "name": repr(move), "cat": "gather", **thread, "ts": start * scale, "dur": (end - start) * scale}
@@ -55,7 +55,7 @@ def _gathers(plan: Plan, rank: int) -> list[dict[str, Any]]:
 
 
 def _counter(plan: Plan, rank: int) -> list[dict[str, Any]]:
-    """Activations of a whole stage, from the start of a forward to the end of the last pass that needs them."""
+    """A counter of activations in whole stages, from the start of a forward to the end of the last pass that needs them."""
     scale, held, events = MICROSECONDS[plan.unit], 0, []
     for action, start, end in plan.timeline.spans[rank]:
         change = {Kind.FORWARD: 1, plan.schedule.passes[-1]: -1}.get(action.kind, 0)
@@ -68,7 +68,7 @@ def _counter(plan: Plan, rank: int) -> list[dict[str, Any]]:
 
 
 def _flows(plan: Plan) -> list[dict[str, Any]]:
-    """An arrow for each message, from the end of the action that made it to the start of the one that needs it."""
+    """An arrow for each message, from the action that sends it to the start of the one that needs it."""
     scale = MICROSECONDS[plan.unit]
     placed = {span.action: (rank, span) for rank, spans in enumerate(plan.timeline.spans) for span in spans}
     events: list[dict[str, Any]] = []
@@ -78,6 +78,6 @@ def _flows(plan: Plan) -> list[dict[str, Any]]:
         step = 1 if action.kind is Kind.FORWARD else -1
         target, needed = placed[Action(action.kind, action.stage + step, action.microbatch)]
         common = {"name": "message", "cat": "message", "id": len(events), "pid": 0}
-        events.append({**common, "ph": "s", "tid": rank, "ts": (span.start + span.end) / 2 * scale})  # inside the slice, to belong to it
+        events.append({**common, "ph": "s", "tid": rank, "ts": (span.start + span.end) / 2 * scale})  # inside the slice, to attach to it
         events.append({**common, "ph": "f", "bp": "e", "tid": target, "ts": needed.start * scale})
     return events

@@ -100,8 +100,8 @@ def spoiled(schedule: Schedule, drop: str | None = None, twice: str | None = Non
     [
         ({"drop": "G0"}, "F0.0 reaches unit 0, whose bucket 0 is not gathered"),
         ({"drop": "G1@0"}, "F0.0 reaches unit 1, whose bucket 1 is not gathered"),
-        ({"twice": "G1@0"}, "G1@0 stands where bucket 1 is whole"),
-        ({"twice": "R0@0"}, "R0@0 stands where bucket 0 is not whole"),
+        ({"twice": "G1@0"}, "G1@0 is executed while bucket 1 is whole"),
+        ({"twice": "R0@0"}, "R0@0 is executed while bucket 0 is not whole"),
         ({"late": "G1@0"}, "F0.0 reaches unit 1, whose bucket 1 is not gathered"),
         ({"late": "R0@0"}, "R0@0 never happens: B0.0 does not use its unit"),
     ],

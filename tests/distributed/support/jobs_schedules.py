@@ -11,7 +11,7 @@ from megalite.optimizer.adamw import STATE
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.jobs import mesh_of
+from tests.distributed.support.jobs import mesh_of
 
 
 def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Jobs with which the pool is tested: they run on its ranks."""
+"""Jobs for the tests of the pool, which run on its ranks."""
 
 import os
 import time
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import RankContext
+from tests.distributed.support.pool import RankContext
 
 
 def place(context: RankContext) -> tuple[int, int, int]:
-    """Rank, world, and the sum of all ranks through a collective."""
+    """Rank, world size, and the sum of all ranks from a collective."""
     total = torch.tensor([context.rank])
     if context.world > 1:
         dist.all_reduce(total)
@@ -19,7 +19,7 @@ def place(context: RankContext) -> tuple[int, int, int]:
 
 
 def process(context: RankContext) -> tuple[int, int]:
-    """The process, and how many jobs its cache has seen."""
+    """The process id, and the number of jobs that its cache has served."""
     context.cache["jobs"] = context.cached("jobs", lambda: 0) + 1
     return os.getpid(), context.cache["jobs"]
 

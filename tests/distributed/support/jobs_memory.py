@@ -16,7 +16,7 @@ from megalite.config.schema import Config
 from megalite.model.parameters import padded_vocabulary
 from megalite.optimizer.adamw import AdamW
 from megalite.parallel.weight import WeightGradQueue, WeightProduct
-from tests.distributed.jobs import mesh_of
+from tests.distributed.support.jobs import mesh_of
 
 
 class _Kept:

@@ -18,8 +18,8 @@ from unittest.mock import patch
 from megalite.config.load import from_dict
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-from tests.distributed.jobs import mesh_of
-from tests.distributed.jobs_training import make_trainer
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.jobs_training import make_trainer
 
 SLOW_S = 0.08
 
@@ -44,7 +44,7 @@ def fit_with_full_disk(context: Any, config: dict[str, Any], full: int, at: int,
     """
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
-    advance, folder, left = trainer.advance, trainer.run_dir / "checkpoints", []
+    train_step, folder, left = trainer.train_step, trainer.run_dir / "checkpoints", []
 
     def limited(stop: bool = False, wait: bool = False) -> Any:
         if trainer.step_done in (at - 1, last):
@@ -54,9 +54,9 @@ def fit_with_full_disk(context: Any, config: dict[str, Any], full: int, at: int,
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         if context.rank == 0 and trainer.step_done + 1 > at and not trainer.saver.under_way:
             left.extend(path.name for path in folder.glob(".step*"))
-        return advance(stop, wait)
+        return train_step(stop, wait)
 
-    trainer.advance = limited  # type: ignore[method-assign]
+    trainer.train_step = limited  # type: ignore[method-assign]
     problem = ""
     try:
         fit(trainer)

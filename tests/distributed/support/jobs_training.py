@@ -15,7 +15,7 @@ from megalite.config.schema import ConfigError
 from megalite.optimizer.adamw import STATE
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.jobs import mesh_of
+from tests.distributed.support.jobs import mesh_of
 
 
 def make_trainer(context: Any, config: dict[str, Any]) -> Trainer:

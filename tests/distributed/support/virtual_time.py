@@ -1,7 +1,7 @@
-"""Time that a test drives: each rank has a clock of its own, and messages bring the sender's time with them.
+"""Virtual time controlled by a test: each rank has its own clock, and messages carry the sender's time.
 
-The ranks, the messages and the runtime are real, and real messages decide what runs before what. The test alone says how long a pass or a
-message takes, so recorded times are exact on any machine, whatever else runs on it.
+The ranks, the messages and the runtime are real, and real messages determine the order of execution. The test sets the durations of passes
+and messages, so recorded times are exact on any machine under any load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megalite.clock import Clock
 
 
 class VirtualClock(Clock):
-    """A rank's time: it moves where work is done and where a message is waited for, and nowhere else."""
+    """A rank's time: it advances only with work and with waits for messages."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class VirtualClock(Clock):
 
 
 class _Arrival:
-    """A receive under way. Who waits for it goes on when the message arrives, at the earliest."""
+    """A receive in flight. A rank that waits for it continues no earlier than the message arrives."""
 
     def __init__(self, work: Any, message: Tensor, clock: VirtualClock):
         self.work, self.message, self.clock = work, message, clock
@@ -50,7 +50,7 @@ class _Arrival:
 
 @contextmanager
 def virtual_messages(clock: VirtualClock, latency: float) -> Iterator[None]:
-    """Messages (fp64) that take `latency` from when the sender starts them. The time of arrival replaces their values."""
+    """Messages (fp64) that arrive `latency` after the sender starts them. Their values are replaced by the time of arrival."""
     send, receive = dist.isend, dist.irecv
 
     @wraps(send)

@@ -1,14 +1,14 @@
 """The space of layouts and models over which a run must equal one process, and a pairwise table of it.
 
 A case is a dict of option values, with the number of layers that follows from them. `pairwise()` gives a small list of legal cases in which
-every legal pair of option values occurs; `every_case()` walks the whole space.
+every legal pair of option values occurs (table.txt, which covering.py searches); `every_case()` walks the whole space.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations, product
-from random import Random
+from pathlib import Path
 from typing import Any
 
 from megalite.parallel.pipeline.generator import chunks_of
@@ -28,32 +28,30 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "kv_heads": (4, 1),
     "vocab_size": (96, 101),
-    "uneven": (False, True),  # a layer more than there are stages
+    "uneven": (False, True),  # one layer more than stages
     "masked": (False, True),
     "dropout": (0.0, 0.1),
     "precision": ("fp64", "fp32"),
 }
-PLACE = {option: number for number, option in enumerate(OPTIONS)}
-DEAR = ("tp", "pp", "dp", "offload", "recompute", "uneven", "microbatches")  # their values are listed from cheap to dear
-SEED, CANDIDATES = 7, 30
+TABLE = Path(__file__).with_name("table.txt")
 MAX_WORLD = 8
-FEWEST_LAYERS = 3
 
 
 def schedule_options(schedule: str) -> tuple[str, int | None]:
-    """parallel.schedule and parallel.virtual_stages: `interleaved-3` is interleaved with three stages on each rank."""
+    """parallel.schedule and parallel.virtual_stages: `interleaved-3` is interleaved with three stages per rank."""
     name, _, chunks = schedule.partition("interleaved-")
     return ("interleaved", int(chunks)) if chunks else (name, None)
 
 
 def stages(case: Case) -> int:
-    """Stages of the pipeline, over all ranks."""
+    """The number of pipeline stages over all ranks."""
     return int(case["pp"] * chunks_of(*schedule_options(case["schedule"])))
 
 
 def with_layers(case: Case) -> Case:
     """The case with as many layers as its stages need, and no more: every layer of every case is paid for in time."""
-    return {**case, "layers": max(stages(case), FEWEST_LAYERS) + case["uneven"]}
+    fewest = 3 if case["recompute"] == "every-2" else 2  # a group of two, and one that is cut short
+    return {**case, "layers": max(stages(case), fewest) + case["uneven"]}
 
 
 def is_legal(case: Case) -> bool:
@@ -61,6 +59,10 @@ def is_legal(case: Case) -> bool:
     sequence_parallel = case.get("sequence_parallel", False)
     tp = case.get("tp", 2 if sequence_parallel else 1)
     return tp * case.get("pp", 1) * case.get("dp", 1) <= MAX_WORLD and not (sequence_parallel and tp == 1)
+
+
+def world(case: Case) -> int:
+    return int(case["tp"] * case["pp"] * case["dp"])
 
 
 def global_batch(case: Case) -> int:
@@ -86,7 +88,7 @@ def every_case() -> Iterator[Case]:
             yield with_layers(case)
 
 
-NAMED = {  # in the table by name, whatever the pairs need
+NAMED = {  # always in the table, under these names
     "tp": 2,
     "pp": 2,
     "dp": 2,
@@ -119,43 +121,9 @@ def pairs_of(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(combinations([(option, case[option]) for option in OPTIONS], 2))
 
 
-def _pair(one: tuple[str, Any], other: tuple[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any]]:
-    return (one, other) if PLACE[one[0]] < PLACE[other[0]] else (other, one)
-
-
-def cost(case: Case) -> float:
-    """Roughly the seconds that 20 steps of a case take where its ranks share two cores: what counts are messages that are waited for."""
-    layers, passes = with_layers(case)["layers"], 1.4 if case["recompute"] == "full" else 1.0
-    seconds = 1 + 0.15 * case["tp"] * case["pp"] * case["dp"] + 0.12 * layers
-    each = case["dp"] * case["microbatches"]
-    seconds += 0.075 * (case["tp"] - 1) * each * layers * passes + 0.1 * (case["pp"] - 1) * each * stages(case) / case["pp"]
-    gathered = 0.09 * (case["dp"] - 1) * case["microbatches"] * layers if case["zero"] == 3 else 0.0
-    return float(seconds + gathered + 0.5 * (case["offload"] == "disk"))
-
-
 def pairwise() -> list[Case]:
-    """Greedy cover: of some cases grown from uncovered pairs, the one that covers most for what it costs. The seed gives a cheap table."""
-    random = Random(SEED)
-    table = [NAMED, {**NAMED, "precision": "fp32"}]
-    missing = legal_pairs().difference(*map(pairs_of, table))
-    while missing:
-        uncovered = sorted(missing, key=repr)
-        grown = [_grown(pair, missing, random) for pair in random.sample(uncovered, min(CANDIDATES, len(uncovered)))]
-        best = max(grown, key=lambda case: len(missing & pairs_of(case)) / cost(case))
-        missing -= pairs_of(best)
-        table.append(best)
-    return [with_layers(case) for case in table]
-
-
-def _grown(pair: tuple[tuple[str, Any], ...], missing: set[Any], random: Random) -> Case:
-    """A legal case around a pair: each other option, in random order, takes the value that covers most, the cheapest of equals."""
-    case: Case = dict(pair)
-    for option in random.sample([option for option in OPTIONS if option not in case], len(OPTIONS) - len(case)):
-        values = [value for value in OPTIONS[option] if is_legal({**case, option: value})]
-        if option == "microbatches" and case.get("pp", 2) > 1:
-            values = [*values[1:], values[0]]  # one microbatch shows little of a pipeline
-        elif option not in DEAR:
-            random.shuffle(values)
-        gains = [sum(_pair(item, (option, value)) in missing for item in case.items()) for value in values]
-        case[option] = values[gains.index(max(gains))]
-    return case
+    """The table that `python -m tests.distributed.support.covering` has written: every legal pair, for few seconds."""
+    header, *rows = (line.split() for line in TABLE.read_text().splitlines())
+    values = {option: {str(value): value for value in OPTIONS[option]} for option in header}
+    cases = [{option: values[option][word] for option, word in zip(header, row, strict=True)} for row in rows]
+    return [with_layers({**{option: values[0] for option, values in OPTIONS.items()}, **case}) for case in cases]

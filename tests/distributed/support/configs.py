@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megalite.data.preparation.writer import IndexedWriter
-from tests.distributed.layouts import Case, global_batch, micro_batch, schedule_options
+from tests.distributed.support.layouts import Case, global_batch, micro_batch, schedule_options
 
 SEQUENCE = 16
 STEPS = 20
@@ -29,7 +29,7 @@ SINGLE = {
 def write_tokens(directory: Path, vocab_size: int, count: int = 12_000, seed: int = 0) -> str:
     """A token file of random documents; returns its PREFIX."""
     random = np.random.default_rng(seed)
-    tokens = random.zipf(1.3, count) % (vocab_size - 1) + 1  # skewed, so that there is something to learn
+    tokens = random.zipf(1.3, count) % (vocab_size - 1) + 1  # a skewed distribution, so that the loss can fall
     ends = np.cumsum(random.integers(3, 40, count // 10))
     ends = np.append(ends[ends < count - 1], count - 1)
     tokens[ends] = EOS
@@ -78,4 +78,11 @@ def config_of(case: Case, prefix: str, precision: str = "fp32", **changes: dict[
     }
     for section, values in changes.items():
         config[section] = {**config.get(section, {}), **values}
+    return config
+
+
+def config_of_one_process(case: Case, prefix: str) -> dict[str, Any]:
+    """The same model, data and global batch on one process, in one microbatch."""
+    config, batch = config_of({**case, **SINGLE}, prefix, case["precision"]), global_batch(case)
+    config["train"] |= {"global_batch_size": batch, "micro_batch_size": batch}
     return config

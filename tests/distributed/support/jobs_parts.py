@@ -21,8 +21,8 @@ from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.spec import Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
-from tests.distributed.jobs import mesh_of
-from tests.distributed.jobs_training import make_trainer
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.jobs_training import make_trainer
 from tests.optimizer.norms import total_norm
 
 PADDING = 1e3  # a value in padding that any leak would show

@@ -1,7 +1,7 @@
-"""Random configurations over the whole space of options, and what must become of each: it trains, or it is refused.
+"""Random configurations over the whole space of options, each of which must either train or be rejected.
 
 `draw(seed, files)` is deterministic. About three of five draws are built to be legal; they must train. The others have some of their
-options replaced by values that may be illegal alone, illegal together with the rest, of a wrong type, or legal after all.
+options replaced by values that may be illegal on their own, illegal in combination, of the wrong type, or legal after all.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megalite.launch.process import configure_process
 from megalite.optimizer.schedule import batch_scale
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.training.trainer import Trainer
-from tests.distributed.configs import write_tokens
-from tests.distributed.jobs import mesh_of
-from tests.distributed.pool import RankContext, RankPool
+from tests.distributed.support.configs import write_tokens
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.pool import RankContext, RankPool
 
 STEPS = 2
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 LAYOUTS = [(tp, pp, dp) for tp in range(1, 9) for pp in range(1, 9) for dp in range(1, 9) if tp * pp * dp <= 8]
 LEGAL_SHARE = 0.6
-WARM_LR = 0.02  # above it one Adam step blows rounding noise up beyond any tolerance: only the first step is then compared
-NOT_SPOILED = ("run.dir", "run.name", "train.compile", "logging.tensorboard")  # compiling takes 20 s, and TensorBoard is no part of a step
+WARM_LR = 0.02  # above it one Adam step amplifies rounding noise beyond any tolerance: only the first step is then compared
+NOT_SPOILED = ("run.dir", "run.name", "train.compile", "logging.tensorboard")  # compiling takes 20 s, and TensorBoard is not part of a step
 
 Options = dict[str, Any]
 Steps = list[tuple[float, float, bool]]
-"""Loss, gradient norm and whether the update was skipped, of each step; where the run validates, the validation loss as one more."""
+"""Loss, gradient norm and whether the update was skipped, for each step; if the run validates, the validation loss as a last entry."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Draw:
-    """A configuration as a user would write it, the number of processes it is started with, and whether it was built to be legal."""
+    """A configuration as a user would write it, its number of processes, and whether it was built to be legal."""
 
     seed: int
     world: int
@@ -140,7 +140,7 @@ def _model(random: Random, tp: int, layers: int) -> Options:
 
 
 def _lora(random: Random, gated: bool) -> Options:
-    """A quarter of the models are frozen, and have adapters."""
+    """Options of adapters: a quarter of the models are frozen and have them."""
     if random.random() < 0.75:
         return {}
     roles = ["q", "k", "v", "o", "up", "down", *(["gate"] if gated else [])]
@@ -160,7 +160,7 @@ SCALINGS = (
 
 
 def _schedule(random: Random) -> tuple[str, int | None, int]:
-    """A schedule, its virtual stages as given, and the stages that a rank then has."""
+    """A schedule, its virtual_stages option, and the resulting number of stages per rank."""
     schedule = random.choice(SCHEDULES)
     own = {"interleaved": random.choice((None, 1, 2, 3)), "zb-v": random.choice((None, 2)), "v-half": random.choice((None, 2))}
     given = own.get(schedule, random.choice((None, None, 1)))
@@ -191,7 +191,7 @@ def _data(random: Random, tp: int, files: Files) -> Options:
     train: Any = random.choice((first, [first, second], {first: 0.7, second: 2}, files.odd, files.bare))
     described = train != files.bare
     known = 101 if train == files.odd else 96
-    length = tp * random.randint(1, 24 // tp)  # a multiple of tp, as sequence parallelism needs; 1 is a sequence, too
+    length = tp * random.randint(1, 24 // tp)  # a multiple of tp, for sequence parallelism; length 1 is legal too
     validation = random.choice((None, 0.05, files.odd if known == 101 else second))
     return {
         "data.train": train,
@@ -246,7 +246,7 @@ def _optimizer(random: Random) -> Options:
 
 
 def spoil(random: Random, options: Options, files: Files) -> None:
-    """Replace the values of one to three options, in place; those of the data more often, since they have the most ways to be wrong."""
+    """Replace the values of one to three options, in place; data options more often, because they can be wrong in most ways."""
     candidates = [option for option in OPTIONS if option not in NOT_SPOILED]
     candidates += 3 * [option for option in candidates if option.startswith("data.")]
     for option in random.sample(candidates, random.randint(1, 3)):
@@ -256,7 +256,7 @@ def spoil(random: Random, options: Options, files: Files) -> None:
 
 
 def wild_values(option: str, files: Files) -> list[Any]:
-    """Values near and beyond the borders of an option's type; nothing that only costs memory."""
+    """Values near and beyond the limits of an option's type, except values that only cost memory."""
     first, second = files.pair
     special: dict[str, list[Any]] = {
         "data.train": [files.short, files.bare, files.odd, [], {first: 0}, {first: -1.0, second: 1}, [first, files.odd], first + "x", 3],
@@ -286,11 +286,11 @@ def _wild(hint: Any, files: Files) -> list[Any]:
     return plain[hint] if hint in plain else [value for part in get_args(hint) for value in _wild(part, files)]
 
 
-# ---- what must become of a draw
+# ---- the required outcome of a draw
 
 
 def configuration(drawn: Draw, directory: Path) -> Config | str:
-    """Through YAML and every check, as pretrain.py reads it: the configuration, or the message that refuses it."""
+    """Read a draw through YAML and every check, as pretrain.py does: the configuration, or the message that rejects it."""
     path = directory / f"random_{drawn.seed}.yaml"
     path.write_text(yaml.safe_dump(nest({**drawn.options, "run.dir": str(directory / "runs"), "run.name": f"random_{drawn.seed}"})))
     try:
@@ -302,7 +302,7 @@ def configuration(drawn: Draw, directory: Path) -> Config | str:
 
 
 def train(context: RankContext, tree: dict[str, Any]) -> Steps | str:
-    """What two steps give, or, as in pretrain.py, the message with which the data or a checkpoint refuses to serve."""
+    """The results of two steps, or, as in pretrain.py, the message with which the data or a checkpoint is rejected."""
     config = from_dict(tree)
     configure_process(torch.device("cpu"), config.run.deterministic)
     try:
@@ -325,7 +325,7 @@ def two_steps(context: RankContext, config: Config) -> Steps | str:
 
 
 def prove(drawn: Draw, files: Files, ranks: RankPool) -> str:
-    """Returns trained or refused. Raises where neither is what happened."""
+    """Returns trained or refused. Raises if neither happened."""
     config = configuration(drawn, files.directory)
     if isinstance(config, str):
         return assert_refused(drawn, config)
@@ -343,7 +343,7 @@ def prove(drawn: Draw, files: Files, ranks: RankPool) -> str:
 
 
 def assert_refused(drawn: Draw, message: str) -> str:
-    """Rightly, and with one message that names an option, or a section where that is what is wrong."""
+    """Check that a rejection is right, and has one message that names an option, or a section if that is wrong."""
     names = [*OPTIONS, *(f"Nearest: {section.name}" for section in fields(Config))]
     assert not drawn.legal, f"a legal configuration is refused: {message}"
     assert any(re.search(rf"{re.escape(name)}\b", message) for name in names), f"names no option: {message}"
@@ -352,7 +352,7 @@ def assert_refused(drawn: Draw, message: str) -> str:
 
 
 def on_one_process(config: Config) -> Config:
-    """The same mathematics, with nothing of what may not change it."""
+    """The configuration without the options that must not change the mathematics."""
     alone = from_dict(to_dict(config))
     alone.parallel = ParallelConfig(dp=1, zero=0)
     alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size, recompute="none")

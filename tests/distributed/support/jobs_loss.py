@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalite.training.verify import global_tensors
-from tests.distributed.jobs_training import make_trainer
+from tests.distributed.support.jobs_training import make_trainer
 
 
 class LargestLogits(TorchDispatchMode):

@@ -1,7 +1,7 @@
-"""Random delays in what ranks compute and send: whatever the timing, a run must give the undelayed result, bit for bit.
+"""Random delays in computation and communication: with any timing, a run must give the undelayed result, bit for bit.
 
-The delays are put in from outside: hooks on the layers of a stage, forward and backward, a pause in front of each weight pass, and wrappers
-around torch.distributed's isend and irecv, through which on gloo everything travels, collectives included. Each rank draws its own.
+The delays are injected from outside: hooks on the layers of a stage, forward and backward, a pause before each weight pass, and wrappers
+around torch.distributed's isend and irecv, which on gloo carry everything, including collectives. Each rank draws its own delays.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.configs import SINGLE, config_of
-from tests.distributed.jobs import mesh_of
-from tests.distributed.layouts import OPTIONS, Case, with_layers
-from tests.distributed.pool import RankContext, RankPool
+from tests.distributed.support.configs import SINGLE, config_of
+from tests.distributed.support.jobs import mesh_of
+from tests.distributed.support.layouts import OPTIONS, Case, with_layers
+from tests.distributed.support.pool import RankContext, RankPool
 
-SHARE = 0.15  # of the places where a delay is possible
-CLIP = 1.1  # what gradient norms pass within a few steps: ranks that run ahead are right at first, and then wrong
+SHARE = 0.15  # fraction of the possible places that are delayed
+CLIP = 1.1  # gradient norms exceed this within a few steps: optimistic updates are right at first, and then wrong
 MODEL: Case = {"tied": True, "kv_heads": 1, "vocab_size": 101, "masked": True, "dropout": 0.1, "uneven": False}
 FULL: Case = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4}
 SCHEDULES = OPTIONS["schedule"]
@@ -37,9 +37,9 @@ LAYOUTS: dict[str, Case] = {
 
 
 def delayed_job(context: RankContext, config: dict[str, Any], steps: int, seed: int, longest_s: float) -> dict[str, Any]:
-    """Train under delays of up to longest_s, without waiting where the schedule lets ranks run ahead.
+    """Train under delays of up to longest_s, without extra waits if the schedule updates optimistically.
 
-    Every rank returns losses, norms, how often it slept and how many steps it left open, rank 0 also the weights.
+    Every rank returns losses, norms, its number of sleeps and of steps left open; rank 0 also the weights.
     """
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
@@ -58,7 +58,7 @@ def delayed_job(context: RankContext, config: dict[str, Any], steps: int, seed: 
 
 @contextmanager
 def delays(trainer: Trainer, random: Random, longest_s: float) -> Iterator[list[float]]:
-    """Sometimes sleep after a layer's forward, before its backward, a weight pass and a message; gives the seconds of every sleep."""
+    """Sometimes sleep after a layer's forward and before its backward, a weight pass or a message; yields the list of sleeps in seconds."""
     slept: list[float] = []
 
     def pause() -> None:
@@ -92,11 +92,11 @@ def delays(trainer: Trainer, random: Random, longest_s: float) -> Iterator[list[
 
 
 def prove_undisturbed(layout: str, steps: int, seeds: range, longest_s: float, prefix: str, ranks: RankPool) -> None:
-    """Rounds of the same steps under different delays, each bit for bit the undelayed run on every rank."""
+    """Rounds of the same steps under different delays; each must equal the undelayed run bit for bit on every rank."""
     case = with_layers({**SINGLE, **MODEL, **LAYOUTS[layout]})
     world, config = case["tp"] * case["pp"] * case["dp"], config_of(case, prefix)
     config["train"] |= {"steps": steps, "grad_clip": CLIP}
-    timeout = 60.0 + 5.0 * steps
+    timeout = 300.0 + 5.0 * steps
     expected = ranks.run(world, delayed_job, config, steps, 0, 0.0, timeout=timeout)
     for seed in seeds:
         got = ranks.run(world, delayed_job, config, steps, seed, longest_s, timeout=timeout)

@@ -8,7 +8,7 @@ from megalite.config.load import from_dict
 from megalite.training.memory_report import ModelStates, formula, measured
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.jobs import mesh_of
+from tests.distributed.support.jobs import mesh_of
 
 
 def train(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:

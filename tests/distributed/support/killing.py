@@ -1,4 +1,4 @@
-"""A run that is killed again and again, at random moments: nothing that was published is lost, and it ends with the same weights."""
+"""Kills a run repeatedly at random moments: nothing that was published is lost, and the run ends with the same weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite import checkpoint
-from tests.distributed import jobs_saving
-from tests.distributed.configs import SINGLE, config_of
-from tests.distributed.layouts import Case
-from tests.distributed.pool import RankError, RankPool
+from tests.distributed.support import jobs_saving
+from tests.distributed.support.configs import SINGLE, config_of
+from tests.distributed.support.layouts import Case
+from tests.distributed.support.pool import RankError, RankPool
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {
@@ -42,7 +42,7 @@ class Kills:
         self.expected = jobs_saving.content_of(directory / "straight" / "killed" / "checkpoints" / checkpoint.step_name(STEPS))
 
     def prove(self, kills: int, seed: int) -> None:
-        """Kill one rank or both, `kills` times in all; a run that is never killed again ends, and then another one begins."""
+        """Kill one rank or both, `kills` times in total; a run that survives to its end is followed by another."""
         draw, runs = random.Random(seed), count()
         directory = self.directory / f"seed{seed}"
         while kills:
@@ -51,7 +51,7 @@ class Kills:
             kills -= killed
 
     def _run(self, directory: Path, most: int, draw: random.Random) -> int:
-        """One run to its end, through at most so many kills; returns how many there were."""
+        """One run to its end, with a limited number of kills; returns how many there were."""
         config = configuration(self.layout, self.prefix, directory, background=self.background)
         run = directory / "killed"
         for kills in range(most + 1):
@@ -64,7 +64,7 @@ class Kills:
             except RankError as error:
                 assert "died with exit code -9" in str(error), error
             trained, published = steps_of(run), newest(run)
-            # A save that was under way is lost, and with it the steps since the one before; in the background, those that follow it too.
+            # A save in flight is lost, with the steps since the previous one; with background saves, also the steps after it.
             assert published >= max(trained, default=0) - INTERVAL * (3 if self.background else 2), (trained, published)
         assert steps_of(run) == list(range(1, STEPS + 1))
         assert jobs_saving.content_of(run / "checkpoints" / checkpoint.step_name(STEPS)) == self.expected
@@ -78,7 +78,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def newest(run: Path) -> int:
-    """The step from which the run will go on: every checkpoint that has its name must be whole."""
+    """The step from which the run will resume: every published checkpoint must be whole."""
     steps = [0]
     for path in (run / "checkpoints").glob("step_*"):
         checkpoint.manifest_of(path).verify()

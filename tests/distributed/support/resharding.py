@@ -1,4 +1,4 @@
-"""Saved on one layout, loaded on another: the same tensors bit for bit, the same samples, and the numbers of the run that never stopped."""
+"""Saves on one layout and loads on another: the same tensors bit for bit, the same samples, and the metrics of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from megalite.optimizer.adamw import STATE
 from megalite.training.verify import global_tensors
-from tests.distributed.configs import SINGLE, config_of
-from tests.distributed.jobs_training import make_trainer
-from tests.distributed.layouts import Case
-from tests.distributed.pool import RankPool
+from tests.distributed.support.configs import SINGLE, config_of
+from tests.distributed.support.jobs_training import make_trainer
+from tests.distributed.support.layouts import Case
+from tests.distributed.support.pool import RankPool
 
 BATCH = 24
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": True, "dropout": 0.1}
@@ -44,7 +44,7 @@ def configuration(layout: str, prefix: str, directory: Path, steps: int, load: s
 
 
 def train(context: Any, config: dict[str, Any], until: int) -> dict[str, Any]:
-    """From step 0, with a save on the way, or from a checkpoint: losses, and on rank 0 the samples of each step and all global tensors."""
+    """Train from step 0 with a save, or from a checkpoint: losses, and on rank 0 the samples of each step and all global tensors."""
     trainer = make_trainer(context, config)
     losses, samples, found = [], [], {}
     try:
@@ -74,7 +74,7 @@ def _consumed(trainer: Any) -> list[tuple[int, int]]:
 
 
 class Resharding:
-    """Runs that never stop are computed once for each layout."""
+    """Compares resumed with uninterrupted runs, which are computed once per layout."""
 
     def __init__(self, prefix: str, directory: Path, ranks: RankPool, steps: int):
         self.prefix, self.directory, self.ranks, self.steps = prefix, directory, ranks, steps

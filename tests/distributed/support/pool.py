@@ -2,7 +2,8 @@
 
 Starting ranks is what makes distributed tests slow, so it is paid once: a fork server imports torch while pytest collects, ranks are
 forked from it when first needed and stay, and their process group stays as long as the world size does (a dispatch then takes under a
-millisecond). A job that fails or hangs may leave its peers inside a collective, so the pool then kills all ranks and forks new ones.
+millisecond). What one process runs alone, such as the reference of a layout, has a process of its own, so that the group of the others
+stays. A job that fails or hangs may leave its peers inside a collective, so the pool then kills all ranks and forks new ones.
 
 This module imports no torch at its top: `start_fork_server` must run before pytest's own import of torch, so that the two overlap.
 """
@@ -28,8 +29,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 MAX_WORLD = 8
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "numpy", "pytest"]
-GROUP_TIMEOUT = timedelta(seconds=240)
+ALONE = 0  # the generation of every world of one; groups count from 1
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "numpy", "pytest", "megalite.training.trainer"]
+GROUP_TIMEOUT = timedelta(seconds=600)
 GRACE_S = 1.0  # time for the other ranks' errors, or for stacks to be written, before the ranks are killed
 LOG_TAIL = 6000  # characters of a rank's output in an error
 
@@ -40,11 +42,11 @@ class RankError(RuntimeError):
 
 @dataclass
 class RankContext:
-    """What a job knows about its place.
+    """A job's rank and its process's cache.
 
     Attributes:
         rank, world: as in torch.distributed, which is initialised unless world is 1.
-        cache: this process's own, kept between jobs as long as the process group lives: for meshes, which are dear.
+        cache: private to this process and kept while the process group exists: for meshes, which are expensive to make.
     """
 
     rank: int
@@ -52,14 +54,14 @@ class RankContext:
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The object that `make` made for this key under this process group. Where it communicates, every rank must ask alike."""
+        """The cached result of `make` for this key and process group. If `make` communicates, all ranks must call this alike."""
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
 
 
 def start_fork_server() -> None:
-    """Start importing torch in the process that ranks are forked from; returns at once."""
+    """Start the import of torch in the process that ranks are forked from; returns at once."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
 
@@ -98,15 +100,15 @@ def _serve(rank: int, pipe: connection.Connection, store_port: int, log_path: st
                 generation, context = wanted, RankContext(rank, world)
             function, args = pickle.loads(job)
             reply = pickle.dumps((None, function(context, *args)))
-        except BaseException:  # whatever happens in a job belongs into the test's report
+        except BaseException:  # every error of a job is reported by the test
             reply = pickle.dumps((traceback.format_exc(), None))
         sys.stdout.flush()
         pipe.send_bytes(reply)
 
 
 def _redirect_output(path: str) -> TextIO:
-    """Send this process's output, that of C++ included, to a file that an error can quote."""
-    log = open(path, "a", buffering=1)  # noqa: SIM115 (it lives as long as the process)
+    """Redirect this process's output, including that of C++, to a file that errors quote."""
+    log = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the process)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
@@ -114,7 +116,7 @@ def _redirect_output(path: str) -> TextIO:
 
 
 def _exit_with_parent() -> None:
-    """Leave no rank behind when pytest is killed."""
+    """End this rank if pytest is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -136,12 +138,13 @@ class RankPool:
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
+        self._alone: list[_Rank] = []  # the process of worlds of one
         self._generation = 0
         self._world = 0
         self._store: Any = None
         self._logs = tempfile.TemporaryDirectory(prefix="rank_pool_")
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Run `function(context, *args)` on ranks 0 … world - 1 and return their results in rank order.
 
         Args:
@@ -154,11 +157,10 @@ class RankPool:
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"world = {world}: the pool has 1 to {MAX_WORLD} ranks")
         job = pickle.dumps((function, args))
-        if world != self._world:
+        if world not in (1, self._world):
             self._world, self._generation = world, self._generation + 1
-        self._start(world)
-        message = pickle.dumps((self._generation, world, job))
-        ranks = self._ranks[:world]
+        ranks = self._start(world)
+        message = pickle.dumps((self._generation if world > 1 else ALONE, world, job))
         try:
             for rank in ranks:
                 rank.pipe.send_bytes(message)
@@ -167,22 +169,25 @@ class RankPool:
             self.stop()
             raise
 
-    def _start(self, world: int) -> None:
+    def _start(self, world: int) -> list[_Rank]:
+        """The processes of a world; those that are missing are forked."""
         if self._store is None:
             import torch.distributed as dist
 
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
         context = multiprocessing.get_context("forkserver")
-        for rank in range(len(self._ranks), world):
+        ranks, name = (self._ranks, "rank") if world > 1 else (self._alone, "alone")
+        for rank in range(len(ranks), world):
             ours, theirs = context.Pipe()
-            log = Path(self._logs.name) / f"rank{rank}.log"
+            log = Path(self._logs.name) / f"{name}{rank}.log"
             process = context.Process(target=_serve, args=(rank, theirs, self._store.port, str(log)), daemon=True)
             process.start()
             theirs.close()
-            self._ranks.append(_Rank(process, ours, log))
+            ranks.append(_Rank(process, ours, log))
+        return ranks[:world]
 
     def _collect(self, ranks: list[_Rank], timeout: float) -> list[Any]:
-        """Wait for every rank's answer; after a first error, only a moment longer for those of the others."""
+        """Wait for every rank's answer; after the first error, wait only briefly for the others."""
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout
@@ -205,7 +210,7 @@ class RankPool:
 
     @staticmethod
     def _stacks(ranks: list[_Rank], hanging: Iterable[int], timeout: float) -> str:
-        """Have every hanging rank write where it stands."""
+        """Make every hanging rank write its stacks."""
         hanging = list(hanging)
         for number in hanging:
             os.kill(ranks[number].process.pid or 0, signal.SIGUSR2)
@@ -215,13 +220,14 @@ class RankPool:
 
     def stop(self) -> None:
         """Kill every rank; the next run forks new ones."""
-        for rank in self._ranks:
+        ranks = self._ranks + self._alone
+        for rank in ranks:
             rank.process.kill()
-        for rank in self._ranks:
+        for rank in ranks:
             rank.process.join()
             rank.process.close()
             rank.pipe.close()
-        self._ranks, self._world = [], 0
+        self._ranks, self._alone, self._world = [], [], 0
 
     def close(self) -> None:
         self.stop()
@@ -239,6 +245,6 @@ def _answer(rank: _Rank) -> tuple[str | None, Any]:
 
 
 def _tail(rank: _Rank) -> str:
-    """The end of what a rank has printed in this job."""
+    """The end of a rank's output in this job."""
     text = rank.log.read_text(errors="replace")[-LOG_TAIL:] if rank.log.exists() else ""
     return f"\n--- its output ---\n{text}" if text else ""

@@ -14,10 +14,10 @@ from megalite.layout import Coordinates
 from megalite.mesh import Layout, Mesh
 from megalite.parallel import collectives
 from megalite.parallel.sharding.powersgd import PowerSGD
-from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.training.trainer import Trainer
-from tests.distributed.jobs_training import make_trainer
+from tests.distributed.support.jobs_training import make_trainer
 
 SEED = 7
 SPECS = (
@@ -62,7 +62,7 @@ def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> di
     mesh = context.cached(("reduced", shards), lambda: Mesh(Layout(dp=context.world, dp_shard=shards)))
     powersgd = PowerSGD(mesh, options["rank"], SEED) if options["rank"] else None
     rest = {name: value for name, value in options.items() if name in ("reduce_dtype", "bucket_bytes")}
-    store = ParameterStore(SPECS, mesh, zero=options["zero"], dtype=dtype, powersgd=powersgd, **{"bucket_bytes": 2e3, **rest})
+    store = ParameterStore(SPECS, mesh, StoreOptions(zero=options["zero"], dtype=dtype, **{"bucket_bytes": 2e3, **rest}), powersgd=powersgd)
     sent, found = BytesSent(), []
     with ExitStack() as patches:
         patches.enter_context(patch.object(dist, "isend", sent))

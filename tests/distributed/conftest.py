@@ -1,0 +1,14 @@
+"""Fixtures of the proofs on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.support.pool import RankPool
+from tests.distributed.support.references import References
+
+
+@pytest.fixture(scope="session")
+def references(ranks: RankPool) -> References:
+    """`references.run(job, config, *args)`: what one process returns, computed once for each configuration."""
+    return References(ranks)
