@@ -176,8 +176,8 @@ class Trainer:
         confirm = None if self.finalizer.pending is None else self.finalizer.confirm
         statistics, pace = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=scale, confirm=confirm)
 
-        # Reductions start during the backward, bucket by bucket. Wait for the rest, then sum over replicas, partial tp ranks and tied copies:
-        # the norm needs complete gradients. Norm and optimizer hold views of them.
+        # Reductions start during the backward, bucket by bucket. Wait for the rest, then sum over replicas, tp-partial and tied copies: the
+        # norm needs complete gradients. Norm and optimizer hold views of them.
         activity.enter(REDUCING)
         store.reducer.finish()
         self.faults.spoil(step, self.finalizer.norm.chunks)
