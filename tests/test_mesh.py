@@ -5,7 +5,8 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.mesh import AXES, Layout, main
+from megalite.mesh import AXES, Layout
+from megalite.mesh_map import main
 
 layouts = st.builds(Layout, **{axis: st.integers(1, 3) for axis in AXES})
 

@@ -5,7 +5,7 @@ slice of a flat bucket, in at least fp32. This saves a copy and an addition per 
 reduction of a bucket as soon as it is complete, and allows a schedule to defer weight gradients to its W passes.
 
 The life of a gradient: a contribution is added (`accumulate`, `accumulate_rows`, or `accumulate_product` through the `WeightGradQueue`);
-the last one of a reduction completes the weight in its bucket (`GradientBucket.complete`); the last weight of the bucket starts its reduction.
+the last one of a reduction completes the weight in its bucket (`GradientBucket.complete`); the bucket's last weight starts the reduction.
 This module does no communication.
 """
 
