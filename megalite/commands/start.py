@@ -47,6 +47,8 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
     if name != "train" and not (distributed and distributed.is_available() and distributed.is_initialized()):
         sys.exit(status)
     if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)  # a regular exit would wait for the other ranks
     from megalite.launch.process import shutdown
 
