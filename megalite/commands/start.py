@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -39,11 +40,15 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
         sys.argv = [f"megalite {name}", *arguments]
     if name in PRINTS_TABLES:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if name == "bubble":
+        gc.disable()  # up to millions of small objects without reference cycles: searching them for cycles would take half of the time
     status: int = import_module(f"megalite.commands.{name.replace('-', '_')}").main() or 0
     distributed = sys.modules.get("torch.distributed")
     if name != "train" and not (distributed and distributed.is_available() and distributed.is_initialized()):
         sys.exit(status)
     if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)  # a regular exit would wait for the other ranks
     from megalite.launch.process import shutdown
 

@@ -37,7 +37,7 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> None:
         announce(trainer, console)
         while trainer.step_done < config.train.steps:
             due = Due.after(trainer.step_done + 1, config)
-            results = run_step(trainer, observers, stop=request.reason is not None, wait=due.validation or due.save)
+            results = run_step(trainer, observers, request, wait=due.validation or due.save)
             report_results(trainer, results, observers, console, writer)
             if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
                 go_back(trainer, bad[-1], console, writer)
@@ -75,7 +75,7 @@ def announce(trainer: Trainer, console: Console) -> None:
         console.message(note)
 
 
-def run_step(trainer: Trainer, observers: Sequence[Observer], stop: bool, wait: bool) -> list[StepResult]:
+def run_step(trainer: Trainer, observers: Sequence[Observer], request: StopRequest, wait: bool) -> list[StepResult]:
     """One step between its observers. Returns the results that are now known."""
     step, activity = trainer.step_done + 1, trainer.mesh.activity
     activity.step = step
@@ -83,7 +83,8 @@ def run_step(trainer: Trainer, observers: Sequence[Observer], stop: bool, wait: 
     for each in observers:
         each.before(step)
     trainer.faults.between_steps(step)
-    results = trainer.train_step(stop=stop, wait=wait)
+    # Read as late as possible: a signal that arrived during the hooks above must not cost another step.
+    results = trainer.train_step(stop=request.reason is not None, wait=wait)
     for each in observers:
         each.after(step)
     return results

@@ -1,0 +1,41 @@
+"""How a command starts: the process settings that it relies on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from megalite.commands.start import start
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """What a command may change is as before afterwards."""
+    numbers = (signal.SIGTERM, signal.SIGPIPE)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    gc.enable()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_bubble_runs_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr("sys.argv", ["bubble_calc.py"])
+    monkeypatch.setattr("megalite.commands.bubble.main", lambda: found.append(gc.isenabled()))
+    with pytest.raises(SystemExit) as end:
+        start("bubble")
+    assert found == [False] and end.value.code == 0
+
+
+def test_sigterm_ends_a_benchmark_by_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the processes that are being measured are ended, too."""
+    monkeypatch.setattr("sys.argv", ["benchmark.py"])
+    monkeypatch.setattr("benchmarks.command.main", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as end:
+        start("benchmark")
+    assert end.value.code == 143
