@@ -90,7 +90,7 @@ def test_a_run_beside_its_prediction(tool, tmp_path):
     content = {"schedule": "1f1b", "pp": 4, "microbatches": 8, "virtual_stages": 1, "steps": [3, 4], "durations": durations, "comm": 0}
     (tmp_path / "traces" / "timeline.json").write_text(json.dumps(content | {"measured": {"bubble_fraction": 0.3}}))
     text = tool("--from_run", tmp_path, "--compare")
-    assert "bubble_fraction     30.0%      27.3%" in text and "makespan" in text and "a half" in text and "zb-v " in text
+    assert "bubble_fraction     30.0%      27.3%" in text and "makespan" in text and "half of a backward" in text and "zb-v " in text
     found = json.loads(tool("--from_run", tmp_path, "--json"))
     assert found["measured"] == {"bubble_fraction": 0.3, "steps": [3, 4]}
     assert found["predicted"]["makespan"] == pytest.approx(0.33) and found["predicted"]["forward"] == [0.01] * 4
