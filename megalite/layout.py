@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megalite.config.dims import ParallelDims
 
 AXES = ("pp", "dp", "cp", "tp")
+PRODUCTS = {"data": ("dp", "cp"), "model": ("pp", "tp"), "stage": ("dp", "cp", "tp"), "world": AXES}
 
 
 class AxisPlace(NamedTuple):

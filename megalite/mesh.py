@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megalite.activity import Activity
-from megalite.layout import AXES, AxisPlace, Coordinates
+from megalite.layout import AXES, PRODUCTS, AxisPlace, Coordinates
 from megalite.layout import Layout as Layout
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from megalite.shared_memory import SharedMemory
 
-PRODUCTS = {"data": ("dp", "cp"), "model": ("pp", "tp"), "stage": ("dp", "cp", "tp"), "world": AXES}
 TOTALS = ("totals_up", "totals_down")  # channels of sums that are passed along the pipeline, and back
 
 

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from itertools import product
 
-from megalite.layout import AXES, Layout
-from megalite.mesh import PRODUCTS
+from megalite.layout import AXES, PRODUCTS, Layout
 
 
 def describe(layout: Layout) -> str:
