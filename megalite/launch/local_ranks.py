@@ -38,7 +38,7 @@ def run_ranks(count: int, command: Sequence[str], *, variables: Mapping[str, str
     try:
         for rank in range(count):
             own = _environment(rank, count, store.port) | dict(variables or {})
-            ranks.append(subprocess.Popen([sys.executable, *command], env=own, stdout=output, stderr=output))
+            ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, stdout=output, stderr=output))
         return _wait(ranks)
     finally:
         _stop(ranks)
