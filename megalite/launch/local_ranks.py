@@ -38,6 +38,7 @@ def run_ranks(count: int, command: Sequence[str], *, variables: Mapping[str, str
     try:
         for rank in range(count):
             own = _environment(rank, count, store.port) | dict(variables or {})
+            # -P: `-m` would import from the current directory first, where a user's file may have the name of a package.
             ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, stdout=output, stderr=output))
         return _wait(ranks)
     finally:

@@ -18,7 +18,7 @@ from megalite.config.load import to_dict
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
 from megalite.training.faults import restarts
-from megalite.training.resuming import changed_compression, check_resume, is_same_run, without_adapters
+from megalite.training.resume_checks import changed_compression, check_resume, is_same_run, without_adapters
 
 if TYPE_CHECKING:
     from megalite.training.trainer import StepResult, Trainer

@@ -18,7 +18,6 @@ import pytest
 import torch
 import yaml
 
-from megalite.config.families import hf_shape
 from megalite.config.load import OPTIONS, Arguments, from_dict, nest, resolve, to_dict
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError, ParallelConfig
@@ -294,7 +293,7 @@ def configuration(drawn: Draw, directory: Path) -> Config | str:
     path = directory / f"random_{drawn.seed}.yaml"
     path.write_text(yaml.safe_dump(nest({**drawn.options, "run.dir": str(directory / "runs"), "run.name": f"random_{drawn.seed}"})))
     try:
-        config = resolve(Arguments(files=[str(path)]), drawn.world, hf_shape)
+        config = resolve(Arguments(files=[str(path)]), drawn.world)
         check(config, drawn.world, local_devices=0)
     except ConfigError as error:
         return str(error)
