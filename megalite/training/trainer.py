@@ -118,10 +118,6 @@ class Trainer:
 
     # ---- state
 
-    def load_weights(self, directory: Path) -> None:
-        """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source are initialized."""
-        checkpointing.load_weights(self, directory)
-
     def resume(self, directory: Path) -> None:
         """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank finds damage."""
         checkpointing.resume(self, directory)

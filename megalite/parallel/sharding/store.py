@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite import rng
-from megalite.mesh import Mesh
+from megalite.mesh import Domain, Mesh
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
@@ -135,7 +135,7 @@ class ParameterStore:
         # With the same dtype and device the weights themselves are the masters.
         in_place = not trains or (dtypes.master == dtypes.weights and own.device.type == self.state.device.type)
         master = own if in_place else self.state.zeros(stop - start, dtypes.master)
-        gradients = self._allocate_gradients(layout, dtypes.gradients) if trains else None
+        gradients = self._allocate_gradients(layout, domain, dtypes.gradients) if trains else None
         bucket = BucketBuffers(layout, domain, weights, gradients, start, stop, master, shard)
         for slot in layout.slots:
             # Frozen weights require grad, too: else no input of the first adapted layer would, and autograd would skip its backward.
@@ -155,9 +155,9 @@ class ParameterStore:
             return pinned_zeros(count, dtype, self.device)
         return torch.zeros(count, dtype=dtype, device=self.device)
 
-    def _allocate_gradients(self, layout: BucketLayout, dtype: torch.dtype) -> GradientBucket:
+    def _allocate_gradients(self, layout: BucketLayout, domain: Domain, dtype: torch.dtype) -> GradientBucket:
         zero = min(self.zero, 1) if self._separates(layout) else self.zero  # both accumulators last a step: adding per microbatch reorders
-        return GradientBucket.allocate(layout, self.mesh.domain(layout.domain), zero, dtype, self.device, self.reducer)
+        return GradientBucket.allocate(layout, domain, zero, dtype, self.device, self.reducer)
 
     def _separates(self, layout: BucketLayout) -> bool:
         return self.options.separate_embedding_grad and any(slot.spec.contributions > 1 for slot in layout.slots)

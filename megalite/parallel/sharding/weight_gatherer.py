@@ -116,7 +116,7 @@ class ShardGatherer(WeightGatherer):
 
     def gather(self, bucket: int, unit: int | None) -> None:
         if unit is None:
-            self._start(bucket)
+            self._start(self.buckets[bucket])
         else:
             self._gathers[unit].append(self.buckets[bucket])
 
@@ -144,11 +144,11 @@ class ShardGatherer(WeightGatherer):
         """Wait for a unit's weights, then start the gathers recorded for it: they prefetch the next unit while this one computes."""
         for bucket in self.by_unit.get(unit, ()):
             if not self._planned:
-                self._start(self.buckets.index(bucket))
+                self._start(bucket)
             assert bucket.resident, f"the schedule does not gather the weights of unit {unit} before they are used"
             bucket.await_weights()
         for bucket in self._gathers.pop(unit, ()):
-            self._start(self.buckets.index(bucket))
+            self._start(bucket)
 
     def release(self, unit: int) -> None:
         """Free the buckets whose reshard is recorded for this unit."""
@@ -160,11 +160,11 @@ class ShardGatherer(WeightGatherer):
             bucket.await_weights()  # a collective in flight writes into this memory
             bucket.free()
 
-    def _start(self, number: int) -> None:
-        bucket = self.buckets[number]
+    def _start(self, bucket: BucketBuffers) -> None:
         assert bucket.shard is not None and not bucket.resident
         bucket.allocate()
-        bucket.gathering = self.log.gathering(f"gather {number}", self._collective(bucket.shard, bucket.domain.shard, bucket.weights))
+        pending = self._collective(bucket.shard, bucket.domain.shard, bucket.weights)
+        bucket.gathering = self.log.gathering(f"gather {self.buckets.index(bucket)}", pending)
 
 
 class _UnitBoundary(torch.autograd.Function):
