@@ -1,0 +1,35 @@
+"""The exit statuses of a run, which schedulers act on (docs/runs.md), and how a rank passes its own on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+
+END_FILE = "MEGALITE_END_FILE"
+"""Environment variable: the file in which rank 0 tells the launcher how the run ended. A launcher that counts every other status than 0 as a
+failure to recover from cannot learn it from the process."""
+
+
+class ExitStatus(IntEnum):
+    """How a run ended."""
+
+    DONE = 0  # every step is done
+    FAILED = 1  # the reason is on stderr; the newest checkpoint can be resumed
+    CONFIGURATION = 2  # nothing was started or changed
+    IN_USE = 73  # another job uses the run's directory (EX_CANTCREAT of sysexits.h)
+    STOPPED = 75  # saved after SIGTERM, SIGUSR1 or train.stop_after; start it again to continue (EX_TEMPFAIL)
+    INTERRUPTED = 130  # SIGINT (Ctrl-C): saved if it was training, otherwise nothing was changed
+
+
+def process_status(status: ExitStatus) -> int:
+    """The status with which this rank has to exit, given how the run ended. Rank 0 tells the launcher.
+
+    Under torchrun a run that has saved exits with 0: torchrun would restart it, or report a failure.
+    """
+    if (file := os.environ.get(END_FILE)) and int(os.environ.get("RANK", 0)) == 0:
+        with suppress(OSError):  # the launcher then knows only that its processes ended
+            Path(file).write_text(str(int(status)))
+    saved = status in (ExitStatus.STOPPED, ExitStatus.INTERRUPTED)
+    return 0 if saved and "TORCHELASTIC_RUN_ID" in os.environ else int(status)
