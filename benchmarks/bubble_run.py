@@ -17,7 +17,7 @@ from megalite.mesh import Layout, Mesh
 from megalite.parallel.pipeline.communication import CHANNELS, with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
-from megalite.parallel.weight import WeightGradQueue, WeightProduct
+from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
 
 SHAPE = (64, 1, 64)  # 16 KB per message
 

@@ -19,7 +19,8 @@ from megalite.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.linear import ColumnParallelLinear
-from megalite.parallel.weight import Weight, WeightGradQueue
+from megalite.parallel.weight import Weight
+from megalite.parallel.weight_grad_queue import WeightGradQueue
 
 Function = Callable[[], object]
 EAGER, COMPILED, LIGER = "torch eager", "torch.compile", "Liger"

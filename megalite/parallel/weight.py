@@ -1,4 +1,4 @@
-"""A stored parameter with its memory, and the queue of weight-gradient products.
+"""A stored parameter with its memory, and where its gradient accumulates.
 
 Weight gradients bypass autograd. The backward of each operation passes its contribution to the `Weight`, which adds it to the gradient's
 slice of a flat bucket, in at least fp32. This saves a copy and an addition per tensor, keeps microbatches in ascending order, starts the
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from megalite.parallel.spec import ParamSpec
+from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
 
 if TYPE_CHECKING:
     from megalite.parallel.tensor.lora import Adapter
@@ -32,51 +33,6 @@ class GradientSink(Protocol):
 
     def complete(self, weight: Weight, reduction: int) -> None:
         """Count a weight that has all contributions of the step's reduction number `reduction` (from 0)."""
-
-
-class WeightProduct(NamedTuple):
-    """A linear layer's weight gradient, not yet computed: grad_outputᵀ · inputs."""
-
-    weight: Weight
-    grad_output: Tensor  # [tokens, out]
-    inputs: Tensor  # [tokens, in]
-
-
-class WeightGradQueue:
-    """Weight-gradient products: computed at once, or kept until the schedule's W pass of their (stage, microbatch).
-
-    Keyed by both, since a schedule may run other backwards between a backward and its W pass.
-
-    Attributes:
-        deferred: whether the current run of a schedule keeps products for W passes.
-        backward: (stage, microbatch) that products belong to.
-    """
-
-    def __init__(self) -> None:
-        self.deferred = False
-        self._products: dict[tuple[int, int], list[WeightProduct]] = {}
-        self.backward = (0, 0)
-
-    def begin_run(self, deferred: bool) -> None:
-        """Call before a schedule is executed. Drops what an aborted run has left."""
-        self.deferred = deferred
-        self._products.clear()
-
-    def begin_backward(self, stage: int, microbatch: int) -> None:
-        """Assign the products that follow to this backward."""
-        self.backward = (stage, microbatch)
-
-    def put(self, product: WeightProduct) -> None:
-        """Compute a product now, or keep it."""
-        if self.deferred:
-            self._products.setdefault(self.backward, []).append(product)
-        else:
-            product.weight.add_product(product.grad_output, product.inputs)
-
-    def run(self, stage: int, microbatch: int) -> None:
-        """Compute the products of one backward, in the order in which they were put: that of a backward that is not split."""
-        for weight, grad_output, inputs in self._products.pop((stage, microbatch), ()):
-            weight.add_product(grad_output, inputs)
 
 
 class Weight:

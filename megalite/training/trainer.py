@@ -173,7 +173,7 @@ class Trainer:
         statistics, pace = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=scale, confirm=confirm)
 
         # Reductions start during the backward, bucket by bucket. Wait for the rest, then sum over replicas, tp-partial and tied copies: the
-        # norm needs complete gradients. Norm and optimizer hold views of them.
+        # norm needs complete gradients. Norm and optimizer hold views of them (`bucket.owned_grads`): none is passed on below.
         activity.enter(REDUCING)
         store.reducer.finish()
         self.faults.spoil(step, self.finalizer.norm.chunks)

@@ -25,7 +25,7 @@ from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
-from megalite.parallel.weight import WeightGradQueue
+from megalite.parallel.weight_grad_queue import WeightGradQueue
 from tests.distributed.support.pool import RankContext, RankPool
 from tests.distributed.support.virtual_time import VirtualClock, virtual_messages
 

@@ -11,7 +11,8 @@ from megalite.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.linear import ColumnParallelLinear
-from megalite.parallel.weight import Weight, WeightGradQueue
+from megalite.parallel.weight import Weight
+from megalite.parallel.weight_grad_queue import WeightGradQueue
 from tests.distributed.support import jobs_loss
 from tests.distributed.support.configs import SEQUENCE, SINGLE, config_of, write_tokens
 from tests.distributed.support.layouts import Case, micro_batch

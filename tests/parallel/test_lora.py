@@ -14,7 +14,8 @@ from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.lora import attach_adapters
-from megalite.parallel.weight import Weight, WeightGradQueue
+from megalite.parallel.weight import Weight
+from megalite.parallel.weight_grad_queue import WeightGradQueue
 
 WIDTH, PARTS, RANK, SCALE = 6, {"q": 4, "k": 3, "v": 5}, 2, 1.5
 MASK = partial(dropout, key=7, samples=torch.arange(2), positions=torch.arange(5), p=0.4)

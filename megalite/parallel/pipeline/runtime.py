@@ -26,7 +26,7 @@ from megalite.mesh import Mesh
 from megalite.parallel.collectives import message
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
-from megalite.parallel.weight import WeightGradQueue
+from megalite.parallel.weight_grad_queue import WeightGradQueue
 
 Key = tuple[int, int]  # stage, microbatch
 INPUTS = {Kind.FORWARD: (Kind.RECEIVE_FORWARD, -1), Kind.BACKWARD: (Kind.RECEIVE_BACKWARD, 1)}
@@ -230,6 +230,8 @@ class Runtime:
             run.gradients.pop(key).value = run.products.pop((action.stage + 1, action.microbatch))
             self._release_output(run, key)
         self.weight_grads.begin_backward(*key)  # before backward: products are queued under this key, for the W action
+        # From the loss, or from the received gradient (`_Handoff.backward`), down through the backwards of the head, the layers and, in the
+        # first stage, the embedding: the autograd functions of parallel/tensor. Each hands weight gradients to its `Weight`.
         torch.autograd.backward(run.roots.pop(key))
         if action.stage > 0:
             gradient = run.inputs.pop(key).grad

@@ -30,7 +30,8 @@ from megalite.parallel.sharding.reducer import GradientReducer
 from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.sharding.weight_gatherer import ShardGatherer, WeightGatherer
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment
-from megalite.parallel.weight import Weight, WeightGradQueue
+from megalite.parallel.weight import Weight
+from megalite.parallel.weight_grad_queue import WeightGradQueue
 
 
 @dataclass(frozen=True)

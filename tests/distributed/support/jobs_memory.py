@@ -15,7 +15,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.model.parameters import padded_vocabulary
 from megalite.optimizer.adamw import AdamW
-from megalite.parallel.weight import WeightGradQueue, WeightProduct
+from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
 from tests.distributed.support.jobs import mesh_of
 
 
