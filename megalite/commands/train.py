@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import Config, ConfigError
+from megalite.launch.exit_status import ExitStatus, process_status
 from megalite.launch.process import (
     choose_device,
     configure_process,
@@ -22,10 +23,12 @@ from megalite.launch.process import (
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store
 
     from megalite.launch.environment import RankEnvironment
     from megalite.mesh import Mesh
     from megalite.planning.hardware import Device
+    from megalite.training.job import Job
     from megalite.training.trainer import Trainer
 
 
@@ -49,20 +52,21 @@ def main() -> None:
 
     device = choose_device()
     hardware = check_run(config, device)
-    environment, mesh, notes = start(config, device)
+    job, environment, mesh, notes = start(config, device)
     failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError)
     try:
         trainer = Trainer(config, mesh, device)
     except failures as error:  # a checkpoint that this run must not continue is found alike by every rank
         agreed = isinstance(error, ConfigError | CheckpointError)
-        end_run(error, config, device, mesh, status=2 if agreed else None)
+        end_run(error, config, device, mesh, job, ExitStatus.CONFIGURATION if agreed else None)
     announce(trainer, notes)
     try:
         fit(trainer, observers(trainer, environment, hardware))
         trainer.close()
     except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
         agreed = isinstance(error, CheckpointError | FaultLimit)
-        end_run(error, config, device, mesh, status=1 if agreed else None)
+        end_run(error, config, device, mesh, job, ExitStatus.FAILED if agreed else None)
+    job.end(ExitStatus.DONE)
 
 
 def check_run(config: Config, device: torch.device) -> Device | None:
@@ -86,25 +90,36 @@ def check_run(config: Config, device: torch.device) -> Device | None:
     return hardware
 
 
-def start(config: Config, device: torch.device) -> tuple[RankEnvironment, Mesh, list[str]]:
-    """Start the process group and make the mesh. Returns them with lines that rank 0 prints. Collective."""
+def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, Mesh, list[str]]:
+    """Claim the run's directory, start the process group and make the mesh. Returns them with lines that rank 0 prints. Collective."""
     from megalite.build import parts as build
     from megalite.launch.environment import compare_ranks, facts, set_variables
     from megalite.monitoring import links
+    from megalite.training.faults import restarts
+    from megalite.training.job import Job, JobEnd, begin
 
     configure_process(device, config.run.deterministic)
     notes = set_variables(config.network)
+    environment, jobs = facts(device, local_world_size()), list[Job]()
+
+    def meet(store: Store | None = None, rank: int = 0, size: int = 1) -> None:
+        """Before the process group exists: ranks that differ could not communicate, and a job that is refused must not wait for others."""
+        if store is not None:
+            notes.extend(compare_ranks(environment, store, rank, size, tp=config.parallel.tp))
+        job, lines = begin(config, restarted=restarts() > 0, rank=rank, store=store)
+        jobs.append(job)
+        notes.extend(lines)
+
     try:
-        environment = facts(device, local_world_size())
-        start_process_group(
-            device, config.run.timeout, lambda *place: notes.extend(compare_ranks(environment, *place, tp=config.parallel.tp))
-        )
+        start_process_group(device, config.run.timeout, meet)
     except ConfigError as error:
         exit_with(str(error))
+    except JobEnd as end:
+        exit_with(str(end), status=process_status(end.status))
     mesh = build.make_mesh(config)
     if config.network.test and mesh.world.size > 1:
         notes.append(links.describe(links.measure(mesh, device)))
-    return environment, mesh, notes
+    return jobs[0], environment, mesh, notes
 
 
 def announce(trainer: Trainer, notes: list[str]) -> None:
@@ -121,14 +136,15 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
         print("\n".join(notes), flush=True)
 
 
-def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, status: int | None) -> NoReturn:
+def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, job: Job, status: ExitStatus | None) -> NoReturn:
     """End the process with one message; `status` where every rank ends with the same error, else None."""
     import torch
 
     from megalite.monitoring.out_of_memory import out_of_memory
 
+    job.end(status or ExitStatus.FAILED, str(error))
     if status is not None:
-        exit_with(str(error), status=status)
+        exit_with(str(error), status=process_status(status))
     if isinstance(error, torch.OutOfMemoryError):
         exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory")
     exit_after_failure(error)

@@ -56,12 +56,12 @@ class Rule:
         return f"{self.option} = {show(value)} {message}. {legal if isinstance(legal, str) else describe_legal(value, legal)}"
 
 
-CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100."
+CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100, or a run's, runs/NAME, for its newest."
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a directory is a published checkpoint: it has a manifest."""
-    return (Path(path) / "manifest.json").is_file()
+    """Whether a directory is a published checkpoint, which has a manifest, or that of a run that has saved one."""
+    return any((Path(path) / name).is_file() for name in ("manifest.json", "latest", "checkpoints/latest"))
 
 
 def can_be_written(directory: Path) -> bool:

@@ -29,6 +29,8 @@ class RunConfig:
     """Use only deterministic algorithms, and accumulate the two gradients of a tied embedding separately, to add them in a fixed order."""
     timeout: str = "10m"
     """End the run when a rank does not answer a collective for this long, for example 10m or 1h."""
+    overwrite: bool = False
+    """Let a new run use the directory of an old one (checkpoint.load none or of another run), which is renamed to NAME.old-1 first."""
 
 
 @dataclass
@@ -40,8 +42,8 @@ class ModelConfig:
     from_hf: str | None = None
     """Directory of a Hugging Face model whose config.json gives the shape. No weights are read."""
     init_from: str | None = None
-    """Initial weights, for a run that starts at step 0: a checkpoint directory (its optimizer state and data position are not used), or
-    hf:DIR for a Hugging Face directory (set from_hf to DIR for the shape)."""
+    """Initial weights, for a run that starts at step 0: a checkpoint directory (optimizer state and data position are not used), a run's
+    directory for its newest checkpoint, or hf:DIR for a Hugging Face directory (set from_hf to DIR for the shape)."""
     vocab_size: int | None = None
     """Vocabulary size. null: that of the training data."""
     hidden_size: int = 256
@@ -316,7 +318,8 @@ class CheckpointConfig:
     """Which checksums are verified before a checkpoint is used: those of the chunks that are read (read), or all, split over the ranks
     (full)."""
     load: str = "auto"
-    """auto: resume from the run's newest checkpoint, if there is one; none: start at step 0; otherwise a checkpoint directory to resume."""
+    """auto: resume from the run's newest checkpoint, if there is one; none: start at step 0; otherwise a checkpoint directory to resume, or
+    a run's directory for its newest."""
     allow: list[Literal["data", "horizon"]] = field(default_factory=list)
     """Changes accepted on resume: other training data (data), another train.steps (horizon)."""
 

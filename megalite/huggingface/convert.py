@@ -27,6 +27,7 @@ from megalite import checkpoint
 from megalite.checkout import command
 from megalite.checkpoint import CheckpointError, Manifest, directories
 from megalite.checkpoint.chunks import append, name_of
+from megalite.checkpoint.inspect import find
 from megalite.checkpoint.manifest import StoredTensor, encode
 from megalite.config.families import families, from_hf_config, hf_config
 from megalite.config.load import from_dict, to_dict
@@ -258,7 +259,7 @@ def origin(directory: Path, model: ModelConfig) -> Path | None:
     """The directory of a model's config.json and tokenizer: in the checkpoint, in the one that it started from, or the Hugging Face
     directory. None if there is none."""
     start = model.init_from or ""
-    started = Path(start.removeprefix(HF)) if start.startswith(HF) else Path(start or directory) / COMPANIONS
+    started = Path(start.removeprefix(HF)) if start.startswith(HF) else find(Path(start or directory)) / COMPANIONS
     places_to_look = [directory / COMPANIONS, started, *([Path(model.from_hf)] if model.from_hf else [])]
     return next((place for place in places_to_look if (place / "config.json").is_file()), None)
 

@@ -60,8 +60,7 @@ def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
     gpu = device.type == "cuda"
     return {
         "kind": device.type,
-        "megalite": f"{megalite.__version__} (sources {_digest(Path(megalite.__file__).parent)})",
-        "torch": torch.__version__,
+        **software(),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
         "driver": _driver() if gpu else None,
         "device": torch.cuda.get_device_name(device) if gpu else "CPU",
@@ -69,6 +68,11 @@ def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
         "shared_memory": _free_shared_memory(),
         "wanted_shared_memory": SHARED_MEMORY[device.type] * local_world_size,
     }
+
+
+def software() -> dict[str, str]:
+    """Versions of what computes."""
+    return {"megalite": f"{megalite.__version__} (sources {_digest(Path(megalite.__file__).parent)})", "torch": torch.__version__}
 
 
 def _digest(package: Path) -> str:

@@ -73,14 +73,17 @@ def configure_cpu() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def start_process_group(device: torch.device, timeout: str, meet: Callable[[Any, int, int], None] | None = None) -> None:
+def start_process_group(device: torch.device, timeout: str, meet: Callable[..., None] | None = None) -> None:
     """Create the default process group if torchrun started more than one rank. Collective.
 
     Args:
         timeout: a duration, see run.timeout.
-        meet: called before the process group exists, with the rendezvous store, this rank and the number of ranks.
+        meet: called before the process group exists, with the rendezvous store, this rank and the number of ranks; without them if there
+            is one process.
     """
     if world_size() == 1:
+        if meet is not None:
+            meet()
         return
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous

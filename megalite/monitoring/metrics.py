@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import uuid
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint.directories import write_synced
+from megalite.config.load import write_config
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class MetricsWriter(ExitStack):
     def __init__(self, run_dir: Path, resume_step: int = 0, config: Config | None = None):
         super().__init__()
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._path = run_dir / FILE
+        self._path, self._config = run_dir / FILE, config
         options = config.logging if config else LoggingConfig()
         check_packages(options)
         self._tensorboard: Any = None
@@ -104,12 +106,24 @@ class MetricsWriter(ExitStack):
     def _append(self, line: str) -> None:
         self._unwritten += line.encode()
         try:
+            self._restore_directory()
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]  # a write may be partial before one fails
             self._refused = False
         except OSError as error:
             if not self._refused:
                 self._refused = True
                 print(f"{self._path} can not be written: {error.strerror}; its lines are kept until it can", file=sys.stderr, flush=True)
+
+    def _restore_directory(self) -> None:
+        """Create the run's directory again if it has been removed or moved: a write to a removed file is lost without an error."""
+        with suppress(FileNotFoundError):
+            if os.stat(self._path).st_ino == os.fstat(self._file.fileno()).st_ino:
+                return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.enter_context(open(self._path, "ab", buffering=0))  # noqa: SIM115 (the stack closes it)
+        if self._config is not None:
+            write_config(self._config, self._path.parent)
+        print(f"{self._path} has vanished: it was created again, without the lines of earlier steps", file=sys.stderr, flush=True)
 
 
 def cut_after(file: Path, step: int) -> None:

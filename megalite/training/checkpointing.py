@@ -6,6 +6,7 @@ Functions of a trainer, all collective: every rank calls them together, and an e
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
+from megalite.checkpoint.inspect import find
 from megalite.checkpoint.saver import Save
 from megalite.config.load import to_dict
+from megalite.launch.environment import software
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
 from megalite.training.faults import restarts
-from megalite.training.resume_checks import changed_compression, check_resume, is_same_run, without_adapters
+from megalite.training.resume_checks import changed_compression, changes, check_resume, is_same_run, without_adapters
 
 if TYPE_CHECKING:
     from megalite.training.trainer import StepResult, Trainer
@@ -30,11 +33,11 @@ def start_weights(trainer: Trainer) -> None:
     if restarts() and _has_saved(trainer):  # a restarted job continues from its own checkpoint, not again from the one it first started at
         option = "auto"
     if option not in ("auto", "none"):
-        resume(trainer, Path(option))
+        resume(trainer, on_rank_0(trainer.mesh, lambda: find(Path(option))))
     elif option == "auto" and _resume_newest(trainer):
         return
-    elif trainer.config.model.init_from is not None:
-        load_weights(trainer, Path(trainer.config.model.init_from))
+    elif (start := trainer.config.model.init_from) is not None:
+        load_weights(trainer, start if start.startswith("hf:") else str(on_rank_0(trainer.mesh, lambda: find(Path(start)))))
     else:
         trainer.store.initialize(trainer.config.run.seed)
 
@@ -85,14 +88,14 @@ def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
     return manifest
 
 
-def load_weights(trainer: Trainer, directory: Path) -> None:
+def load_weights(trainer: Trainer, source: str) -> None:
     """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source are initialized."""
-    if str(directory).startswith("hf:") or trainer.config.lora.init_from is not None:
+    if source.startswith("hf:") or trainer.config.lora.init_from is not None:
         from megalite.huggingface.adapters import starting_weights  # imported only where it is needed
 
-        read = starting_weights(trainer.config)
+        read = starting_weights(replace(trainer.config, model=replace(trainer.config.model, init_from=source)))
     else:
-        read = partial(checkpoint.load, without_adapters(_checked(trainer, directory)), convert=True)
+        read = partial(checkpoint.load, without_adapters(_checked(trainer, Path(source))), convert=True)
     if drawn := trainer.config.lora.rank > 0 and trainer.config.lora.init_from is None:
         trainer.store.initialize(trainer.config.run.seed, frozen=False)
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
@@ -110,7 +113,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
         if trainer.store.reducer.powersgd is not None:
             shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
             trainer.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
-    trainer.notes += changed_compression(trainer.config, state)
+    trainer.notes += [*changes(trainer.config, state, software()), *changed_compression(trainer.config, state)]
     trainer.store.publish()
     trainer.step_done, trainer.samples, trainer.finalizer.skipped = state["step"], state["samples"], state["skipped"]
     trainer.loss_scale.load(state["loss_scale"])
@@ -130,6 +133,7 @@ def begin_save(trainer: Trainer) -> Save:
         "guard": trainer.guard.state(),
         "fingerprint": trainer.train_data.fingerprint,
         "config": to_dict(trainer.config),
+        "software": software(),
     }
     trainer.store.gatherer.finish()
     with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: optimizer state that a disk has lost must not replace a good checkpoint

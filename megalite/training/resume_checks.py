@@ -1,4 +1,4 @@
-"""Checks which checkpoint a run may continue from: one of the same model, data and horizon."""
+"""Checks which checkpoint a run may continue from, one of the same model, data and horizon, and lists every other change."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from megalite.config.schema import Config, ConfigError
 
 FREE = ("preset", "from_hf", "init_from", "dropout")  # options of model and lora that do not affect what a checkpoint holds
 
+DATA = ("data.train", "data.validation")
+SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *DATA)
+"""Options that determine the samples and their order."""
+UNLISTED = ("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "train.stop_after", "faults.inject")
+"""Options of one start of a run, which have no effect on what it computes."""
+
 
 def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
     """Raise ConfigError if model, data or horizon differ from those of a checkpoint, unless `checkpoint.allow` lists the change."""
@@ -28,12 +34,40 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     if changed:
         raise ConfigError(f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run another run.name.")
     if state["fingerprint"] != fingerprint and "data" not in allow:
-        raise ConfigError(f"checkpoint.load = {directory} was made with other data. Accept it with checkpoint.allow = [data].")
+        what = other_samples(config, saved)
+        raise ConfigError(f"checkpoint.load = {directory} was made with other {what}. Accept it with checkpoint.allow = [data].")
     if saved.train.steps != config.train.steps and "horizon" not in allow and config.optimizer.decay != "constant":
         raise ConfigError(
             f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning rate would change. "
             "Accept it with checkpoint.allow = [horizon]."
         )
+
+
+def other_samples(config: Config, saved: Config) -> str:
+    """What changes the samples: the options that cut and order them by name, else the data."""
+    before, now = options_of(saved), options_of(config)
+    changed = {name: f"{name} was {show(before[name])}, is {show(now[name])}" for name in SAMPLES if before[name] != now[name]}
+    what = "samples" if changed.keys() - DATA else "data"
+    return f"{what}: {'; '.join(changed.values()) or 'the content of the token files has changed'}"
+
+
+def options_of(config: Config) -> dict[str, Any]:
+    """section.key → value, as stored."""
+    tree = json.loads(json.dumps(to_dict(config)))
+    return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
+
+
+def changes(config: Config, state: dict[str, Any], software: dict[str, str]) -> list[str]:
+    """A table of every option, and of software, that differs from those of a checkpoint; no lines if none does.
+
+    Args:
+        software: name → version of what runs now.
+    """
+    before, now = options_of(from_dict(state["config"])) | state.get("software", {}), options_of(config) | software
+    changed = [(name, show(before[name]), show(now[name])) for name in now if name in before and before[name] != now[name]]
+    rows = [("changed since the checkpoint", "was", "is"), *(row for row in changed if row[0] not in UNLISTED)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return [f"  {name:{widths[0]}}  {was:{widths[1]}}  {now}" for name, was, now in rows] if len(rows) > 1 else []
 
 
 def is_same_run(config: Config, saved: dict[str, Any]) -> bool:

@@ -132,7 +132,7 @@ def test_a_resumed_run_reads_the_same_rows(ranks, tmp_path):
     assert got["place"]["samples"] == 8
     assert got["losses"] == pytest.approx(straight["losses"][2:], rel=1e-5)
     other = {**made, "checkpoint": {"load": straight["directory"]}, "data": {**made["data"], "packing": False}}
-    assert "was made with other data" in ranks.run(1, jobs_training.refusal, other)[0]
+    assert "was made with other samples: data.packing was true, is false" in ranks.run(1, jobs_training.refusal, other)[0]
 
 
 def test_a_small_model_learns_its_answers(tmp_path):

@@ -129,8 +129,11 @@ REFUSED = {
     "another width": ({"model": {"intermediate_size": 64}}, "model.intermediate_size was 48, is 64"),
     "two changes": ({"model": {"rope_theta": 1e6, "tie_word_embeddings": True}}, r"tie_word_embeddings was False, is True; .*rope_theta"),
     "another horizon": ({"train": {"steps": 40}}, r"train\.steps = 40.*was made for 20.*checkpoint\.allow = \[horizon\]"),
-    "another sequence length": ({"data": {"sequence_length": 8}}, r"other data.*checkpoint\.allow = \[data\]"),
-    "another order": ({"data": {"shuffle": False}}, r"other data.*checkpoint\.allow = \[data\]"),
+    "another sequence length": (
+        {"data": {"sequence_length": 8}},
+        r"other samples: data\.sequence_length was 16, is 8\. .*checkpoint\.allow = \[data\]",
+    ),
+    "another order": ({"data": {"shuffle": False}}, r"other samples: data\.shuffle was true, is false\. .*checkpoint\.allow = \[data\]"),
 }
 
 
@@ -139,6 +142,44 @@ def test_a_changed_run_is_refused_by_name(change, prefix, run):
     changes, message = REFUSED[change]
     with pytest.raises(ConfigError, match=message):
         trainer(prefix, run, **changes)
+
+
+def test_another_seed_is_named(prefix, run):
+    with pytest.raises(ConfigError, match=r"other samples: run\.seed was \d+, is 5\. .*checkpoint\.allow = \[data\]"):
+        trainer(prefix, {**run, "seed": 5})
+
+
+def test_a_resume_lists_every_change_in_a_table(prefix, run):
+    """Also what may change without being allowed: it changes what the run learns, or how fast it is."""
+    made = trainer(prefix, run, optimizer={"lr": 1e-4, "decay": "constant"}, train={"micro_batch_size": 4}, checkpoint={"load": "auto"})
+    made.close()
+    table = [line.split() for line in made.notes]
+    assert table[0] == ["changed", "since", "the", "checkpoint", "was", "is"]
+    assert sorted(row[0] for row in table[1:]) == ["optimizer.decay", "optimizer.lr", "train.micro_batch_size"]
+    assert ["optimizer.lr", "0.0003", "0.0001"] in table
+    unchanged = trainer(prefix, run)
+    unchanged.close()
+    assert unchanged.notes == []
+
+
+def test_another_version_of_the_code_is_listed(prefix, run, monkeypatch):
+    monkeypatch.setattr("megalite.training.checkpointing.software", lambda: {"megalite": "0.0.1 (sources 01234567)"})
+    made = trainer(prefix, run)
+    made.close()
+    assert any(line.split()[0] == "megalite" and "0.0.1" in line for line in made.notes)
+
+
+def test_a_run_directory_stands_for_its_newest_checkpoint(prefix, run):
+    """As the source of a resume and as that of initial weights."""
+    place = f"{run['dir']}/{run['name']}"
+    resumed = trainer(prefix, {**run, "name": "resumed"}, checkpoint={"load": place})
+    resumed.close()
+    assert resumed.step_done == 3
+    started = trainer(prefix, {**run, "name": "started"}, model={"init_from": place})
+    started.close()
+    assert started.step_done == 0
+    for name, value in started.store.weights.items():
+        assert value.tensor.equal(resumed.store.weights[name].tensor), name
 
 
 def test_other_data_is_refused_and_may_be_allowed(other_prefix, run):

@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
         "init_from exists",
         "model.init_from",
         lambda c: (path := _init_from(c)) and path[:3] != "hf:" and not is_checkpoint(path),
-        message="is not a checkpoint: it has no manifest.json",
+        message="is neither a checkpoint (it has no manifest.json) nor a run that has saved one",
         legal=CHECKPOINT_EXAMPLE,
     ),
     Rule(

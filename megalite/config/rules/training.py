@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
         "checkpoint exists",
         "checkpoint.load",
         lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load),
-        message="is neither auto nor none nor a checkpoint directory: it has no manifest.json",
+        message="is neither auto nor none, nor a checkpoint (it has no manifest.json), nor a run that has saved one",
         legal=CHECKPOINT_EXAMPLE,
     ),
     Rule(

@@ -1,0 +1,245 @@
+"""The lock of a run's directory: one job at a time writes into it.
+
+The lock is the file RUN_DIR/lock with the holder's host, process, job and start. It is created by a hard link, which is atomic on NFS as
+well, and its modification time is renewed while the job lives. It is stale, and the next job takes it over, if
+
+- the holder was a process of this host that has ended (a process with its number that started at another time is another process),
+- the holder was an earlier start of the same job of the scheduler, which the scheduler has ended, or
+- it has not been renewed for `STALE_S`, by the clock of the file system, and is not renewed during `2 * REFRESH_S` either: the clocks of
+  hosts may differ, and a clock may jump.
+
+Commands that only read a run need no lock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event, Lock, Thread
+
+from megalite.config.schema import ConfigError
+
+FILE = "lock"
+REFRESH_S, STALE_S = 10.0, 60.0
+
+
+class InUseError(ConfigError):
+    """Another job uses the run's directory; the message names it."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The job that holds a lock.
+
+    Attributes:
+        machine: identifies the running kernel and the namespace of its process numbers; containers of one host have several.
+        pid, started: number and start of the process, the latter in ticks since the kernel's start; None where /proc does not exist.
+        job, restart: the scheduler's or torchrun's name of the job, None without one, and how often it has been restarted.
+        since: when the lock was taken, for people.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: int | None
+    job: str | None
+    restart: int
+    since: str
+    token: str
+
+    @staticmethod
+    def own() -> Holder:
+        scheduler, torchrun = os.environ.get("SLURM_JOB_ID"), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        job = f"SLURM {scheduler}" if scheduler else None if torchrun == "none" else f"torchrun {torchrun}"
+        restart = sum(int(os.environ.get(name, 0)) for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        return Holder(os.uname().nodename, _machine(), os.getpid(), start_of(os.getpid()), job, restart, since, uuid.uuid4().hex)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}{f', job {self.job}' if self.job else ''}, since {self.since}"
+
+
+def _machine() -> str:
+    with suppress(OSError):
+        boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
+        return f"{os.uname().nodename} {boot} {namespace}"
+    return os.uname().nodename
+
+
+def start_of(pid: int) -> int | None:
+    """When a process of this machine started, in ticks since the kernel's start; None if it has ended (also a zombie), or without /proc."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # after the name, which may contain anything
+        return None if fields[0] in "ZX" else int(fields[19])
+    return None
+
+
+class RunLock:
+    """Holds the lock of a directory from `acquire` to `release`, renewed by a thread in between.
+
+    Args:
+        directory: of the run; created if it does not exist.
+        refresh_s, stale_s: seconds between renewals, and without one until the lock counts as stale.
+    """
+
+    def __init__(self, directory: Path, holder: Holder | None = None, *, refresh_s: float = REFRESH_S, stale_s: float = STALE_S):
+        self.path, self.holder = directory / FILE, holder or Holder.own()
+        self._refresh_s, self._stale_s = refresh_s, stale_s
+        self._over, self._moving = Event(), Lock()
+        self._thread: Thread | None = None
+
+    def acquire(self) -> str | None:
+        """Take the lock. Returns a line about the stale lock that was taken over, or None.
+
+        Raises:
+            InUseError: another job holds it.
+            OSError: the directory cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        note = None
+        while not self._create(self.path):
+            found, why = self._judge()
+            if found is None:  # released in between
+                continue
+            if why is None:
+                raise InUseError(
+                    f"{self.path.parent} is in use by {found}. Give this run another run.name, or end that job first. "
+                    f"If it is gone, wait until its lock is stale ({self._stale_s:.0f} s), or remove {self.path}."
+                )
+            if self._remove_stale(found):
+                note = f"took over the lock of {found}: {why}"
+        self._thread = Thread(target=self._renew, name="megalite-run-lock", daemon=True)
+        self._thread.start()
+        return note
+
+    def move_directory(self, target: Path) -> None:
+        """Rename the locked directory, and lock a new one in its place. Raises InUseError if another job locks that first."""
+        with self._moving:
+            self.path.parent.rename(target)
+            self.path.parent.mkdir()
+            created = self._create(self.path)
+            (target / FILE).unlink()
+        if not created:
+            raise InUseError(f"{self.path.parent} is in use by {read(self.path)}, which has just started.")
+
+    def release(self) -> None:
+        """Remove the lock, if it is still this job's."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        holder = read(self.path)
+        if holder is not None and holder.token == self.holder.token:
+            self.path.unlink(missing_ok=True)
+
+    def _create(self, path: Path) -> bool:
+        """Create a file that names this job, unless it exists. A reader never sees a part of it."""
+        own = path.with_name(f".{path.name}.{self.holder.token}")
+        own.write_text(json.dumps(asdict(self.holder)) + "\n")
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links: still exclusive, but a reader may find it empty for a moment
+            return _create_exclusively(path, own.read_text())
+        finally:
+            own.unlink()
+        return True
+
+    def _judge(self) -> tuple[Holder | None, str | None]:
+        """The holder (None: there is none any more), and why its lock is stale (None: it is not)."""
+        holder = read(self.path)
+        if holder is None:
+            return None, None
+        if holder.machine == self.holder.machine and holder.started is not None:
+            return holder, None if start_of(holder.pid) == holder.started else "that process has ended"
+        if holder.job is not None and holder.job == self.holder.job and holder.restart < self.holder.restart:
+            return holder, "the job was started again"
+        before = self._age()
+        if before is None:
+            return None, None
+        if before[0] <= self._stale_s:
+            return holder, None
+        self._over.wait(2 * self._refresh_s)  # a clock may have jumped: a living holder renews its lock meanwhile
+        after = self._age()
+        if after is None:
+            return None, None
+        return holder, None if after[1] != before[1] else f"it has not been renewed for {after[0]:.0f} s"
+
+    def _age(self) -> tuple[float, int] | None:
+        """Seconds since the last renewal, by the clock of the file system, and the time of that renewal; None: there is no lock."""
+        probe = self.path.with_name(f".{FILE}.{self.holder.token}")
+        probe.touch()
+        try:
+            renewed = self.path.stat().st_mtime_ns
+            return (probe.stat().st_mtime_ns - renewed) / 1e9, renewed
+        except FileNotFoundError:
+            return None
+        finally:
+            probe.unlink()
+
+    def _remove_stale(self, stale: Holder) -> bool:
+        """Remove a stale lock; returns whether this job did. One at a time, so that none removes the lock that another has just taken."""
+        guard = self.path.with_name(f"{FILE}.takeover")
+        if not self._create(guard):
+            with suppress(FileNotFoundError):  # left by a job that was killed at this very point
+                if abs(time.time() - guard.stat().st_mtime) > self._stale_s:
+                    guard.unlink()
+            time.sleep(0.1)
+            return False
+        try:
+            found = read(self.path)
+            if found is None or found.token != stale.token:
+                return False
+            self.path.unlink()
+            return True
+        finally:
+            guard.unlink(missing_ok=True)
+
+    def _renew(self) -> None:
+        """Renew the lock until `release`; says once if another job has taken it, or if it has gone with its directory."""
+        said = False
+        while not self._over.wait(self._refresh_s):
+            with self._moving:
+                problem = self._renew_once()
+            if problem is not None and not said:
+                said = True
+                print(f"the lock of this run, {self.path}, {problem}", file=sys.stderr, flush=True)
+
+    def _renew_once(self) -> str | None:
+        """Renew the lock, or take it again if it is gone. Returns what is wrong, or None."""
+        try:
+            holder = read(self.path)
+            if holder is None:
+                self._create(self.path)
+                return "was removed, and was created again"
+            if holder.token != self.holder.token:
+                return f"is now held by {holder}"
+            os.utime(self.path)
+        except OSError as error:
+            return f"can not be renewed: {error.strerror}"
+        return None
+
+
+def _create_exclusively(path: Path, text: str) -> bool:
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def read(path: Path) -> Holder | None:
+    """The holder named in a lock; None if there is no lock. A damaged one has an unknown holder, and is judged by its age."""
+    try:
+        return Holder(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        return Holder("an unknown host", "", 0, None, None, 0, "an unknown time", "")

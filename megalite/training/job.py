@@ -1,0 +1,72 @@
+"""A job in its run's directory: claimed before any process group starts, and described by summary.json until it ends.
+
+Rank 0 holds the lock and writes; every rank learns whether the job may go on.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from megalite.config.schema import Config, ConfigError
+from megalite.launch.exit_status import ExitStatus
+from megalite.launch.run_lock import InUseError, RunLock
+from megalite.training.run_directory import claim
+from megalite.training.summary import SummaryWriter
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class JobEnd(Exception):
+    """The job ends before it has begun, with a status and a message for the user: refused, or nothing to do."""
+
+    def __init__(self, status: ExitStatus, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Job:
+    """One rank's view of the job. Only rank 0 has a lock."""
+
+    def __init__(self, config: Config, lock: RunLock | None):
+        self._lock = lock
+        self._summary = None if lock is None else SummaryWriter(config)
+
+    def end(self, status: ExitStatus, reason: str | None = None) -> None:
+        """Record how the job ended, and let others use the directory."""
+        if self._lock is not None and self._summary is not None:
+            self._summary.end(status, reason)
+            self._lock.release()
+
+
+def begin(config: Config, *, restarted: bool, rank: int = 0, store: Store | None = None) -> tuple[Job, list[str]]:
+    """Claim the run's directory on rank 0. Returns the job, and lines for the user. With several ranks all call it.
+
+    Args:
+        restarted: the job was started again and may find a run that it began itself.
+        store: the rendezvous store, through which the other ranks learn what rank 0 found; None: one process.
+
+    Raises:
+        JobEnd: on every rank, if the job must not go on, or need not.
+    """
+    lock, verdict = _claimed(config, restarted) if rank == 0 else (None, {})
+    if store is not None:
+        if rank == 0:
+            store.set("claim", json.dumps(verdict))
+        verdict = json.loads(store.get("claim"))
+    if verdict["message"] is not None:
+        raise JobEnd(ExitStatus(verdict["status"]), verdict["message"])
+    return Job(config, lock), verdict["notes"]
+
+
+def _claimed(config: Config, restarted: bool) -> tuple[RunLock | None, dict]:
+    """The lock, and as plain data what all ranks must know: a message ends the job with a status."""
+    try:
+        claimed = claim(config, restarted)
+    except ConfigError as error:
+        status = ExitStatus.IN_USE if isinstance(error, InUseError) else ExitStatus.CONFIGURATION
+        return None, {"status": status, "message": str(error), "notes": []}
+    if claimed.complete is not None:
+        claimed.lock.release()
+    return claimed.lock, {"status": ExitStatus.DONE, "message": claimed.complete, "notes": claimed.notes}

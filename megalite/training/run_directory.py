@@ -1,0 +1,133 @@
+"""What a run may do with its directory: nothing that is there is lost without being asked for. Imports no torch.
+
+Rank 0 decides before any process group starts: it locks the directory (`launch.run_lock`), refuses to start a new run over an old one, and
+ends at once where nothing is left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite import checkpoint
+from megalite.checkpoint import CheckpointError
+from megalite.checkpoint.inspect import find
+from megalite.config.schema import Config, ConfigError
+from megalite.launch.run_lock import RunLock
+from megalite.monitoring.metrics import FILE as METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def run_directory(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+@dataclass
+class Claim:
+    """A run's directory, locked for this job.
+
+    Attributes:
+        notes: lines for the user: a stale lock that was taken over, an old run that was moved aside.
+        complete: why there is nothing to do, and the way to continue; None: there are steps to do.
+    """
+
+    lock: RunLock
+    notes: list[str]
+    complete: str | None = None
+
+
+def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLock] = RunLock) -> Claim:
+    """Lock the run's directory for this job.
+
+    Args:
+        restarted: the job was started again and may find a run that it began itself.
+
+    Raises:
+        InUseError: another job uses the directory.
+        ConfigError: an earlier run in it would be overwritten, or it cannot be written.
+    """
+    directory = run_directory(config)
+    held = lock(directory)
+    try:
+        note = held.acquire()
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir = {config.run.dir}: {directory} can not be written ({error.strerror}). Choose another run.dir."
+        ) from None
+    claimed = Claim(held, [note] if note else [])
+    try:
+        if starts_anew(config) and has_run(directory) and not restarted:
+            claimed.notes.append(_move_aside(config, directory, held))
+        claimed.complete = _nothing_to_do(config)
+    except BaseException:
+        held.release()
+        raise
+    return claimed
+
+
+def has_run(directory: Path) -> bool:
+    """Whether a run has left steps or checkpoints in a directory."""
+    metrics = directory / METRICS
+    return any((directory / "checkpoints").glob("step_*")) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
+def starts_anew(config: Config) -> bool:
+    """Whether the run does not continue what its own directory holds."""
+    load = config.checkpoint.load
+    if load in ("auto", "none"):
+        return load == "none"
+    own = run_directory(config).resolve()
+    return own not in (place := Path(load).resolve()).parents and own != place
+
+
+def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:
+    """Rename the directory of an earlier run if run.overwrite allows it, or raise ConfigError. Returns a line for the user."""
+    if not config.run.overwrite:
+        name = next(name for name in _names(config.run.name) if not has_run(directory.with_name(name)))
+        raise ConfigError(
+            f"checkpoint.load = {config.checkpoint.load} starts a new run, and {directory} holds one already ({_described(directory)}). "
+            f"Give this one another name, for example run.name = {name}, or set run.overwrite = true, which keeps the old one as "
+            f"{_free(directory).name}. To continue the old one, leave checkpoint.load out."
+        )
+    target = _free(directory)
+    lock.move_directory(target)
+    return f"the run that was in {directory} is now {target}"
+
+
+def _names(name: str) -> Iterator[str]:
+    return (f"{name}-{number}" for number in count(2))
+
+
+def _free(directory: Path) -> Path:
+    """The name that an old run gets."""
+    places = (directory.with_name(f"{directory.name}.old-{number}") for number in count(1))
+    return next(place for place in places if not place.exists())
+
+
+def _described(directory: Path) -> str:
+    newest = checkpoint.latest(directory / "checkpoints")
+    return f"its newest checkpoint is {newest.name}" if newest else "it has no checkpoint"
+
+
+def _nothing_to_do(config: Config) -> str | None:
+    """Why there is nothing to do, and the way to continue; None where steps are left, or where that is not known."""
+    load, directory = config.checkpoint.load, run_directory(config)
+    if load == "none":
+        return None
+    place = find(directory if load == "auto" else Path(load))
+    try:
+        state = checkpoint.manifest_of(place).state
+        step, planned = state["step"], state["config"]["train"]["steps"]
+    except (CheckpointError, KeyError, TypeError):  # reading the checkpoint to resume will say what is wrong, or there is none
+        return None
+    if step < config.train.steps:
+        return None
+    allow = "" if config.optimizer.decay == "constant" else " and accept the new learning rates with checkpoint.allow = [horizon]"
+    done = f"all {planned} steps are done" if step >= planned else f"{step} of {planned} steps are done"
+    wanted = "" if config.train.steps == planned else f", train.steps = {config.train.steps} asks for no more"
+    return f"nothing to do: {done} ({place}){wanted}. To continue, set train.steps to more than {step}{allow}."

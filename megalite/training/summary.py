@@ -1,0 +1,108 @@
+"""summary.json in a run's directory: how the run stands or ended, for schedulers and scripts. Written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import megalite
+from megalite import checkpoint
+from megalite.config.dims import ParallelDims
+from megalite.config.schema import Config
+from megalite.launch.exit_status import ExitStatus
+from megalite.monitoring.metrics import FILE as METRICS
+from megalite.training.run_directory import run_directory
+
+FILE = "summary.json"
+TAIL = 1 << 20
+STATES = {
+    ExitStatus.DONE: "done",
+    ExitStatus.STOPPED: "stopped",
+    ExitStatus.INTERRUPTED: "interrupted",
+}
+
+
+@dataclass
+class Summary:
+    """The content of summary.json.
+
+    Attributes:
+        state: running, done, stopped or interrupted (saved, resumable), failed. A run that was killed stays "running".
+        exit_status: see docs/runs.md; None while it runs.
+        reason: of a failure, its first line.
+        step, steps: steps done, over all starts of the run, and train.steps.
+        loss, val_loss: the last ones in metrics.jsonl.
+        checkpoint: name of the newest checkpoint.
+        started, ended: UTC; of this start of the run, which took `seconds`.
+    """
+
+    run: str
+    steps: int
+    ranks: int
+    host: str = field(default_factory=lambda: os.uname().nodename)
+    pid: int = field(default_factory=os.getpid)
+    megalite: str = megalite.__version__
+    started: str = field(default_factory=lambda: now())
+    state: str = "running"
+    exit_status: int | None = None
+    reason: str | None = None
+    step: int = 0
+    loss: float | None = None
+    val_loss: float | None = None
+    checkpoint: str | None = None
+    ended: str | None = None
+    seconds: float = 0.0
+
+
+class SummaryWriter:
+    """Writes summary.json at the start of training and at its end. A file that cannot be written is one line on stderr."""
+
+    def __init__(self, config: Config):
+        self._directory, self._since = run_directory(config), time.monotonic()
+        self.summary = Summary(run=config.run.name, steps=config.train.steps, ranks=ParallelDims.of(config).world)
+        self._write()
+
+    def end(self, status: ExitStatus, reason: str | None = None) -> None:
+        """Write how the run ended."""
+        summary = self.summary
+        summary.state, summary.exit_status = STATES.get(status, "failed"), int(status)
+        summary.reason = reason.strip().split("\n")[0] if reason else None
+        summary.ended, summary.seconds = now(), round(time.monotonic() - self._since, 3)
+        self._write()
+
+    def _write(self) -> None:
+        summary, path = self.summary, self._directory / FILE
+        for record in last_records(self._directory / METRICS):
+            summary.step = max(summary.step, record.get("step", 0))
+            summary.loss, summary.val_loss = record.get("loss", summary.loss), record.get("val_loss", summary.val_loss)
+        newest = checkpoint.latest(self._directory / "checkpoints")
+        summary.checkpoint = newest.name if newest else None
+        fresh = path.with_name(f".{FILE}.new")
+        try:
+            fresh.write_text(json.dumps(asdict(summary), indent=2) + "\n")
+            fresh.replace(path)
+        except OSError as error:
+            print(f"{path} can not be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def last_records(metrics: Path) -> Iterator[dict[str, Any]]:
+    """The last lines of metrics.jsonl, at most TAIL bytes of them; incomplete ones are left out."""
+    if not metrics.is_file():
+        return
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - TAIL))
+        for line in file:
+            with suppress(ValueError):  # cut off, at the start of the tail or by a kill
+                yield json.loads(line)
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
