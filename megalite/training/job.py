@@ -6,7 +6,7 @@ Rank 0 holds the lock and writes; every rank learns whether the job may go on.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
@@ -60,7 +60,7 @@ def begin(config: Config, *, restarted: bool, rank: int = 0, store: Store | None
     return Job(config, lock), verdict["notes"]
 
 
-def _claimed(config: Config, restarted: bool) -> tuple[RunLock | None, dict]:
+def _claimed(config: Config, restarted: bool) -> tuple[RunLock | None, dict[str, Any]]:
     """The lock, and as plain data what all ranks must know: a message ends the job with a status."""
     try:
         claimed = claim(config, restarted)
