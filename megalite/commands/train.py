@@ -53,14 +53,14 @@ def main() -> None:
     device = choose_device()
     hardware = check_run(config, device)
     job, environment, mesh, notes = start(config, device)
-    failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError)
+    failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError, OSError)
     try:
         trainer = Trainer(config, mesh, device)
     except failures as error:  # a checkpoint that this run must not continue is found alike by every rank
         agreed = isinstance(error, ConfigError | CheckpointError)
         end_run(error, config, device, mesh, job, ExitStatus.CONFIGURATION if agreed else None)
-    announce(trainer, notes)
     try:
+        announce(trainer, notes)
         fit(trainer, observers(trainer, environment, hardware))
         trainer.close()
     except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
@@ -147,4 +147,4 @@ def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, 
         exit_with(str(error), status=process_status(status))
     if isinstance(error, torch.OutOfMemoryError):
         exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory")
-    exit_after_failure(error)
+    exit_after_failure(error, str(error) if isinstance(error, OSError) else "")

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.checkpoint.directories import write_synced
 from megalite.config.load import write_config
 from megalite.config.schema import Config, ConfigError, LoggingConfig
+from megalite.monitoring.sinks import Sink, TensorBoard, WeightsAndBiases
 
 if TYPE_CHECKING:
     import torch
@@ -68,22 +69,24 @@ class MetricsWriter(ExitStack):
         self._path, self._config = run_dir / FILE, config
         options = config.logging if config else LoggingConfig()
         check_packages(options)
-        self._tensorboard: Any = None
-        self._open_tensorboard = partial(_open_tensorboard, run_dir) if options.tensorboard else None
-        self.rewind(resume_step)
-        self._wandb = _open_wandb(options.wandb, run_dir, resume_step, config) if options.wandb and config else None
-        if self._wandb is not None:
-            self.callback(self._wandb.finish)
+        self._tensorboard = Sink("TensorBoard", partial(TensorBoard, run_dir), resume_step) if options.tensorboard else None
+        self._sinks = [] if self._tensorboard is None else [self._tensorboard]
+        if options.wandb and config:
+            self._sinks.append(Sink("Weights & Biases", _open_wandb(options.wandb, run_dir, resume_step, config), resume_step))
+        for sink in self._sinks:
+            self.callback(sink.close)
+        self._start_file(resume_step)
 
     def rewind(self, step: int) -> None:
         """Continue after a step: lines of later steps are removed from metrics.jsonl, and TensorBoard no longer shows them."""
+        self._start_file(step)
+        if self._tensorboard is not None:
+            self._tensorboard.rewind(step)
+
+    def _start_file(self, step: int) -> None:
         cut_after(self._path, step)
         self._file = self.enter_context(open(self._path, "ab", buffering=0))  # noqa: SIM115 (the stack closes it)
         self._unwritten, self._refused = b"", False
-        if self._open_tensorboard is not None:
-            if self._tensorboard is not None:
-                self._tensorboard.close()
-            self._tensorboard = self.enter_context(self._open_tensorboard(step))
 
     def step(self, metrics: StepMetrics, numbers: Mapping[str, Any] | None = None) -> None:
         """Write a step's line. `numbers`: further keys of the line."""
@@ -97,11 +100,8 @@ class MetricsWriter(ExitStack):
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
         self._append(json.dumps(finite, allow_nan=False) + "\n")
         scalars = {name: float(value) for name, value in record.items() if value is not None and name != "step"}
-        if self._tensorboard is not None:
-            for name, value in scalars.items():
-                self._tensorboard.add_scalar(name, value, record["step"])
-        if self._wandb is not None:
-            self._wandb.log(scalars, step=record["step"])
+        for sink in self._sinks:
+            sink.log(scalars, record["step"])
 
     def _append(self, line: str) -> None:
         self._unwritten += line.encode()
@@ -143,21 +143,17 @@ def _step_of(line: str) -> int | None:
         return None
 
 
-def _open_tensorboard(run_dir: Path, resume_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
+def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -> Callable[[int], WeightsAndBiases]:
+    """Opens the run on Weights & Biases; a run that starts at step 0 is a new one there, once."""
+    fresh = uuid.uuid4().hex
 
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+    def open_at(step: int) -> WeightsAndBiases:
+        file = run_dir / "wandb_id"
+        if not file.exists() or (resume_step == 0 and file.read_text() != fresh):
+            file.write_text(fresh)
+        return WeightsAndBiases(project, run_dir, step, config, file.read_text())
 
-
-def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -> Any:
-    """Start or resume the run on Weights & Biases: a resumed run keeps the identity that it was started with."""
-    import wandb
-
-    identity = run_dir / "wandb_id"
-    if resume_step == 0 or not identity.exists():
-        identity.write_text(uuid.uuid4().hex)
-    name = run_dir.name
-    return wandb.init(project=project, id=identity.read_text(), name=name, dir=str(run_dir), config=asdict(config), resume="allow")
+    return open_at
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megalite.config.schema import ConfigError
 from megalite.launch.environment import RankEnvironment
 from megalite.monitoring.gpu import Gpu
 from megalite.monitoring.observer import Observer
@@ -30,7 +31,10 @@ class ComparedTimeline(TimelineRecorder):
 
     def finish(self) -> list[str]:
         lines = super().finish()
-        return [*lines, *(compare(self.trainer.run_dir) if self.summary else ())]
+        try:
+            return [*lines, *(compare(self.trainer.run_dir) if self.summary else ())]
+        except (ConfigError, OSError) as error:  # the disk is full, or the directory gone: the run itself is done
+            return [*lines, f"no comparison with the simulator: {error}"]
 
 
 def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = None) -> Sequence[Observer]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from contextlib import suppress
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, RankEnvironment
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
+from megalite.monitoring.sinks import write_or_say
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning.hardware import Device
 from megalite.planning.predicting import estimated_costs, stage_sums, step_seconds
@@ -82,5 +82,4 @@ class Outcome(Observer):
         return describe(self.times, self.bubbles, seconds, bubble)
 
     def _keep(self, name: str, content: dict[str, Any]) -> None:
-        with suppress(OSError):  # a full disk does not end a run
-            write_synced(self.trainer.run_dir / name, json.dumps(content, indent=2) + "\n")
+        write_or_say(self.trainer.run_dir / name, lambda path: write_synced(path, json.dumps(content, indent=2) + "\n"))

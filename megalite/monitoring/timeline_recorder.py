@@ -11,6 +11,7 @@ import os
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from megalite.clock import ActionTiming, DeviceClock, HostClock
 from megalite.monitoring.observer import Observer
+from megalite.monitoring.sinks import write_or_say
 from megalite.parallel.sharding.transfers import Transfer
 
 if TYPE_CHECKING:
@@ -77,8 +79,9 @@ class TimelineRecorder(Observer):
             return
         records = gather(self.record, self.trainer.mesh.world.size)
         if records is not None:
-            steps, path = sorted(self.record.steps), write(records, self.trainer.run_dir)
-            self.summary = [f"steps {steps[0]} to {steps[-1]} are recorded: {path}"]
+            steps = sorted(self.record.steps)
+            if write_or_say(path := self.trainer.run_dir / RECORDS, partial(write, records)):
+                self.summary = [f"steps {steps[0]} to {steps[-1]} are recorded: {path}"]
         self.record = Record(self.record.host)
 
     def finish(self) -> list[str]:
@@ -108,11 +111,8 @@ def gather(record: Record, world: int) -> list[Record] | None:
     return records
 
 
-def write(records: list[Record], run_dir: Path) -> Path:
+def write(records: list[Record], path: Path) -> None:
     """Write the records of all ranks atomically."""
-    path = run_dir / RECORDS
-    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(list(map(vars, records)), allow_nan=False))
     os.replace(fresh, path)
-    return path

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalite.monitoring.observer import Observer
+from megalite.monitoring.sinks import write_or_say
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
@@ -75,8 +76,7 @@ class Tracer(Observer):
         self.activity.listeners = tuple(each for each in self.activity.listeners if each is not self)
         self._end_range()
         self.profile.stop()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.profile.export_chrome_trace(str(self.path))
+        write_or_say(self.path, lambda path: self.profile.export_chrome_trace(str(path)))
         self.profile = None
 
 
@@ -98,6 +98,5 @@ class MemorySnapshot(Observer):
 def write_snapshot(run_dir: Path, rank: int, moment: str) -> Path:
     """Write a snapshot of this process's GPU memory, with stack traces of allocations as far as they were recorded."""
     path = run_dir / "traces" / f"memory_rank_{rank:05d}_{moment}.pickle"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(path))
+    write_or_say(path, lambda path: torch.cuda.memory._dump_snapshot(str(path)))
     return path

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from megalite.config.schema import Config, ConfigError, LoggingConfig
-from megalite.monitoring import metrics
+from megalite.monitoring import metrics, sinks
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, check_packages
 
 FIELDS = [
@@ -118,6 +119,38 @@ def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path: Path, capfd: pytest
         assert capfd.readouterr().err.count("metrics.jsonl can not be written: File too large") == 1
         writer.step(example(5))
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_directory_that_vanishes_is_made_again_with_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A write to a removed file succeeds and is lost: nothing but the name tells."""
+    run = tmp_path / "run"
+    with MetricsWriter(run, config=Config()) as writer:
+        writer.step(example(1))
+        run.rename(tmp_path / "moved")
+        for step in (2, 3):
+            writer.step(example(step))
+    assert [line["step"] for line in lines(run)] == [2, 3] and [line["step"] for line in lines(tmp_path / "moved")] == [1]
+    assert (run / "config.yaml").is_file()
+    assert capfd.readouterr().err.count("has vanished") == 1
+
+
+def test_tensorboard_that_can_not_be_written_is_a_line_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It writes in a thread of its own, and raises its error in a later call."""
+    monkeypatch.setattr(sinks, "RETRY_S", 0.0)
+    run = tmp_path / "run"
+    with MetricsWriter(run, config=Config(logging=LoggingConfig(tensorboard=True))) as writer:
+        writer.step(example(1))
+        run.rename(tmp_path / "moved")
+        step, deadline = 2, time.monotonic() + 60
+        while not (run / "tensorboard").exists():  # until it is opened again
+            assert time.monotonic() < deadline
+            writer.step(example(step))
+            step += 1
+    err = capfd.readouterr().err
+    assert "TensorBoard gets no numbers" in err and "Traceback" not in err
+    assert [line["step"] for line in lines(run)] == list(range(2, step))
 
 
 def test_cutting_replaces_the_file_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,120 @@
+"""Optional recipients of metrics, TensorBoard and Weights & Biases, and files of instruments: none of them can end a run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+from typing import Protocol
+
+from megalite.config.schema import Config
+
+RETRY_S = 60.0  # from the first failure until the next attempt; doubled by each further one, since an attempt may take as long
+
+
+class Client(Protocol):
+    """A library's connection to what stores or displays metrics."""
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sink:
+    """Passes metrics to a client. If it fails, one line says so, its numbers are dropped, and it is opened again later.
+
+    Args:
+        name: for messages.
+        open_client: opens the client to continue after a step.
+    """
+
+    def __init__(self, name: str, open_client: Callable[[int], Client], step: int):
+        self._name, self._open = name, open_client
+        self._client: Client | None = None
+        self._retry_at, self._pause = 0.0, RETRY_S
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        """Continue after a step, which may be an earlier one."""
+        self.close()
+        self._guard(lambda: self._reopen(step))
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        if self._client is None and monotonic() >= self._retry_at:
+            self._guard(lambda: self._reopen(step - 1))
+        if (client := self._client) is not None:
+            self._guard(lambda: client.log(scalars, step))
+
+    def close(self) -> None:
+        if (client := self._client) is not None:
+            self._guard(client.close)
+        self._client = None
+
+    def _reopen(self, step: int) -> None:
+        self._client = self._open(step)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # of any type: it is another library's, and a run is worth more than its curves
+            reason = str(error).split("\n")[0] or type(error).__name__
+            print(f"{self._name} gets no numbers for the next {self._pause:.0f} s: {reason}", file=sys.stderr, flush=True)
+            self._client, self._retry_at, self._pause = None, monotonic() + self._pause, 2 * self._pause
+
+
+class TensorBoard:
+    """Writes RUN_DIR/tensorboard, and hides steps after the one that it continues from."""
+
+    def __init__(self, run_dir: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        _silence_threads_of("tensorboard")
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _silence_threads_of(package: str) -> None:
+    """Let no thread of a package print a traceback: its next call raises the same error, which `Sink` reports in a line."""
+    usual = threading.excepthook
+
+    def report(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith(package):
+            usual(failed)
+
+    threading.excepthook = report
+
+
+class WeightsAndBiases:
+    """A run on Weights & Biases: a resumed run keeps the identity that it was started with, in RUN_DIR/wandb_id."""
+
+    def __init__(self, project: str, run_dir: Path, step: int, config: Config, identity: str):
+        import wandb
+
+        name = run_dir.name
+        self._run = wandb.init(project=project, id=identity, name=name, dir=str(run_dir), config=asdict(config), resume="allow")
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
+    """Write an instrument's file; its directory is created. If that fails, one line says so. Returns whether it was written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        print(f"{path} can not be written: {error.strerror or error}", file=sys.stderr, flush=True)
+        return False
+    return True

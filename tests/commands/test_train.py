@@ -1,0 +1,57 @@
+"""Jobs of one run as a scheduler starts them: two at once, one after a kill, and one that has nothing to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.distributed.support.configs import write_tokens
+from tests.structure.sources import ROOT
+
+SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+
+
+def start(run: Path, prefix: str, *options: str) -> subprocess.Popen[str]:
+    shape = [each for name, value in SHAPE.items() for each in (f"--model.{name}", str(value))]
+    data = ["--data.train", prefix, "--data.sequence_length", "16", "--train.global_batch_size", "4", "--train.steps", "100000"]
+    arguments = ["--run.dir", str(run.parent), "--run.name", run.name, *shape, *data, "--optimizer.decay", "constant", *options]
+    return subprocess.Popen(
+        [sys.executable, "-m", "megalite", "train", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_two_jobs_in_one_directory(tmp_path):
+    """The second is refused with the first's name and changes nothing; after a kill of the first it takes over and continues."""
+    run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
+    first = start(run, prefix, "--checkpoint.interval", "5", "--checkpoint.keep", "2")
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "checkpoints" / "latest").exists():
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        second = start(run, prefix, "--checkpoint.load", "none", "--run.overwrite", "true")
+        output, _ = second.communicate(timeout=120)
+        assert second.returncode == 73 and output.count("\n") == 1, output
+        assert f"in use by process {first.pid} on {os.uname().nodename}" in output
+        assert first.poll() is None and (run / "checkpoints" / "latest").exists()
+    finally:
+        first.kill()
+        first.communicate()
+    newest = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
+    third = start(run, prefix, "--train.steps", str(newest + 2), "--optimizer.lr", "1e-4")
+    output, _ = third.communicate(timeout=120)
+    assert third.returncode == 0, output
+    assert f"took over the lock of process {first.pid} on" in output and f"resumed after step {newest}" in output
+    assert "changed since the checkpoint" in output and "optimizer.lr" in output
+    found = json.loads((run / "summary.json").read_text())
+    assert (found["state"], found["step"], found["exit_status"]) == ("done", newest + 2, 0)
+    assert not (run / "lock").exists()
