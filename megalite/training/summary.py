@@ -80,8 +80,8 @@ class SummaryWriter:
 
     def _write(self) -> None:
         summary, path = self.summary, self._directory / FILE
-        for record in last_records(self._directory / METRICS):
-            summary.step = max(summary.step, record.get("step", 0))
+        for record in last_records(self._directory / METRICS):  # also lines that a resume has cut since the last time
+            summary.step = record.get("step", summary.step)
             summary.loss, summary.val_loss = record.get("loss", summary.loss), record.get("val_loss", summary.val_loss)
         newest = checkpoint.latest(self._directory / "checkpoints")
         summary.checkpoint = newest.name if newest else None
