@@ -140,6 +140,6 @@ def resume(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     trainer = make_trainer(context, config)
     try:
         kept = errors(trainer) if trainer.store.reducer.powersgd else {}
-        return {"errors": kept, "losses": [trainer.step().loss for _ in range(steps)], "notes": trainer.notes}
+        return {"errors": kept, "losses": [trainer.step().loss for _ in range(steps)], "notes": [note for note in trainer.notes if "PowerSGD" in note]}
     finally:
         trainer.close()
