@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.support.random_configurations import Draw, Files, draw, prove
 
-SEEDS = range(60)
+SEEDS = range(30)  # the long form draws further ones
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def test_trains_or_is_refused(seed, files, ranks):
 
 
 def test_most_draws_are_legal(files):
-    legal = [draw(seed, files).legal for seed in SEEDS]
+    legal = [draw(seed, files).legal for seed in range(60)]
     assert 0.5 < sum(legal) / len(legal) < 0.75
 
 

@@ -140,6 +140,10 @@ def resume(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     trainer = make_trainer(context, config)
     try:
         kept = errors(trainer) if trainer.store.reducer.powersgd else {}
-        return {"errors": kept, "losses": [trainer.step().loss for _ in range(steps)], "notes": [note for note in trainer.notes if "PowerSGD" in note]}
+        return {
+            "errors": kept,
+            "losses": [trainer.step().loss for _ in range(steps)],
+            "notes": [note for note in trainer.notes if "PowerSGD" in note],
+        }
     finally:
         trainer.close()
