@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from megalite.config.rules.training import duration_seconds
+from megalite.messages import say
 
 GRACE = 2.0  # seconds that a failed rank stays alive, so that others can learn the reason
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -108,7 +109,7 @@ def exit_after_failure(error: Exception | str, reason: str = "") -> NoReturn:
     failed first, with the `reason` that it gave.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended; this one ends by itself
-    print(f"{error}{_origin(error, reason)}\n", end="", file=sys.stderr, flush=True)  # one write: other ranks print, too
+    say(f"{error}{_origin(error, reason)}")
     sleep(GRACE)  # until the ranks that wait for this one have read its reason
     os._exit(1)
 
@@ -144,6 +145,7 @@ def shutdown() -> NoReturn:
 
     if dist.is_initialized():
         dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a full disk, a reader that is gone
+            stream.flush()
     os._exit(0)

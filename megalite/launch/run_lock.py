@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import uuid
 from contextlib import suppress
@@ -24,6 +23,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 from megalite.config.schema import ConfigError
+from megalite.messages import say
 
 FILE = "lock"
 REFRESH_S, STALE_S = 10.0, 60.0
@@ -209,7 +209,7 @@ class RunLock:
                 problem = self._renew_once()
             if problem is not None and not said:
                 said = True
-                print(f"the lock of this run, {self.path}, {problem}", file=sys.stderr, flush=True)
+                say(f"the lock of this run, {self.path}, {problem}")
 
     def _renew_once(self) -> str | None:
         """Renew the lock, or take it again if it is gone. Returns what is wrong, or None."""

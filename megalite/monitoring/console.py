@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megalite.messages import say
+
 if TYPE_CHECKING:
     from megalite.monitoring.metrics import StepMetrics
 
@@ -48,7 +50,7 @@ class Console(ExitStack):
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=self._stream, flush=True)
+            say(text, self._stream)
 
     def _step(self, step: int) -> str:
         return f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"

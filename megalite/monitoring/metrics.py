@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.checkpoint.directories import write_synced
 from megalite.config.load import write_config
 from megalite.config.schema import Config, ConfigError, LoggingConfig
+from megalite.messages import say
 from megalite.monitoring.sinks import Sink, TensorBoard, WeightsAndBiases
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class MetricsWriter(ExitStack):
         except OSError as error:
             if not self._refused:
                 self._refused = True
-                print(f"{self._path} can not be written: {error.strerror}; its lines are kept until it can", file=sys.stderr, flush=True)
+                say(f"{self._path} can not be written: {error.strerror}; its lines are kept until it can")
 
     def _restore_directory(self) -> None:
         """Create the run's directory again if it has been removed or moved: a write to a removed file is lost without an error."""
@@ -123,7 +124,7 @@ class MetricsWriter(ExitStack):
         self._file = self.enter_context(open(self._path, "ab", buffering=0))  # noqa: SIM115 (the stack closes it)
         if self._config is not None:
             write_config(self._config, self._path.parent)
-        print(f"{self._path} has vanished: it was created again, without the lines of earlier steps", file=sys.stderr, flush=True)
+        say(f"{self._path} has vanished: it was created again, without the lines of earlier steps")
 
 
 def cut_after(file: Path, step: int) -> None:

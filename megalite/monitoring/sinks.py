@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from time import monotonic
 from typing import Protocol
 
 from megalite.config.schema import Config
+from megalite.messages import say
 
 RETRY_S = 60.0  # from the first failure until the next attempt; doubled by each further one, since an attempt may take as long
 
@@ -61,7 +61,7 @@ class Sink:
             action()
         except Exception as error:  # of any type: it is another library's, and a run is worth more than its curves
             reason = str(error).split("\n")[0] or type(error).__name__
-            print(f"{self._name} gets no numbers for the next {self._pause:.0f} s: {reason}", file=sys.stderr, flush=True)
+            say(f"{self._name} gets no numbers for the next {self._pause:.0f} s: {reason}")
             self._client, self._retry_at, self._pause = None, monotonic() + self._pause, 2 * self._pause
 
 
@@ -115,6 +115,6 @@ def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
     except OSError as error:
-        print(f"{path} can not be written: {error.strerror or error}", file=sys.stderr, flush=True)
+        say(f"{path} can not be written: {error.strerror or error}")
         return False
     return True

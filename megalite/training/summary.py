@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +17,7 @@ from megalite import checkpoint
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
+from megalite.messages import say
 from megalite.monitoring.metrics import FILE as METRICS
 from megalite.training.run_directory import run_directory
 
@@ -90,7 +90,7 @@ class SummaryWriter:
             fresh.write_text(json.dumps(asdict(summary), indent=2) + "\n")
             fresh.replace(path)
         except OSError as error:
-            print(f"{path} can not be written: {error.strerror}", file=sys.stderr, flush=True)
+            say(f"{path} can not be written: {error.strerror}")
 
 
 def last_records(metrics: Path) -> Iterator[dict[str, Any]]:

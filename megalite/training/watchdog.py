@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -15,6 +14,7 @@ from megalite.activity import Activity
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Mesh
+from megalite.messages import say
 
 LONGEST_LOOK = 10.0  # seconds: the longest interval between two checks
 
@@ -53,7 +53,7 @@ class Watchdog:
     def _report(self, seconds: float) -> None:
         stacks = self.directory / f"rank_{self.rank:05d}.txt"
         line = f"rank {self.rank}: no progress for {seconds:.0f} s in step {self.activity.step}, {self._place()}; stacks: {stacks}"
-        print(line, file=sys.stderr, flush=True)
+        say(line)
         with suppress(OSError):  # a full disk may be the reason for the stall
             self.directory.mkdir(parents=True, exist_ok=True)
             with open(stacks, "a") as file:
