@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
@@ -122,10 +123,19 @@ def flatten(tree: Any, source: str) -> dict[str, Any]:
 
 
 def unknown(name: str, source: str, known: list[str], dashes: str = "") -> ConfigError:
-    """The error for an unknown key; names the options with the same last part, or else the most similar one."""
-    same = [option for option in OPTIONS if option.split(".")[-1] == name.split(".")[-1]]
+    """The error for an unknown key; names the options with the same last part, the one that other projects call so, or the most similar."""
+    last = name.split(".")[-1]
+    same = [option for option in OPTIONS if option.split(".")[-1] == last]
+    if not same and (here := other_names().get(last.replace("-", "_").lower())):
+        return ConfigError(f"{dashes}{name} {source} is not a known option. Here it is called {'' if ' = ' in here else dashes}{here}.")
     nearest = " or ".join(f"{dashes}{option}" for option in same or [nearest_name(name, known)])
     return ConfigError(f"{dashes}{name} {source} is not a known option. Nearest: {nearest}.")
+
+
+@cache
+def other_names() -> dict[str, str]:
+    """What other projects call an option → what to write here."""
+    return {name: here for here, *names in read_tree(str(Path(__file__).with_name("other_names.yaml")), "") for name in names}
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """YAML and command line → Config, and how a wrong configuration ends."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from megalite.config import load as loading
-from megalite.config.load import from_dict, load_config, to_dict, to_yaml
+from megalite.config.load import OPTIONS, from_dict, load_config, other_names, to_dict, to_yaml
 from megalite.config.schema import Config, ConfigError
 
 
@@ -117,11 +118,26 @@ def test_values_are_converted_alike_from_command_line_and_yaml(argv, option, val
     assert from_words == value and from_yaml == value and type(from_words) is type(from_yaml) is type(value)
 
 
+def test_what_other_projects_call_an_option_names_one_of_ours():
+    found = {option for here in other_names().values() for option in re.findall(r"\b[a-z]+\.[a-z_0-9]+", here)}
+    assert found and found <= OPTIONS.keys()
+    ours = {option.split(".")[-1] for option in OPTIONS}
+    assert not ours & other_names().keys(), "these are suggested by their name alone"
+
+
 MESSAGES = [
     (["--tpp", "2"], None, "--tpp on the command line is not a known option. Nearest: --tp."),
     (["--hidden_size", "2"], None, "--hidden_size on the command line is not a known option. Nearest: --model.hidden_size."),
     (["--train.lr", "2"], None, "--train.lr on the command line is not a known option. Nearest: --optimizer.lr."),
     (["--optimizer.weight_dcay=2"], None, "Nearest: --optimizer.weight_decay."),
+    (
+        ["--optimizer.learning_rate", "1"],
+        None,
+        "--optimizer.learning_rate on the command line is not a known option. Here it is called --optimizer.lr.",
+    ),
+    (["--tensor-model-parallel-size", "2"], None, "is not a known option. Here it is called --parallel.tp."),
+    (["--gradient_accumulation_steps", "2"], None, "Here it is called train.global_batch_size = accumulation steps"),
+    ([], "train: {per_device_train_batch_size: 2}", "in run.yaml is not a known option. Here it is called train.micro_batch_size."),
     ([], "modle: {hidden_size: 2}", "modle in run.yaml is not a known option. Nearest: model."),
     ([], "model: {hiden_size: 2}", "model.hiden_size in run.yaml is not a known option. Nearest: model.hidden_size."),
     (
