@@ -32,8 +32,24 @@ USAGE = (
     "[--section.key VALUE ...]"
 )
 SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero")}, "faults": "faults.inject"}
+SECTIONS = [section.name for section in fields(Config)]
 OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
 """Every option, section.key → its dataclass field."""
+PATHS = (
+    "run.dir",
+    "model.from_hf",
+    "model.init_from",
+    "data.train",
+    "data.validation",
+    "parallel.offload_dir",
+    "checkpoint.load",
+    "lora.init_from",
+)
+"""Options that name files, in which ~ is the home directory."""
+NOTHING_GIVEN = f"""Say what to train, for example
+  {command("train")} --config quickstart       (a small model; {command("demo")} prepares its data)
+  {command("train")} --config run.yaml --data.train PREFIX
+--list_configs lists the configurations shipped with megalite, --help [SECTION] the options: {", ".join(SECTIONS)}."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0
 """Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one exits, and local rank 0 must print."""
 
@@ -46,8 +62,10 @@ def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
     """
     try:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv)
+        if arguments == Arguments():
+            exit_with(NOTHING_GIVEN)
         if arguments.help:
-            exit_with(build_parser(field_docs()).format_help(), status=0)
+            exit_with(help_text(arguments.section), status=0)
         if arguments.list_configs:
             exit_with("\n".join(f"{name:18} {what}" for name, what in shipped_configs().items()), status=0)
         config = resolve(arguments, world_size)
@@ -111,8 +129,8 @@ def flatten(tree: Any, source: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{section} {source} is written in one piece. Write `{str(section).replace('.', ':` and, indented below it, `')}:`."
             )
-        if section not in {section.name for section in fields(Config)}:
-            raise unknown(str(section), source, [section.name for section in fields(Config)])
+        if section not in SECTIONS:
+            raise unknown(str(section), source, SECTIONS)
         if not isinstance(content, (dict, NoneType)):
             raise ConfigError(f"{section} = {show(content)} {source} is not a section. Write its keys below it, indented, as `key: value`.")
         for key, value in (content or {}).items():
@@ -135,7 +153,8 @@ def unknown(name: str, source: str, known: list[str], dashes: str = "") -> Confi
 @cache
 def other_names() -> dict[str, str]:
     """What other projects call an option → what to write here."""
-    return {name: here for here, *names in read_tree(str(Path(__file__).with_name("other_names.yaml")), "") for name in names}
+    table = read_tree(str(Path(__file__).with_name("other_names.yaml")), "other_names")
+    return {name: here for here, *names in table for name in names}
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------------
@@ -148,6 +167,7 @@ class Arguments:
     files: list[str] = field(default_factory=list)
     overrides: dict[str, str] = field(default_factory=dict)
     help: bool = False
+    section: str | None = None  # the only one to explain
     print_config: bool = False
     list_configs: bool = False
 
@@ -158,6 +178,8 @@ def read_arguments(argv: list[str]) -> Arguments:
     for word in words:
         if word in ("-h", "--help"):
             arguments.help = True
+        elif arguments.help and word in SECTIONS:
+            arguments.section = word
         elif word == "--print_config":
             arguments.print_config = True
         elif word == "--list_configs":
@@ -236,12 +258,23 @@ def resolve(arguments: Arguments, world_size: int) -> Config:
         tree = read_tree(path, "--config")
         given |= parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
     given |= parse_values(parser, arguments.overrides, "on the command line", words=True)
+    given |= {option: with_home(given[option]) for option in PATHS if option in given}
     config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)
     if config.model.vocab_size is None:
         config.model.vocab_size = data_vocab_size(config)
     return config
+
+
+def with_home(value: Any) -> Any:
+    """A path, hf:PATH, or a list or mapping of paths, with ~ replaced by the home directory."""
+    if isinstance(value, str):
+        scheme = "hf:" if value.startswith("hf:") else ""
+        return scheme + os.path.expanduser(value.removeprefix(scheme))
+    if isinstance(value, list):
+        return [with_home(each) for each in value]
+    return {with_home(key): each for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -266,6 +299,12 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
 # --- values and help: jsonargparse -------------------------------------------------------------------------------------------
 
 
+def help_text(section: str | None = None) -> str:
+    """The text of --help, or the part about one section."""
+    text = build_parser(field_docs()).format_help()
+    return text if section is None else next(part for part in text.split("\n\n") if part.startswith(f"{section}:\n"))
+
+
 def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
     """A parser with one argument per option, of the type of its field; docs: option → help text."""
     from jsonargparse import ArgumentParser
@@ -278,7 +317,9 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
         parser.add_argument("--list_configs", action="store_true", help="Print the configurations shipped with megalite, and exit.")
         parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration as YAML, and exit.")
         parser.add_argument("--dry_run", action="store_true", help="Print what --world_size W ranks would need, and exit.")
-        parser.add_argument("--help", "-h", action="store_true", help="Show this text, and exit.")
+        parser.add_argument(
+            "--help", "-h", action="store_true", help="Show this text, or that of the section whose name follows, and exit."
+        )
     groups = {section.name: parser.add_argument_group(section.name) for section in fields(Config)}
     for option, key in OPTIONS.items():
         default = key.default if key.default_factory is MISSING else key.default_factory()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megalite.config import load as loading
-from megalite.config.load import OPTIONS, from_dict, load_config, other_names, to_dict, to_yaml
+from megalite.config.load import OPTIONS, from_dict, load_config, other_names, to_dict, to_yaml, with_home
 from megalite.config.schema import Config, ConfigError
 
 
@@ -116,6 +116,31 @@ def test_values_are_converted_alike_from_command_line_and_yaml(argv, option, val
     )
     from_yaml = getattr(getattr(config, section), key)
     assert from_words == value and from_yaml == value and type(from_words) is type(from_yaml) is type(value)
+
+
+def test_without_a_configuration_it_says_how_to_start(capsys):
+    with pytest.raises(SystemExit) as end:
+        load_config([], world_size=1)
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and "--config quickstart" in told and "--list_configs" in told and "--help [SECTION]" in told
+
+
+def test_help_of_one_section(capsys):
+    with pytest.raises(SystemExit) as end:
+        load_config(["--help", "lora"], world_size=1)
+    told = capsys.readouterr().out
+    assert end.value.code == 0 and told.startswith("lora:\n  --lora.rank") and "--model." not in told.split("lora.targets")[0]
+    assert {option for option in OPTIONS if f"--{option} " in told or f"--{option}\n" in told} == {
+        option for option in OPTIONS if option.startswith("lora.")
+    }
+
+
+def test_a_path_may_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    home = str(Path.cwd())
+    assert load("--run.dir", "~/runs").run.dir == f"{home}/runs"
+    assert load_config(["--data.train", "{~/tokens: 1.0}"], world_size=1).data.train == {f"{home}/tokens": 1.0}
+    assert with_home(["hf:~/m", "~/x", "a~b", 0.1]) == [f"hf:{home}/m", f"{home}/x", "a~b", 0.1]
 
 
 def test_what_other_projects_call_an_option_names_one_of_ours():
