@@ -5,8 +5,9 @@
     megalite prepare --input hf:NAME --split train --tokenizer DIR --output data/name
     megalite prepare --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
 
-Every document ends with EOS. A text file, a line of a .jsonl or a row of a .parquet is one document; empty ones are left out. With --chat a
-record is a conversation in messages, Alpaca or ShareGPT form, and PREFIX.loss.bin and .idx mark the tokens that count in the loss.
+Every document ends with EOS. A text file, a line of a .jsonl or a row of a .csv or .parquet is one document; empty ones are left out. With
+--chat a record is a conversation in messages, ShareGPT, Alpaca or prompt-completion form, and PREFIX.loss.bin and .idx mark the tokens that
+count in the loss.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.commands.parser import Parser
+from megalite.data.chat_records import RecordReader, parsed_keys
 from megalite.data.chat_template import read_template
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
@@ -37,14 +39,16 @@ def parser() -> argparse.ArgumentParser:
     add("--output", required=True, type=Path, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones")
     add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory")
     add("--train_tokenizer", type=int, metavar="VOCAB", help="first train a sentencepiece model (to --tokenizer or PREFIX.model)")
-    add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="format of the input files; auto: by suffix")
-    add("--text_key", default="text", help="key of the text in a .jsonl, .parquet or hf: record")
+    add("--format", choices=["auto", "text", "jsonl", "csv", "parquet"], default="auto", help="format of the input files; auto: by suffix")
+    add("--text_key", default="text", help="key or column of the text in a .jsonl, .csv, .parquet or hf: record")
     add("--split", default="train", help="split of hf:NAME")
     add("--chat", action="store_true", help="the input contains conversations; their form is detected by their keys")
     add("--chat_template", type=Path, metavar="FILE", help="Jinja source that replaces the tokenizer's own template; only with --chat")
     add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="turns that count in the loss (default assistant)")
     add("--max_length", type=int, metavar="N", help="maximum tokens per conversation; a run can use data.sequence_length + 1")
     add("--too_long", choices=["drop", "truncate"], default="drop", help="whether longer conversations are dropped or truncated at the end")
+    add("--keys", metavar="KEY=NAME,…", help="names that keys have in the records, as messages=dialog,role=speaker; only with --chat")
+    add("--other_parts", choices=["refuse", "drop"], default="refuse", help="parts of a message's content that are not text")
     add("--workers", type=int, default=os.cpu_count() or 1, help="number of tokenizing processes; the result does not depend on it")
     add("--json", action="store_true", help="print only the result, as JSON, on stdout")
     return made
@@ -96,7 +100,14 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
 def chosen_chat(options: argparse.Namespace) -> Chats | None:
     """How conversations are tokenized; None for texts. Raises DataError if the options exclude each other."""
     if not options.chat:
-        unset = {"chat_template": None, "max_length": None, "loss_on": "assistant", "too_long": "drop"}
+        unset = {
+            "chat_template": None,
+            "max_length": None,
+            "loss_on": "assistant",
+            "too_long": "drop",
+            "keys": None,
+            "other_parts": "refuse",
+        }
         given = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
         if given:
             raise DataError(f"{' and '.join(given)} belongs to chat data. Add --chat, or leave it out.")
@@ -108,7 +119,8 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
     if options.max_length is None and options.too_long == "truncate":
         raise DataError("--too_long truncate cuts conversations of more than --max_length tokens, and there is none. Give it.")
     template = None if options.chat_template is None else read_template(options.chat_template)
-    return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate")
+    reader = RecordReader(parsed_keys(options.keys), options.other_parts == "drop")
+    return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate", reader)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.data.chat_records import conversation_of
+from megalite.data.chat_records import BadRecord, Conversation, Pair, RecordReader
 from megalite.data.chat_template import ChatTemplate, LossOn
 from megalite.data.indexed import DataError
 from megalite.data.preparation.encoded import Encoded
@@ -23,12 +23,14 @@ class Chats:
         template: Jinja source to use instead of the tokenizer's own (`megalite.data.chat_template.ChatTemplate`).
         loss_on: the tokens whose loss is counted.
         max_length: maximum number of tokens of a conversation; longer ones are dropped or, with `truncate`, cut. None: no limit.
+        reader: how records are read.
     """
 
     template: str | None = None
     loss_on: LossOn = "assistant"
     max_length: int | None = None
     truncate: bool = False
+    reader: RecordReader = RecordReader()
 
     def encode(self, task: Task, tokenizer: Tokenizer) -> Encoded:
         """Encode a task. Raises DataError naming file, line and reason for the first record that the template cannot render as a
@@ -37,11 +39,8 @@ class Chats:
         tokens, mask, sizes = array("i"), bytearray(), array("i")
         done = Encoded(input_bytes=task.size, mask=np.empty(0, np.uint8))
         for record, where, replaced in records(task):
-            conversation = conversation_of(record, where)
-            try:
-                ids, counts = template.render(conversation.messages, tools=conversation.tools, loss_on=self.loss_on)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from None
+            conversation = self.reader.read(record, where)
+            ids, counts = self._rendered(template, conversation, where)
             long = self.max_length is not None and len(ids) > self.max_length
             done.too_long += long
             if long and not self.truncate:
@@ -57,3 +56,13 @@ class Chats:
             sizes.append(len(ids))
         done.tokens, done.sizes, done.mask = (np.frombuffer(each, kind) for each, kind in ((tokens, "i4"), (sizes, "i4"), (mask, "u1")))
         return done
+
+    def _rendered(self, template: ChatTemplate, conversation: Conversation | Pair, where: str) -> tuple[list[int], list[int]]:
+        try:
+            if isinstance(conversation, Pair):
+                return template.pair(conversation.prompt, conversation.completion, loss_on=self.loss_on)
+            prompt = range(0 if self.loss_on == "all" else conversation.prompt)
+            without = conversation.unweighted | set(prompt)
+            return template.render(conversation.messages, tools=conversation.tools, loss_on=self.loss_on, without=without)
+        except DataError as error:
+            raise BadRecord(f"{where}: {error}") from None

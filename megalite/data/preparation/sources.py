@@ -5,6 +5,7 @@ A document is a text or, for chat data, a whole record (then `text_key` is None,
 A task is plain data from which a worker makes documents; documents are in the order of the tasks, whichever worker runs them.
 """
 
+import csv
 import fnmatch
 import glob
 import json
@@ -18,11 +19,13 @@ from megalite.data.indexed import DataError
 
 TASK_BYTES = 1 << 18
 TEXT_SUFFIXES = (
-    *("", ".txt", ".text", ".md", ".rst", ".tex", ".log", ".html", ".htm", ".xml", ".css", ".csv", ".tsv", ".json", ".yaml", ".yml"),
+    *("", ".txt", ".text", ".md", ".rst", ".tex", ".log", ".html", ".htm", ".xml", ".css", ".json", ".yaml", ".yml"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".go", ".rs", ".rb", ".php"),
     *(".swift", ".lua", ".r", ".jl", ".hs", ".ml", ".el", ".lisp", ".sql", ".sh", ".pl", ".toml", ".ini", ".cfg"),
 )
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"} | dict.fromkeys(TEXT_SUFFIXES, "text")
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"} | dict.fromkeys(
+    TEXT_SUFFIXES, "text"
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,29 @@ class JsonArray:
         if not isinstance(content, list):
             raise DataError(f"--input {self._path} is not a list of records. If it holds one object a line, add --format jsonl.")
         yield from _record_tasks(content, f"{self._path} record")
+
+
+class Csv:
+    """A .csv or, with tabs, .tsv file, whose first row names the columns. Raises DataError if it has no such row."""
+
+    def __init__(self, path: Path):
+        self._path, self.size = path, path.stat().st_size
+
+    def tasks(self) -> Iterator[Task]:
+        yield from _record_tasks(self._rows(), f"{self._path} row")
+
+    def _rows(self) -> Iterator[dict[str, str]]:
+        """The rows as records; the first one after the header is row 1."""
+        csv.field_size_limit(1 << 30)  # the default refuses texts of more than 128 KiB
+        with self._path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            rows = csv.reader(file, delimiter="\t" if self._path.suffix.lower() == ".tsv" else ",")
+            names = next(rows, [])
+            if not names:
+                raise DataError(f"--input {self._path} has no first row that names its columns. Add one, or --format text.")
+            for number, row in enumerate(filter(None, rows), 1):
+                if len(row) != len(names):
+                    raise DataError(f"{self._path} row {number} has {len(row)} fields, and the first row names {len(names)}.")
+                yield dict(zip(names, row, strict=True))
 
 
 class Parquet:
@@ -164,6 +190,8 @@ def open_inputs(names: list[str], *, exclude: list[str], file_format: str, text_
             sources.append(TextFiles([Path(p) for p in group]))
         elif kind == "jsonl":
             sources.extend(JsonLines(Path(p)) for p in group)
+        elif kind == "csv":
+            sources.extend(Csv(Path(p)) for p in group)
         elif kind == "parquet":
             sources.extend(Parquet(Path(p), text_key) for p in group)
         else:
@@ -190,14 +218,14 @@ def _format(name: str, file_format: str, records: bool) -> str:
         return "hf"
     suffix = Path(name).suffix.lower()
     if file_format == "auto" and suffix not in FORMATS:
-        raise DataError(f"--input {name}: the suffix {suffix} says nothing about its format. Add --format text, jsonl or parquet.")
+        raise DataError(f"--input {name}: the suffix {suffix} says nothing about its format. Add --format text, jsonl, csv or parquet.")
     kind = FORMATS[suffix] if file_format == "auto" else file_format
     if not records or kind != "text":
         return kind
     if suffix == ".json":
         return "json"
     raise DataError(
-        f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .parquet or hf:NAME, or add --format jsonl."
+        f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .csv, .parquet or hf:NAME, or add --format jsonl."
     )
 
 
