@@ -117,7 +117,7 @@ class ChatTemplate:
         options = {"tools": tools, "chat_template": self.source, "add_generation_prompt": prompt, **self._tokenizer.special_tokens}
         try:
             written: Any = render_jinja_template([messages], return_assistant_tokens_mask=self._has_marks, **options)
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise DataError(f"the chat template (hash {self.hash}) can not render it: {str(error) or type(error).__name__}.") from None
         texts, spans = written
         return texts[0], spans[0] if spans else []
