@@ -5,13 +5,19 @@
     megalite prepare --input hf:NAME --split train --tokenizer DIR --output data/name
     megalite prepare --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
 
-Every document ends with EOS. A text file, a line of a .jsonl or a row of a .parquet is one document; empty ones are left out. With --chat a
-record is a conversation in messages, Alpaca or ShareGPT form, and PREFIX.loss.bin and .idx mark the tokens that count in the loss.
+Every document ends with EOS. A text file, a line of a .jsonl or a row of a .csv or .parquet is one document; empty ones are left out. With
+--chat a record is a conversation in messages, ShareGPT, Alpaca or prompt-completion form, and PREFIX.loss.bin and .idx mark the tokens that
+count in the loss.
+
+With --skip_bad N up to N damaged lines, records that are no text or conversation, empty conversations, conversations that the template
+refuses, and unreadable files are skipped and listed.
+
+A preparation that is killed (SIGTERM, SIGKILL, a lost machine) leaves hidden temporary files next to PREFIX: the same command continues
+from them, another one for the same PREFIX removes them. An error or Ctrl-C removes what was half-written.
 """
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -21,11 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from megalite.commands.parser import Parser
+from megalite.data.chat_records import RecordReader, parsed_keys
 from megalite.data.chat_template import read_template
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.prepare import Progress, Summary, prepare
 from megalite.data.preparation.sources import open_inputs
+from megalite.data.preparation.tasks import SHOWN
+from megalite.data.preparation.texts import Texts
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,15 +46,18 @@ def parser() -> argparse.ArgumentParser:
     add("--output", required=True, type=Path, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones")
     add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory")
     add("--train_tokenizer", type=int, metavar="VOCAB", help="first train a sentencepiece model (to --tokenizer or PREFIX.model)")
-    add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="format of the input files; auto: by suffix")
-    add("--text_key", default="text", help="key of the text in a .jsonl, .parquet or hf: record")
+    add("--format", choices=["auto", "text", "jsonl", "csv", "parquet"], default="auto", help="format of the input files; auto: by suffix")
+    add("--text_key", default="text", help="key or column of the text in a .jsonl, .csv, .parquet or hf: record")
     add("--split", default="train", help="split of hf:NAME")
     add("--chat", action="store_true", help="the input contains conversations; their form is detected by their keys")
     add("--chat_template", type=Path, metavar="FILE", help="Jinja source that replaces the tokenizer's own template; only with --chat")
     add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="turns that count in the loss (default assistant)")
     add("--max_length", type=int, metavar="N", help="maximum tokens per conversation; a run can use data.sequence_length + 1")
     add("--too_long", choices=["drop", "truncate"], default="drop", help="whether longer conversations are dropped or truncated at the end")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="number of tokenizing processes; the result does not depend on it")
+    add("--keys", metavar="KEY=NAME,…", help="names that keys have in the records, as messages=dialog,role=speaker; only with --chat")
+    add("--other_parts", choices=["refuse", "drop"], default="refuse", help="parts of a message's content that are not text")
+    add("--skip_bad", type=int, default=0, metavar="N", help="skip up to N damaged or unusable records and files (default 0)")
+    add("--workers", type=int, metavar="N", help="tokenizing processes (default: the usable cores); the result does not depend on it")
     add("--json", action="store_true", help="print only the result, as JSON, on stdout")
     return made
 
@@ -57,17 +69,18 @@ def main() -> None:
     try:
         tokenizer, chat = chosen_tokenizer(options), chosen_chat(options)
         text_key = options.text_key if chat is None else None
-        sources = open_inputs(options.input, exclude=options.exclude, file_format=options.format, text_key=text_key, split=options.split)
+        reading = {"file_format": options.format, "text_key": text_key, "split": options.split, "skip_bad": options.skip_bad > 0}
+        sources = open_inputs(options.input, exclude=options.exclude, **reading)
         with progress_display() as progress:
             summary = prepare(
                 sources,
                 options.output,
                 tokenizer,
+                chat or Texts(options.text_key, options.skip_bad),
                 train_tokenizer=options.train_tokenizer,
-                text_key=options.text_key,
-                chat=chat,
                 workers=options.workers,
                 progress=progress,
+                note=lambda line: print(line, file=sys.stderr, flush=True),
             )
     except (DataError, OSError) as error:
         tool.error(str(error))
@@ -78,8 +91,10 @@ def main() -> None:
 
 def chosen_tokenizer(options: argparse.Namespace) -> str:
     """The tokenizer argument of `prepare`. Raises DataError if the options exclude each other."""
-    if options.workers < 1:
+    if options.workers is not None and options.workers < 1:
         raise DataError(f"--workers {options.workers} must be at least 1.")
+    if options.skip_bad < 0:
+        raise DataError(f"--skip_bad {options.skip_bad} must be at least 0.")
     if options.output.is_dir() or not options.output.name:
         raise DataError(f"--output {options.output} is a directory. Give the start of a file name in it: {options.output / 'train'}.")
     if options.train_tokenizer is None:
@@ -96,7 +111,14 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
 def chosen_chat(options: argparse.Namespace) -> Chats | None:
     """How conversations are tokenized; None for texts. Raises DataError if the options exclude each other."""
     if not options.chat:
-        unset = {"chat_template": None, "max_length": None, "loss_on": "assistant", "too_long": "drop"}
+        unset = {
+            "chat_template": None,
+            "max_length": None,
+            "loss_on": "assistant",
+            "too_long": "drop",
+            "keys": None,
+            "other_parts": "refuse",
+        }
         given = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
         if given:
             raise DataError(f"{' and '.join(given)} belongs to chat data. Add --chat, or leave it out.")
@@ -108,7 +130,8 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
     if options.max_length is None and options.too_long == "truncate":
         raise DataError("--too_long truncate cuts conversations of more than --max_length tokens, and there is none. Give it.")
     template = None if options.chat_template is None else read_template(options.chat_template)
-    return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate")
+    reader = RecordReader(parsed_keys(options.keys), options.other_parts == "drop")
+    return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate", reader, options.skip_bad)
 
 
 @contextmanager
@@ -162,5 +185,8 @@ def report(summary: Summary, seconds: float, longest: int | None, as_json: bool)
     for count, what in ((summary.too_long, "were longer than --max_length"), (summary.without_loss, "had nothing to learn from")):
         if count:
             print(f"{count:,} conversations {what}")
+    if summary.skipped:
+        listed = "".join(f"\n  {reason}" for reason in summary.skipped_first)
+        print(f"{summary.skipped:,} bad records skipped, {'the first ones' if summary.skipped > SHOWN else 'namely'}:{listed}")
     if summary.replaced_documents:
         print(f"{summary.replaced_documents:,} documents contained bytes that are not UTF-8: each was replaced with U+FFFD")

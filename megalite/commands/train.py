@@ -127,6 +127,7 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     from megalite.mesh_map import describe
     from megalite.training.memory_report import report
 
+    notes[:0] = random_weights(trainer)
     notes += report(trainer)
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
@@ -134,6 +135,15 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
         backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
         print(f"{describe(mesh.dims)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
         print("\n".join(notes), flush=True)
+
+
+def random_weights(trainer: Trainer) -> list[str]:
+    """A line for a run that has the shape of a Hugging Face model and random weights, which is rarely meant."""
+    model = trainer.config.model
+    if model.from_hf is None or model.initial_weights is not None or trainer.step_done > 0:
+        return []
+    asked = "as model.init_from = none asks" if model.init_from else f"for its own set model.init_from = hf:{model.from_hf}"
+    return [f"the weights are random: model.from_hf = {model.from_hf} gives the shape alone; {asked}"]
 
 
 def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, job: Job, status: ExitStatus | None) -> NoReturn:

@@ -43,7 +43,8 @@ class ModelConfig:
     """Directory of a Hugging Face model whose config.json gives the shape. No weights are read."""
     init_from: str | None = None
     """Initial weights, for a run that starts at step 0: a checkpoint directory (optimizer state and data position are not used), a run's
-    directory for its newest checkpoint, or hf:DIR for a Hugging Face directory (set from_hf to DIR for the shape)."""
+    directory for its newest checkpoint, or hf:DIR for a Hugging Face directory (set from_hf to DIR for the shape). null or none: random
+    weights; with from_hf and chat data, which are meant for fine-tuning, they must be asked for with none."""
     vocab_size: int | None = None
     """Vocabulary size. null: that of the training data."""
     hidden_size: int = 256
@@ -112,6 +113,11 @@ class ModelConfig:
     """Dropout probability on the attention probabilities."""
     residual_dropout: float = 0.0
     """Dropout probability on each block's output, before the residual addition."""
+
+    @property
+    def initial_weights(self) -> str | None:
+        """What init_from names; None for random weights, whether they were asked for or not."""
+        return None if self.init_from == "none" else self.init_from
 
     @property
     def kv_heads(self) -> int:

@@ -76,7 +76,7 @@ def open_source(name: Path | str) -> ModelSource:
 
 def _began_elsewhere(config: Config) -> bool:
     """Whether a run's weights originate from a Hugging Face model, directly or through other runs whose checkpoints can still be read."""
-    while (start := config.model.init_from) is not None:
+    while (start := config.model.initial_weights) is not None:
         if start.startswith(HF):
             return True
         try:

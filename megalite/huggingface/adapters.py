@@ -107,7 +107,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     found = places_of(model, directory)
     modules = modules_of(found, adapters.pairs)
     tensors = {key: value for module in modules for key, value in zip(module.keys, _joined(module, adapters), strict=True)}
-    start = model.init_from or ""
+    start = model.initial_weights or ""
     base = start.removeprefix(HF) if start.startswith(HF) else model.from_hf
     temporary = target.with_name(f".{target.name}.new")
     try:
@@ -179,7 +179,7 @@ def starting_weights(config: Config) -> Read:
 
 def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) -> None:
     own = {WEIGHT + name for weight in adapted(config.model, config.lora) for name in adapter_names(weight)}
-    start = Path(config.model.init_from or "")
+    start = Path(config.model.initial_weights or "")
     if base is None:
         manifest = checkpoint.manifest_of(start)
         if config.checkpoint.verify == "full":

@@ -127,7 +127,7 @@ def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -
 
 def starting_weights(model: ModelConfig) -> Callable[[Sequence[Rectangle]], None] | None:
     """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not."""
-    name = model.init_from or ""
+    name = model.initial_weights or ""
     return partial(_fill, model, Path(name.removeprefix(HF))) if name.startswith(HF) else None
 
 
@@ -258,7 +258,7 @@ def model_of(manifest: Manifest) -> ModelConfig:
 def origin(directory: Path, model: ModelConfig) -> Path | None:
     """The directory of a model's config.json and tokenizer: in the checkpoint, in the one that it started from, or the Hugging Face
     directory. None if there is none."""
-    start = model.init_from or ""
+    start = model.initial_weights or ""
     started = Path(start.removeprefix(HF)) if start.startswith(HF) else find(Path(start or directory)) / COMPANIONS
     places_to_look = [directory / COMPANIONS, started, *([Path(model.from_hf)] if model.from_hf else [])]
     return next((place for place in places_to_look if (place / "config.json").is_file()), None)

@@ -36,7 +36,7 @@ def start_weights(trainer: Trainer) -> None:
         resume(trainer, on_rank_0(trainer.mesh, lambda: find(Path(option))))
     elif option == "auto" and _resume_newest(trainer):
         return
-    elif (start := trainer.config.model.init_from) is not None:
+    elif (start := trainer.config.model.initial_weights) is not None:
         load_weights(trainer, start if start.startswith("hf:") else str(on_rank_0(trainer.mesh, lambda: find(Path(start)))))
     else:
         trainer.store.initialize(trainer.config.run.seed)

@@ -25,7 +25,7 @@ from megalite.planning.traffic import traffic
 ABOUT_FILES = {
     *("training data is given", "data.train exists", "data.validation exists", "vocabulary is known", "the run can be written"),
     *("data.reset_positions needs an end-of-document token", "data.eod_mask_loss needs an end-of-document token", "checkpoint exists"),
-    *("init_from exists", "init_from hf exists", "kernels can run"),
+    *("init_from exists", "init_from hf exists", "fine-tuning starts from weights", "kernels can run"),
 }
 """Rules that check for files, vocabulary and kernels, which a dry run does not need."""
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}

@@ -122,7 +122,7 @@ def _describe_frozen(trainer: Trainer) -> list[str]:
     if trained == trainer.parameters:
         return []
     lines = [f"{trained:,} parameters are trained, {trained / trainer.parameters:.2%} of all; the others are frozen"]
-    if config.model.init_from is None and trainer.step_done == 0:
+    if config.model.initial_weights is None and trainer.step_done == 0:
         lines.append("and random: model.init_from must name the weights that the adapters are for, for example hf:DIR")
     return lines
 

@@ -178,7 +178,7 @@ def test_texts_follow_bos_only_where_the_model_may_know_it(models: dict[bool, Pa
     for bos, path in models.items():
         source, tokenizer = open_source(f"hf:{path}"), tokenizing.load(path)
         import_model(path, tmp_path / f"imported {bos}")
-        starts = {None: False, f"hf:{path}": True, str(tmp_path / f"imported {bos}"): True, str(tmp_path / "gone"): False}
+        starts = {None: False, f"hf:{path}": True, str(tmp_path / f"imported {bos}"): True, str(tmp_path / "gone"): False, "none": False}
         assert document_start(source, tokenizer) == (tokenizer.bos if bos else tokenizer.eos)
         for start, elsewhere in starts.items():
             config = replace(source.config, data=DataConfig(train="prefix"), model=replace(source.config.model, init_from=start))

@@ -98,6 +98,8 @@ def test_shape_from_a_hugging_face_directory(here):
         (["--optimizer.betas", "[0.8, 0.9]"], "optimizer.betas", [0.8, 0.9]),
         (["--model.rope_scaling", "{rope_type: linear, factor: 2}"], "model.rope_scaling", {"rope_type": "linear", "factor": 2}),
         (["--run.name", "2024"], "run.name", "2024"),
+        (["--model.init_from", "none"], "model.init_from", "none"),
+        (["--model.init_from", "null"], "model.init_from", None),
         (["--run.deterministic", "true"], "run.deterministic", True),
         (["--model.preset", "llama-3-8b", "--model.num_key_value_heads", "null"], "model.num_key_value_heads", None),
         (["--optimizer.lr", "1e-3"], "optimizer.lr", 1e-3),

@@ -252,6 +252,18 @@ ROWS = [
         ("mix conversations (chat) with text", "prepare_data.py --chat"),
     ),
     Row("chat or text", {"data.train": "chat", "data.validation": "tokens"}, {"data.validation": {"chat": 1.0}}),
+    Row(
+        "fine-tuning starts from weights",
+        {"model.from_hf": "hf", "data.train": "chat"},
+        {"model.init_from": "none"},
+        ("would train random weights on conversations: model.from_hf = hf", "Set it to hf:hf", "none for random weights on purpose"),
+    ),
+    Row(
+        "fine-tuning starts from weights",
+        {"model.from_hf": "hf", "data.train": {"chat": 1.0}},
+        {"model.init_from": "."},
+    ),
+    Row("fine-tuning starts from weights", {"model.from_hf": "hf", "data.train": "chat"}, {"checkpoint.load": "."}),
     Row("packing of conversations", {"data.packing": True}, {"data.packing": True, "data.train": "chat"}, ("is text", "--chat")),
     Row("sequence within the model's positions", {"data.sequence_length": 2049}, {"data.sequence_length": 2048}, ("up to 2048",)),
     Row(
@@ -370,6 +382,23 @@ def test_every_rule_has_a_row_and_a_name_of_its_own():
     names = [rule.name for rule in RULES]
     assert len(set(names)) == len(names)
     assert set(names) == {row.rule for row in ROWS}
+
+
+def test_a_run_that_resumes_has_its_weights(tmp_path):
+    """Fine-tuning that began before its start had to be named, and texts, which may pretrain a model of that shape."""
+    forgotten = {"model.from_hf": "hf", "data.train": "chat", "run.dir": str(tmp_path), "run.name": "old"}
+    assert verdict(forgotten) is not None
+    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "old" / "checkpoints" / "latest").touch()
+    assert verdict(forgotten) is None
+    assert verdict(forgotten | {"checkpoint.load": "none"}) is not None
+    assert verdict({"model.from_hf": "hf"}) is None
+
+
+def test_none_is_no_checkpoint_of_that_name():
+    assert verdict({"model.init_from": "none"}) is None
+    assert verdict({"model.init_from": "none", "checkpoint.load": "."}) is None
+    assert "lora.init_from" in (verdict({"model.init_from": "none", "lora.rank": 4, "lora.init_from": "."}) or "")
 
 
 def test_defaults_are_legal():

@@ -13,7 +13,7 @@ import pytest
 
 from megalite.commands import prepare as prepare_data
 from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_records import conversation_of
+from megalite.data.chat_records import RecordReader
 from megalite.data.chat_template import ChatTemplate
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.chats import Chats
@@ -119,7 +119,7 @@ def test_other_keys_of_a_message_reach_the_template(tokenizer):
     source += "{% for message in messages %}{{ message['name'] or message.tool_calls[0]['id'] }}{% endfor %}"
     calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "call"}], "name": None}
     record = {"messages": [{"role": "user", "content": "x", "name": "Ada"}, calls], "tools": [{"name": "add<s>", "</s>": 1}]}
-    found = conversation_of(record, "here")
+    found = RecordReader().read(record, "here")
     tokens, _ = ChatTemplate(tokenizer, source).render(found.messages, tools=found.tools, loss_on="all")
     assert tokens == tokenizer.encode("</s>add<s>Adacall"), "control tokens neither in values nor in keys"
 
@@ -227,7 +227,7 @@ BAD = {
     "no list": ([{"messages": "a"}], "line 2: messages is not a list of messages"),
     "no text": (
         [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
-        "line 2: message 1 of messages has no text under role and",
+        "line 2: message 1 of messages has a part of type image. Only text",
     ),
     "mixed keys": (
         [{"conversations": [{"from": "human", "value": "a"}, {"role": "gpt"}]}],

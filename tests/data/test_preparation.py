@@ -169,7 +169,7 @@ def test_training_reads_its_share_alone(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     stages = []
     sources = open_inputs([str(tmp_path / "a.jsonl")], exclude=[], file_format="auto", text_key="text", split="train")
-    with pytest.raises(DataError, match=r"text_key text is not in .* line 14;"):
+    with pytest.raises(DataError, match=r"a.jsonl line 14 has no --text_key text;"):
         prepare(
             sources, tmp_path / "x", str(tmp_path / "x.model"), train_tokenizer=330, progress=lambda what, done, total: stages.append(what)
         )
@@ -209,9 +209,9 @@ BAD = {
     "only empty text": (["--input", "empty.txt", "--tokenizer", "byte"], "the input holds no text"),
     "no text key": (
         ["--input", "ok.txt", "key.jsonl", "--tokenizer", "byte"],
-        "--text_key text is not in key.jsonl line 2; its keys: body",
+        "key.jsonl line 2 has no --text_key text; its keys: body",
     ),
-    "text is a number": (["--input", "number.jsonl", "--tokenizer", "byte"], "line 1 is of type int, not text"),
+    "text is a number": (["--input", "number.jsonl", "--tokenizer", "byte"], "line 1: --text_key text is of type int, not text"),
     "not an object": (["--input", "list.jsonl", "--tokenizer", "byte"], "list.jsonl line 1 is a list, not an object"),
     "not JSON": (["--input", "broken.jsonl", "--tokenizer", "byte"], "broken.jsonl line 2 is not JSON"),
     "not parquet": (["--input", "bad.parquet", "--tokenizer", "byte"], "bad.parquet is not a parquet file"),
@@ -231,7 +231,10 @@ BAD = {
         "--loss_on and --too_long belongs to chat data. Add --chat",
     ),
     "unknown option": (["--input", "ok.txt", "--tokenizer", "byte", "--fast"], "--fast"),
-    "bad line after training": (["--input", "long.txt", "key.jsonl", "--train_tokenizer", "300"], "--text_key text is not in key.jsonl"),
+    "bad line after training": (
+        ["--input", "long.txt", "key.jsonl", "--train_tokenizer", "300"],
+        "key.jsonl line 2 has no --text_key text",
+    ),
 }
 
 

@@ -141,7 +141,7 @@ def test_a_small_model_learns_its_answers(tmp_path):
     chats = [[{**SHORT[0], "content": question}, {**SHORT[1], "content": answer}] for question, answer in answers.items()]
     source = write_lines(tmp_path / "a.jsonl", [{"messages": messages} for messages in chats])
     sources = open_inputs([str(source)], exclude=[], file_format="auto", text_key=None, split="train")
-    prepare(sources, tmp_path / "x", "byte", chat=Chats())
+    prepare(sources, tmp_path / "x", "byte", Chats())
     made = config(str(tmp_path / "x"), 1, data={"packing": True, "sequence_length": 128})
     made["model"] |= {"vocab_size": 257, "max_position_embeddings": 128}
     made["train"] |= {"steps": 80}

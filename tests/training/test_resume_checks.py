@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.build import parts as build
+from megalite.commands.train import announce
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import ConfigError
 from megalite.training.fit import fit
@@ -180,6 +181,35 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(prefix, run):
     assert started.step_done == 0
     for name, value in started.store.weights.items():
         assert value.tensor.equal(resumed.store.weights[name].tensor), name
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ({"from_hf": "DIR"}, "the weights are random: model.from_hf = DIR gives the shape alone; for its own set model.init_from = hf:DIR"),
+        (
+            {"from_hf": "DIR", "init_from": "none"},
+            "the weights are random: model.from_hf = DIR gives the shape alone; as model.init_from = none",
+        ),
+        ({"init_from": "none"}, None),
+    ],
+)
+def test_random_weights_are_announced_where_a_model_gave_its_shape(prefix, tmp_path, capsys, model, line):
+    """In the first lines, and only of a run that starts; the weights are those of a run without the option."""
+    plain, named = (
+        trainer(prefix, {"dir": str(tmp_path), "name": "plain"}),
+        trainer(prefix, {"dir": str(tmp_path), "name": "x"}, model=model),
+    )
+    for name, value in named.store.weights.items():
+        assert value.tensor.equal(plain.store.weights[name].tensor), name
+    capsys.readouterr()
+    announce(named, [])
+    first = capsys.readouterr().out.splitlines()[:6]
+    assert any(said.startswith(line) for said in first) if line else not any("weights are random" in said for said in first)
+    named.step()
+    announce(named, [])
+    assert "weights are random" not in capsys.readouterr().out
+    plain.close(), named.close()
 
 
 def test_other_data_is_refused_and_may_be_allowed(other_prefix, run):

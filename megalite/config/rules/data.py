@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkout import command
-from megalite.config.rule import Rule, RuleContext, nearest_name
+from megalite.config.rule import Rule, RuleContext, is_checkpoint, nearest_name
 from megalite.config.schema import Config
 from megalite.config.token_files import data_vocab_size, is_chat, metadata, prefixes
 
@@ -68,6 +68,12 @@ def _end_of_document_rule(option: str) -> Rule:
     )
 
 
+def _random_on_chat_data(c: RuleContext) -> bool:
+    """Whether a run on conversations has the shape of a model and not its weights. A run that resumes has its own."""
+    resumes = c.checkpoint.load not in ("auto", "none") or (c.checkpoint.load == "auto" and is_checkpoint(str(Path(c.run.dir, c.run.name))))
+    return c.model.from_hf is not None and c.model.init_from is None and not resumes and any(map(is_chat, _all_prefixes(c)))
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "training data is given",
@@ -112,6 +118,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: len({is_chat(p) for p in _all_prefixes(c)}) > 1,
         message=lambda c: f"and data.validation mix conversations ({', '.join(filter(is_chat, _all_prefixes(c)))}) with text",
         legal=f"Give token files of one kind; {command('prepare')} --chat makes those of conversations.",
+    ),
+    Rule(
+        "fine-tuning starts from weights",
+        "model.init_from",
+        _random_on_chat_data,
+        message="would train random weights on conversations: {model.from_hf} gives the shape alone",
+        legal=lambda c: f"Set it to hf:{c.model.from_hf} for the weights of that model, or to none for random weights on purpose.",
     ),
     Rule(
         "packing of conversations",

@@ -27,7 +27,7 @@ def _layers_exist(name: str) -> Rule:
 
 
 def _init_from(c: RuleContext) -> str:
-    return c.model.init_from or ""
+    return c.model.initial_weights or ""
 
 
 def _rope_type(c: RuleContext) -> Any:
@@ -148,7 +148,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "lora.init_from is an adapter",
         "lora.init_from",
-        lambda c: c.lora.init_from and not (c.model.init_from and _is_adapter(c)),
+        lambda c: c.lora.init_from and not (c.model.initial_weights and _is_adapter(c)),
         message="is not a PEFT adapter, a directory with adapter_config.json, for {model.init_from}",
         legal="Set both options, model.init_from to the model that it adapts.",
     ),

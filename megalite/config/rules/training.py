@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "resume or warm start",
         "model.init_from",
-        lambda c: c.model.init_from and _resumes(c),
+        lambda c: c.model.initial_weights and _resumes(c),
         message="starts at step 0, but {checkpoint.load} resumes a run",
         legal="Remove one of the two.",
     ),

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.data.chat_records import conversation_of
+from megalite.data.chat_records import BadRecord, Conversation, Pair, RecordReader
 from megalite.data.chat_template import ChatTemplate, LossOn
 from megalite.data.indexed import DataError
-from megalite.data.preparation.encoded import Encoded
-from megalite.data.preparation.sources import Task, records
+from megalite.data.preparation.encoded import Encoded, token_dtype
+from megalite.data.preparation.tasks import BadRecords, Task, records
 from megalite.data.tokenizers import Tokenizer
 
 
@@ -23,25 +23,30 @@ class Chats:
         template: Jinja source to use instead of the tokenizer's own (`megalite.data.chat_template.ChatTemplate`).
         loss_on: the tokens whose loss is counted.
         max_length: maximum number of tokens of a conversation; longer ones are dropped or, with `truncate`, cut. None: no limit.
+        reader: how records are read.
+        skip_bad: maximum number of bad records of the whole input, which are skipped.
     """
 
     template: str | None = None
     loss_on: LossOn = "assistant"
     max_length: int | None = None
     truncate: bool = False
+    reader: RecordReader = RecordReader()
+    skip_bad: int = 0
 
     def encode(self, task: Task, tokenizer: Tokenizer) -> Encoded:
-        """Encode a task. Raises DataError naming file, line and reason for the first record that the template cannot render as a
-        conversation."""
+        """Encode a task. Raises DataError naming file, line and reason for the first record that is no conversation or that the template
+        cannot render, if none may be skipped."""
         template = ChatTemplate(tokenizer, self.template)
         tokens, mask, sizes = array("i"), bytearray(), array("i")
-        done = Encoded(input_bytes=task.size, mask=np.empty(0, np.uint8))
-        for record, where, replaced in records(task):
-            conversation = conversation_of(record, where)
+        bad, done = BadRecords(self.skip_bad > 0), Encoded(input_bytes=task.size)
+        for record, where, replaced in records(task, bad):
             try:
-                ids, counts = template.render(conversation.messages, tools=conversation.tools, loss_on=self.loss_on)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from None
+                conversation = self.reader.read(record, where)
+                ids, counts = self._rendered(template, conversation, where)
+            except BadRecord as error:
+                bad.add(error)
+                continue
             long = self.max_length is not None and len(ids) > self.max_length
             done.too_long += long
             if long and not self.truncate:
@@ -55,5 +60,17 @@ class Chats:
             tokens.extend(ids)
             mask.extend(counts)
             sizes.append(len(ids))
-        done.tokens, done.sizes, done.mask = (np.frombuffer(each, kind) for each, kind in ((tokens, "i4"), (sizes, "i4"), (mask, "u1")))
+        done.tokens = np.frombuffer(tokens, "i4").astype(token_dtype(tokenizer.vocab_size))
+        done.sizes, done.mask = np.frombuffer(sizes, "i4"), np.frombuffer(mask, "u1")
+        done.bad, done.bad_first = bad.count, bad.first
         return done
+
+    def _rendered(self, template: ChatTemplate, conversation: Conversation | Pair, where: object) -> tuple[list[int], list[int]]:
+        try:
+            if isinstance(conversation, Pair):
+                return template.pair(conversation.prompt, conversation.completion, loss_on=self.loss_on)
+            prompt = range(0 if self.loss_on == "all" else conversation.prompt)
+            without = conversation.unweighted | set(prompt)
+            return template.render(conversation.messages, tools=conversation.tools, loss_on=self.loss_on, without=without)
+        except DataError as error:
+            raise BadRecord(where, f": {error}") from None

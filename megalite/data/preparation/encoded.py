@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megalite.data.chat_records import BadRecord
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The token type, as Megatron-LM chooses it: uint16 if the vocabulary fits, else int32."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 def _none() -> NDArray[np.int32]:
@@ -19,18 +27,23 @@ class Encoded:
     Attributes:
         tokens: those of all documents, one after another; a text ends in EOS, a conversation as its template ends it.
         sizes: number of tokens of each document.
+        continues: the first one is not a document but the continuation of the last one of the task before.
         mask: 1 for each token whose loss is counted, else 0; None if all are counted.
         empty, too_long, without_loss: number of documents without text, longer than the maximum, and without a token to learn from.
         replaced: number of documents with bytes that are not valid UTF-8.
+        bad, bad_first: number of bad records that were skipped, and the first of them.
         forms: formats of the conversations.
     """
 
     input_bytes: int
     tokens: NDArray[np.integer] = field(default_factory=_none)
     sizes: NDArray[np.int32] = field(default_factory=_none)
+    continues: bool = False
     mask: NDArray[np.uint8] | None = None
     empty: int = 0
     replaced: int = 0
     too_long: int = 0
     without_loss: int = 0
+    bad: int = 0
+    bad_first: list[BadRecord] = field(default_factory=list)
     forms: set[str] = field(default_factory=set)

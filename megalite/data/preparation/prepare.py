@@ -1,18 +1,12 @@
 """Text or conversations to a token file: read, tokenize in parallel, and write in the order of the input for any number of workers.
 
-Workers receive tasks and return tokens. At most TASKS_AHEAD tasks per worker are in flight, so memory is bounded for any input size.
+A preparation that was killed continues from its journal.
 """
 
-import functools
-import multiprocessing
-import os
-from array import array
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +18,32 @@ from megalite.data.chat_template import ChatTemplate
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.encoded import Encoded
-from megalite.data.preparation.sources import Source, Task, documents
+from megalite.data.preparation.journal import Journal, Note, digest, key_of, locked
+from megalite.data.preparation.pool import WorkerLost, default_workers, encoded
+from megalite.data.preparation.sources import Source
+from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, documents
+from megalite.data.preparation.texts import Texts
 from megalite.data.preparation.writer import IndexedWriter
 
 TRAINING_BYTES = 8_000_000  # of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
-TASKS_AHEAD = 4
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the phase, the input bytes done, and their total."""
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Encodes texts as documents that end in EOS. text_key: the key of a record's text."""
-
-    text_key: str = "text"
-
-    def encode(self, task: Task, tokenizer: tokenizing.Tokenizer) -> Encoded:
-        tokens, sizes = array("i"), array("i")
-        done = Encoded(input_bytes=task.size)
-        for text, invalid in documents(task, self.text_key):
-            done.replaced += invalid
-            if text:
-                ids = tokenizer.encode(text)
-                tokens.extend(ids)
-                tokens.append(tokenizer.eos)
-                sizes.append(len(ids) + 1)
-            else:
-                done.empty += 1
-        done.tokens, done.sizes = np.frombuffer(tokens, np.int32), np.frombuffer(sizes, np.int32)
-        return done
-
-
 @dataclass
 class Summary:
-    """What was written. `loss_tokens`: number of tokens whose loss is counted; `longest`: number of tokens of the longest document;
-    `packed_rows`: number of rows into which conversations can be packed, each as long as the maximum length or, without one, as the longest
-    conversation; the others as in `Encoded`."""
+    """What was written.
+
+    Attributes:
+        loss_tokens: number of tokens whose loss is counted.
+        longest: number of tokens of the longest document.
+        packed_rows: number of rows into which conversations can be packed, each as long as the maximum length or, without one, as the
+            longest conversation.
+        skipped, skipped_first: number of bad records that were skipped, and the first of them with their place and the reason.
+        resumed_bytes: bytes of the input that an interrupted preparation had done.
+        others: as in `Encoded`.
+    """
 
     prefix: str
     documents: int = 0
@@ -78,70 +61,161 @@ class Summary:
     without_loss: int = 0
     forms: list[str] = field(default_factory=list)
     packed_rows: int = 0
+    skipped: int = 0
+    skipped_first: list[str] = field(default_factory=list)
+    resumed_bytes: int = 0
 
-    def add(self, part: Encoded) -> None:
-        self.documents += len(part.sizes)
+    def add(self, part: Encoded, replaced_before: bool) -> None:
+        """Count a result. replaced_before: the document that it continues has been counted as one with replaced bytes."""
+        self.documents += len(part.sizes) - part.continues
         self.tokens += len(part.tokens)
         self.empty_documents += part.empty
-        self.replaced_documents += part.replaced
+        self.replaced_documents += 0 if part.continues and replaced_before else part.replaced
         self.input_bytes += part.input_bytes
         self.loss_tokens += len(part.tokens) if part.mask is None else int(part.mask.sum())
-        self.longest = max(self.longest, int(part.sizes.max(initial=0)))
         self.too_long += part.too_long
         self.without_loss += part.without_loss
         self.forms = sorted({*self.forms, *part.forms})
+        self.skipped += part.bad
+        self.skipped_first += [error.reason for error in part.bad_first[: SHOWN - len(self.skipped_first)]]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A preparation. loaded: the tokenizer's current path; named: its final path, which PREFIX.json names."""
+
+    sources: list[Source]
+    prefix: Path
+    loaded: str
+    named: str
+    encoder: Texts | Chats
+    workers: int
+    progress: Progress
+    note: Note
+    journal: Journal
+
+    @property
+    def size(self) -> int:
+        return sum(source.size for source in self.sources)
+
+    def tasks(self) -> Iterator[Task]:
+        return (task for source in self.sources for task in source.tasks())
 
 
 def prepare(
     sources: list[Source],
     prefix: Path,
     tokenizer: str,
+    encoder: Texts | Chats = Texts(),  # noqa: B008 — frozen
     *,
     train_tokenizer: int | None = None,
-    text_key: str = "text",
-    chat: Chats | None = None,
-    workers: int = 1,
+    workers: int | None = 1,
     progress: Progress = lambda what, done, total: None,
+    note: Note = lambda line: None,
 ) -> Summary:
     """Tokenize every document of the sources and write PREFIX.bin, .idx and .json, and for conversations PREFIX.loss.bin and .idx.
 
-    tokenizer: byte, a sentencepiece model, or a Hugging Face directory. With `train_tokenizer`, a vocabulary size, a sentencepiece model is
-    first trained on the sources and written to that name. `chat`: the sources hold conversations, not texts. Raises DataError on bad input.
-    After an error or an interrupt no files are left.
+    Args:
+        sources: inputs, in the order of the documents.
+        prefix: the start of the names of the files.
+        tokenizer: byte, a sentencepiece model, or a Hugging Face directory.
+        encoder: whether the sources hold texts or conversations, and how they are read.
+        train_tokenizer: a vocabulary size: a sentencepiece model is first trained on the sources, texts, and written to `tokenizer`.
+        workers: number of processes; None: the usable cores, fewer for little input.
+        progress, note: called with the progress, and with lines for the user.
+
+    Raises:
+        DataError: on bad input, or if another process prepares PREFIX. After an error or an interrupt no files are left.
     """
-    encoder = chat or Texts(text_key)
     if train_tokenizer is None:
-        return _encode(sources, prefix, tokenizer, tokenizer, encoder, workers, progress)
-    with _trained(sources, train_tokenizer, Path(tokenizer), text_key, progress) as model:
-        return _encode(sources, prefix, str(model), tokenizer, encoder, workers, progress)
+        vocabulary = tokenizing.load(tokenizer)
+        identity: list[Any] = [vocabulary.vocab_size, vocabulary.eos, vocabulary.chat_template, *map(digest, vocabulary.files)]
+    else:
+        identity = [train_tokenizer, TRAINING_BYTES]
+    key = key_of(str(prefix), tokenizer, identity, repr(encoder), [source.identity for source in sources])
+    workers = workers or default_workers(sum(source.size for source in sources))
+    with locked(prefix), Journal(prefix, key) as journal:
+        if journal.foreign:
+            note(f"{prefix}: an interrupted preparation of other inputs or with other options was there; this one begins anew")
+        job = _Job(sources, prefix, tokenizer, tokenizer, encoder, workers, progress, note, journal)
+        if train_tokenizer is None:
+            return _encode(job, vocabulary)
+        with _trained(job, train_tokenizer) as model:
+            return _encode(replace(job, loaded=str(model)), tokenizing.load(model))
 
 
-def _encode(
-    sources: list[Source], prefix: Path, loaded: str, named: str, encoder: Texts | Chats, workers: int, progress: Progress
-) -> Summary:
-    """Tokenize and write. loaded: the tokenizer's current path; named: its final path, which PREFIX.json names."""
-    vocabulary = tokenizing.load(loaded)
+def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
+    """Tokenize and write."""
+    encoder, named, prefix = job.encoder, job.named, job.prefix
     summary = Summary(str(prefix), vocab_size=vocabulary.vocab_size, eos=vocabulary.eos, tokenizer=_beside(named, prefix))
-    total = sum(source.size for source in sources)
-    with IndexedWriter(prefix, vocabulary.vocab_size, masked=isinstance(encoder, Chats)) as writer:
+    with _writer(job, vocabulary, summary) as writer:
         summary.dtype = writer.dtype.name
-        for part in _encoded(_tasks(sources), loaded, encoder, workers):
-            writer.add(part.tokens, part.sizes, part.mask)
-            summary.add(part)
-            progress("tokenizing", summary.input_bytes, total)
-        if loaded != named:
-            Path(loaded).replace(named)
+        _write_parts(job, vocabulary, writer, summary)
         if isinstance(encoder, Chats):
             _check_left(summary, encoder)
-            summary.packed_rows = _packed_rows(np.array(writer.sizes), encoder.max_length or summary.longest)
+        sizes = np.array(writer.sizes)
+        summary.longest = int(sizes.max(initial=0))
+        if isinstance(encoder, Chats):
+            summary.packed_rows = _packed_rows(sizes, encoder.max_length or summary.longest)
+        if not summary.documents and summary.skipped:
+            raise DataError(f"{prefix}: the input holds nothing else than bad records. Nothing was written.{_listed(summary)}")
+        if job.loaded != named:
+            Path(job.loaded).replace(named)
         facts = asdict(summary)
-        files = vocabulary.files if loaded == named else [Path(named)]
+        files = vocabulary.files if job.loaded == named else [Path(named)]
         writer.finish(
             {key: facts[key] for key in ("vocab_size", "eos", "tokenizer", "documents", "tokens")}
             | {"tokenizer_files": [_beside(str(file), prefix) for file in files]}
             | (_chat_facts(encoder, vocabulary, summary) if isinstance(encoder, Chats) else {})
         )
     return summary
+
+
+def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: Summary) -> IndexedWriter:
+    """The writer, at the position of an interrupted preparation if there is one, whose counts are then in the summary."""
+    masked, state = isinstance(job.encoder, Chats), job.journal.state
+    if state is not None and state.get("position"):
+        try:
+            writer = IndexedWriter(job.prefix, vocabulary.vocab_size, masked, state["position"])
+        except (OSError, EOFError) as error:
+            job.note(f"{job.prefix}: an interrupted preparation can not be continued ({error}); this one begins anew")
+            job.journal.reject()
+        else:
+            summary.__dict__.update(state["summary"])
+            summary.resumed_bytes = summary.input_bytes
+            job.note(f"{job.prefix}: continues an interrupted preparation at {summary.input_bytes / 1e6:.1f} of {job.size / 1e6:.1f} MB")
+            return writer
+    return IndexedWriter(job.prefix, vocabulary.vocab_size, masked)
+
+
+def _write_parts(job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWriter, summary: Summary) -> None:
+    """Append the result of every task, and save the journal now and then. Raises DataError if there are too many bad records."""
+    state = job.journal.state or {}
+    done, replaced = state.get("tasks", 0), state.get("replaced", False)
+
+    def save() -> None:
+        counts = {"tasks": done, "replaced": replaced, "position": writer.position(), "summary": asdict(summary)}
+        job.journal.save({**(job.journal.state or {}), **counts}, [Path(job.loaded)] if job.loaded != job.named else [])
+
+    try:
+        for part in encoded(islice(job.tasks(), done, None), vocabulary, job.encoder, job.workers):
+            writer.add(part.tokens, part.sizes, part.mask, part.continues)
+            summary.add(part, replaced)
+            replaced, done = bool(part.replaced or (replaced and (part.continues or not len(part.sizes)))), done + 1
+            if summary.skipped > job.encoder.skip_bad:
+                raise DataError(f"--skip_bad {job.encoder.skip_bad}: {summary.prefix} has more bad records.{_listed(summary)}")
+            if job.journal.due():
+                save()
+            job.progress("tokenizing", summary.input_bytes, job.size)
+    except WorkerLost:
+        save()
+        job.journal.kept = writer.kept = True
+        raise
+
+
+def _listed(summary: Summary) -> str:
+    """The first skipped records, a line each."""
+    return "".join(f"\n  {reason}" for reason in summary.skipped_first)
 
 
 def _check_left(summary: Summary, chat: Chats) -> None:
@@ -169,57 +243,43 @@ def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: Summary) 
 
 
 @contextmanager
-def _trained(sources: list[Source], vocab_size: int, path: Path, text_key: str, progress: Progress) -> Iterator[Path]:
-    """A sentencepiece model trained on TRAINING_BYTES spread evenly over the input; a temporary file in the directory of `path`."""
-    total = sum(source.size for source in sources)
+def _trained(job: _Job, vocab_size: int) -> Iterator[Path]:
+    """A sentencepiece model trained on TRAINING_BYTES spread evenly over the input, or the one of an interrupted preparation; a temporary
+    file in the directory of the tokenizer."""
+    path, total = Path(job.named), job.size
     every = -(-total // TRAINING_BYTES) or 1
 
     def texts() -> Iterator[str]:
         seen = 0
-        for number, task in enumerate(_tasks(sources)):
+        for number, task in enumerate(job.tasks()):
             seen += task.size
-            progress("reading for the tokenizer", seen, total)
+            job.progress("reading for the tokenizer", seen, total)
             if number % every == 0:
-                yield from (text for text, _ in documents(task, text_key))
+                yield from _training_texts(task, job.encoder)
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{os.getpid()}.model"
+    temporary = path.parent / f".{path.name}.preparing.model"
+    state = job.journal.state or {}
     try:
-        tokenizing.train_sentencepiece(texts(), vocab_size, temporary)
+        if not temporary.is_file() or state.get("model") != digest(temporary):
+            tokenizing.train_sentencepiece(texts(), vocab_size, temporary)
+            job.journal.state = {"model": digest(temporary)}  # other tokens than those written before, if any
+            job.journal.save(job.journal.state, [temporary])
         yield temporary
     finally:
-        temporary.unlink(missing_ok=True)
+        if not job.journal.kept:
+            temporary.unlink(missing_ok=True)
 
 
-def _tasks(sources: list[Source]) -> Iterator[Task]:
-    return (task for source in sources for task in source.tasks())
-
-
-def _encoded(tasks: Iterator[Task], tokenizer: str, encoder: Texts | Chats, workers: int) -> Iterator[Encoded]:
-    """The results of the tasks, in their order."""
-    if workers == 1:
-        yield from (_encode_task(task, tokenizer, encoder) for task in tasks)
-        return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-    ahead: deque[Future[Encoded]] = deque()
-    try:
-        for task in tasks:
-            ahead.append(pool.submit(_encode_task, task, tokenizer, encoder))
-            if len(ahead) > TASKS_AHEAD * workers:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-    except BrokenProcessPool:
-        raise DataError(f"--workers {workers}: a worker was killed, most likely because memory ran out. Use fewer workers.") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_vocabulary = functools.cache(tokenizing.load)  # a worker loads its tokenizer once
-
-
-def _encode_task(task: Task, tokenizer: str, encoder: Texts | Chats) -> Encoded:
-    return encoder.encode(task, _vocabulary(tokenizer))
+def _training_texts(task: Task, encoder: Texts | Chats) -> Iterator[str]:
+    """The texts of a task; of a long text the range itself, wherever it will be cut."""
+    if task.piece is None:
+        assert isinstance(encoder, Texts)
+        yield from (text for text, _ in documents(task, encoder.text_key, BadRecords(encoder.skip_bad > 0)))
+    else:
+        with task.piece.path.open("rb") as file:
+            file.seek(task.piece.start)
+            yield decoded(file.read(task.piece.stop - task.piece.start))[0]
 
 
 def _beside(tokenizer: str, prefix: Path) -> str:

@@ -1,46 +1,39 @@
-"""Sources of documents: text files, .jsonl, .parquet and Hugging Face datasets, cut into tasks small enough to distribute over workers.
+"""Sources of documents: text files, .jsonl, .csv, .parquet and Hugging Face datasets, cut into tasks to distribute over workers.
 
-A document is a text or, for chat data, a whole record (then `text_key` is None, and records are sent as lines of JSON).
-
-A task is plain data from which a worker makes documents; documents are in the order of the tasks, whichever worker runs them.
+A document is a text or, for chat data, a whole record (then `text_key` is None, and records are sent as lines of JSON). Documents are in
+the order of the tasks, whichever worker runs them. Text files and .jsonl are cut by bytes, and the workers read them.
 """
 
+import csv
 import fnmatch
 import glob
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
+from megalite.data.chat_records import BadRecord
 from megalite.data.indexed import DataError
+from megalite.data.preparation.tasks import Numbered, Span, Task
 
 TASK_BYTES = 1 << 18
+PIECE_BYTES = 4 * TASK_BYTES  # of a text that is cut; longer than a task, as the search for a cut takes some tokenizing
+LONG_TEXT = 4 * PIECE_BYTES  # a text file from this size on is cut
 TEXT_SUFFIXES = (
-    *("", ".txt", ".text", ".md", ".rst", ".tex", ".log", ".html", ".htm", ".xml", ".css", ".csv", ".tsv", ".json", ".yaml", ".yml"),
+    *("", ".txt", ".text", ".md", ".rst", ".tex", ".log", ".html", ".htm", ".xml", ".css", ".json", ".yaml", ".yml"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".go", ".rs", ".rb", ".php"),
     *(".swift", ".lua", ".r", ".jl", ".hs", ".ml", ".el", ".lisp", ".sql", ".sh", ".pl", ".toml", ".ini", ".cfg"),
 )
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"} | dict.fromkeys(TEXT_SUFFIXES, "text")
-
-
-@dataclass(frozen=True)
-class Task:
-    """About TASK_BYTES of input: whole files, lines of JSON, or texts. `size` is in bytes, for progress; `source` names their origin."""
-
-    size: int
-    files: tuple[Path, ...] = ()
-    lines: tuple[bytes, ...] = ()
-    texts: tuple[str, ...] = ()
-    source: str = ""
-    first_line: int = 1
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+FORMATS |= dict.fromkeys(TEXT_SUFFIXES, "text")
 
 
 class Source(Protocol):
-    """One input. `size`: its approximate size in bytes."""
+    """One input. `size`: its approximate size in bytes; `identity`: what changes if its content does."""
 
     size: int
+    identity: list[Any]
 
     def tasks(self) -> Iterator[Task]: ...
 
@@ -51,40 +44,70 @@ class TextFiles:
     def __init__(self, paths: list[Path]):
         self._sizes = [(path, path.stat().st_size) for path in paths]
         self.size = sum(size for _, size in self._sizes)
+        self.identity = [_stamp(path) for path in paths]
 
     def tasks(self) -> Iterator[Task]:
-        for chunk in _chunks(self._sizes, lambda item: item[1]):
-            yield Task(sum(size for _, size in chunk), files=tuple(path for path, _ in chunk))
+        for long, group in groupby(self._sizes, lambda item: item[1] >= LONG_TEXT):
+            if long:
+                for path, size in group:
+                    yield from (Task(span.stop - span.start, piece=span) for span in _spans(path, size, PIECE_BYTES))
+            else:
+                for chunk in _chunks(group, lambda item: item[1]):
+                    yield Task(sum(size for _, size in chunk), files=tuple(path for path, _ in chunk))
 
 
 class JsonLines:
     """A file with one JSON object per line."""
 
     def __init__(self, path: Path):
-        self._path, self.size = path, path.stat().st_size
+        self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
 
     def tasks(self) -> Iterator[Task]:
-        number = 1
-        with self._path.open("rb") as file:
-            for chunk in _chunks(file, len):
-                yield Task(sum(map(len, chunk)), lines=tuple(chunk), source=f"{self._path} line", first_line=number)
-                number += len(chunk)
+        return (Task(span.stop - span.start, span=span) for span in _spans(self._path, self.size, TASK_BYTES))
 
 
 class JsonArray:
-    """A .json file that is one list of records, as Alpaca's and ShareGPT's. Raises DataError if it is not."""
+    """A .json file that is one list of records, as Alpaca's and ShareGPT's. If it is not, its only task says so."""
 
     def __init__(self, path: Path):
-        self._path, self.size = path, path.stat().st_size
+        self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
 
     def tasks(self) -> Iterator[Task]:
+        way_out = "If it holds one object a line, add --format jsonl."
         try:
             content = json.loads(self._path.read_bytes())
-        except ValueError as error:
-            raise DataError(f"--input {self._path} is not JSON ({error}). If it holds one object a line, add --format jsonl.") from None
+        except (OSError, ValueError, RecursionError) as error:
+            yield Task(self.size, damage=(BadRecord(f"--input {self._path}", f" is not JSON ({error}).", way_out),))
+            return
         if not isinstance(content, list):
-            raise DataError(f"--input {self._path} is not a list of records. If it holds one object a line, add --format jsonl.")
+            yield Task(self.size, damage=(BadRecord(f"--input {self._path}", " is not a list of records.", way_out),))
+            return
         yield from _record_tasks(content, f"{self._path} record")
+
+
+class Csv:
+    """A .csv or, with tabs, .tsv file, whose first row names the columns. Raises DataError if it has no such row."""
+
+    def __init__(self, path: Path):
+        self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
+
+    def tasks(self) -> Iterator[Task]:
+        yield from _record_tasks(self._rows(), f"{self._path} row")
+
+    def _rows(self) -> Iterator[dict[str, str] | BadRecord]:
+        """The rows as records; the first one after the header is row 1."""
+        csv.field_size_limit(1 << 30)  # the default refuses texts of more than 128 KiB
+        with self._path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            rows = csv.reader(file, delimiter="\t" if self._path.suffix.lower() == ".tsv" else ",")
+            names = next(rows, [])
+            if not names:
+                raise DataError(f"--input {self._path} has no first row that names its columns. Add one, or --format text.")
+            for number, row in enumerate(filter(None, rows), 1):
+                if len(row) == len(names):
+                    yield dict(zip(names, row, strict=True))
+                else:
+                    where = Numbered(f"{self._path} row", number)
+                    yield BadRecord(where, f" has {len(row)} fields, and the first row names {len(names)}.")
 
 
 class Parquet:
@@ -103,7 +126,7 @@ class Parquet:
             _check_column(schema.names, text_key, str(path))
             if (kind := schema.field(text_key).type) not in (pyarrow.string(), pyarrow.large_string()):
                 raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. Choose the column that holds text.")
-        self._path, self._key = path, text_key
+        self._path, self._key, self.identity = path, text_key, [_stamp(path)]
         columns = [column for column in range(self._file.metadata.num_columns) if text_key in (None, self._name(column))]
         groups = (self._file.metadata.row_group(i) for i in range(self._file.metadata.num_row_groups))
         self.size = sum(group.column(column).total_uncompressed_size for group in groups for column in columns)
@@ -139,6 +162,7 @@ class HuggingFace:
         sample = self._rows.select(range(0, count, max(1, count // 64)))
         sizes = [len((json.dumps(row, default=str) if text_key is None else row[text_key]) or "") for row in sample]
         self.size = sum(sizes) * count // max(1, len(sizes))
+        self.identity = [name, configuration, split, count, sizes, [str(file["filename"]) for file in self._rows.cache_files]]
 
     def tasks(self) -> Iterator[Task]:
         if self._key is None:
@@ -147,28 +171,53 @@ class HuggingFace:
             yield from _text_tasks(row[self._key] for row in self._rows)
 
 
-def open_inputs(names: list[str], *, exclude: list[str], file_format: str, text_key: str | None, split: str) -> list[Source]:
+class Damaged:
+    """A file that cannot be opened as what it should be."""
+
+    def __init__(self, path: Path, error: DataError):
+        self._error, self.size, self.identity = str(error), 0, [_stamp(path)]
+
+    def tasks(self) -> Iterator[Task]:
+        yield Task(0, damage=(BadRecord(self._error, ""),))
+
+
+def open_inputs(
+    names: list[str], *, exclude: list[str], file_format: str, text_key: str | None, split: str, skip_bad: bool = False
+) -> list[Source]:
     """The sources named by `--input`, in order; a file named twice is read once. Raises DataError on a bad input.
 
-    text_key: the key of a record's text; None for whole records.
+    text_key: the key of a record's text; None for whole records. skip_bad: a damaged parquet file becomes a bad record.
     """
     paths = dict.fromkeys(item for name in names for item in _expand(name))
     kept = [p for p in paths if not any(fnmatch.fnmatch(p, pattern) for pattern in exclude)]
     if not kept:
         raise DataError(f"--exclude {' '.join(exclude)} leaves nothing of --input {' '.join(names)}.")
+    of_file: dict[str, Callable[[Path], Source]] = {"json": JsonArray, "jsonl": JsonLines, "csv": Csv}
+    of_file["parquet"] = lambda path: _parquet(path, text_key, skip_bad)
     sources: list[Source] = []
     for kind, group in groupby(kept, lambda p: _format(p, file_format, records=text_key is None)):
-        if kind == "json":
-            sources.extend(JsonArray(Path(p)) for p in group)
-        elif kind == "text":
+        if kind == "text":
             sources.append(TextFiles([Path(p) for p in group]))
-        elif kind == "jsonl":
-            sources.extend(JsonLines(Path(p)) for p in group)
-        elif kind == "parquet":
-            sources.extend(Parquet(Path(p), text_key) for p in group)
-        else:
+        elif kind == "hf":
             sources.extend(HuggingFace(p.removeprefix("hf:"), split, text_key) for p in group)
+        else:
+            sources.extend(of_file[kind](Path(p)) for p in group)
     return sources
+
+
+def _parquet(path: Path, text_key: str | None, skip_bad: bool) -> Source:
+    try:
+        return Parquet(path, text_key)
+    except DataError as error:
+        if not skip_bad:
+            raise
+        return Damaged(path, error)
+
+
+def _stamp(path: Path) -> list[Any]:
+    """A file's name, size and time of its last change."""
+    stat = path.stat()
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
 def _expand(name: str) -> list[str]:
@@ -190,20 +239,24 @@ def _format(name: str, file_format: str, records: bool) -> str:
         return "hf"
     suffix = Path(name).suffix.lower()
     if file_format == "auto" and suffix not in FORMATS:
-        raise DataError(f"--input {name}: the suffix {suffix} says nothing about its format. Add --format text, jsonl or parquet.")
+        raise DataError(f"--input {name}: the suffix {suffix} says nothing about its format. Add --format text, jsonl, csv or parquet.")
     kind = FORMATS[suffix] if file_format == "auto" else file_format
     if not records or kind != "text":
         return kind
     if suffix == ".json":
         return "json"
     raise DataError(
-        f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .parquet or hf:NAME, or add --format jsonl."
+        f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .csv, .parquet or hf:NAME, or add --format jsonl."
     )
 
 
 def _check_column(names: list[str], text_key: str, where: str) -> None:
     if text_key not in names:
         raise DataError(f"--text_key {text_key} is not in {where}; its keys: {', '.join(names)}. Choose the one that holds the text.")
+
+
+def _spans(path: Path, size: int, step: int) -> Iterator[Span]:
+    return (Span(path, start, min(start + step, size)) for start in range(0, size, step))
 
 
 def _chunks(items: Iterable[Any], size: Any) -> Iterator[list[Any]]:
@@ -225,63 +278,9 @@ def _text_tasks(texts: Iterable[str | None]) -> Iterator[Task]:
 
 
 def _record_tasks(rows: Iterable[Any], source: str) -> Iterator[Task]:
-    number = 1
-    for chunk in _chunks((json.dumps(row, default=str).encode() for row in rows), len):
-        yield Task(sum(map(len, chunk)), lines=tuple(chunk), source=source, first_line=number)
-        number += len(chunk)
-
-
-def documents(task: Task, text_key: str) -> Iterator[tuple[str, bool]]:
-    """A task's documents, and for each whether it had invalid Unicode, which is replaced by U+FFFD."""
-    for path in task.files:
-        yield _decoded(_read(path))
-    for record, where, replaced in records(task):
-        text, invalid = _valid(_text_of(record, where, text_key))
-        yield text, replaced or invalid
-    for text in task.texts:
-        yield _valid(text)
-
-
-def records(task: Task) -> Iterator[tuple[Any, str, bool]]:
-    """The records of a task's lines, the place of each, and whether it had invalid UTF-8, which is replaced by U+FFFD."""
-    for number, line in enumerate(task.lines, task.first_line):
-        if line.strip():
-            where = f"{task.source} {number}"
-            decoded, replaced = _decoded(line)
-            try:
-                yield json.loads(decoded), where, replaced
-            except ValueError as error:
-                raise DataError(f"{where} is not JSON ({error}). A .jsonl file holds one JSON object a line.") from None
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"--input {path} can not be read: {error.strerror}.") from None
-
-
-def _decoded(raw: bytes) -> tuple[str, bool]:
-    try:
-        return raw.decode(), False
-    except UnicodeDecodeError:
-        return raw.decode(errors="replace"), True
-
-
-def _valid(text: str) -> tuple[str, bool]:
-    """The text and False; or, if it has lone surrogates, which JSON can spell but no encoding has, the text with U+FFFD and True."""
-    try:
-        text.encode()
-        return text, False
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
-
-
-def _text_of(record: Any, where: str, text_key: str) -> str:
-    if not isinstance(record, dict):
-        raise DataError(f"{where} is a {type(record).__name__}, not an object. A .jsonl file holds one JSON object a line.")
-    _check_column(list(record), text_key, where)
-    if not isinstance(record[text_key], str):
-        kind = type(record[text_key]).__name__
-        raise DataError(f"--text_key {text_key} of {where} is of type {kind}, not text. Choose the key that holds the text.")
-    return record[text_key]
+    """Tasks of records, numbered from 1; a BadRecord among them takes the place of one that cannot be read."""
+    numbered = enumerate((row if isinstance(row, BadRecord) else json.dumps(row, default=str).encode() for row in rows), 1)
+    for chunk in _chunks(numbered, lambda item: 0 if isinstance(item[1], BadRecord) else len(item[1])):
+        lines = tuple((number, line) for number, line in chunk if isinstance(line, bytes))
+        damage = tuple(line for _, line in chunk if isinstance(line, BadRecord))
+        yield Task(sum(len(line) for _, line in lines), lines=lines, source=source, damage=damage)

@@ -12,35 +12,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.indexed import DTYPES, HEADER, MAGIC, DataError, companion
+from megalite.data.preparation.encoded import token_dtype
+
+LONGEST = (1 << 31) - 1  # tokens of a document: the index has 32 bits for it
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The token type, as Megatron-LM chooses it: uint16 if the vocabulary fits, else int32."""
-    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+def temporary(prefix: Path, ending: str) -> Path:
+    """The name of a file while it is prepared. It is the same in a later process, which can continue."""
+    return prefix.parent / f".{prefix.name}.preparing.{ending}"
 
 
 class IndexedWriter:
     """Writes a token file as a stream, and with `masked` its PREFIX.loss; files have temporary names until `finish`.
 
-    A context manager: exiting it without `finish`, or by an exception, removes the temporary files.
+    A context manager: exiting it without `finish`, or by an exception, removes the temporary files, unless `kept` is set. With `position`,
+    another writer's `position()`, it continues the temporary files of that one, of which what follows is cut off.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int, masked: bool = False):
-        self.prefix, self.dtype = Path(prefix), token_dtype(vocab_size)
+    def __init__(self, prefix: str | Path, vocab_size: int, masked: bool = False, position: dict[str, int] | None = None):
+        self.prefix, self.dtype, self.kept = Path(prefix), token_dtype(vocab_size), False
         self.sizes = array("i")
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        endings = (*(("loss.bin", "loss.idx") if masked else ()), "bin", "json", "idx")
-        self._temporary = {end: self.prefix.parent / f".{self.prefix.name}.{os.getpid()}.{end}" for end in endings}
-        self._file = self._temporary["bin"].open("wb")
-        self._loss = self._temporary["loss.bin"].open("wb") if masked else None
+        endings = (*(("loss.bin", "loss.idx") if masked else ()), "bin", "json", "idx", "sizes")
+        self._temporary = {end: temporary(self.prefix, end) for end in endings}
+        self._streams = {end: path.open("r+b" if position else "wb") for end, path in self._temporary.items() if end[-3:] in ("bin", "zes")}
+        self._file, self._loss, self._sizes_file = self._streams["bin"], self._streams.get("loss.bin"), self._streams["sizes"]
+        if position is not None:
+            self._continue(position)
 
-    def add(self, tokens: NDArray[np.integer], sizes: Iterable[int], mask: NDArray[np.uint8] | None = None) -> None:
-        """Append documents. tokens: those of all documents; sizes: tokens of each; mask: 1 for each token whose loss is counted."""
+    def add(
+        self, tokens: NDArray[np.integer], sizes: Iterable[int], mask: NDArray[np.uint8] | None = None, continues: bool = False
+    ) -> None:
+        """Append documents. tokens: those of all documents; sizes: tokens of each; mask: 1 for each token whose loss is counted; continues:
+        the first one continues the last one that was added."""
         self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
         if self._loss is not None:
             assert mask is not None and len(mask) == len(tokens)
             self._loss.write(mask.tobytes())
-        self.sizes.extend(sizes)
+        found = np.fromiter(sizes, np.int64) if not isinstance(sizes, np.ndarray) else sizes.astype(np.int64)
+        if continues:
+            found[0] += self.sizes.pop()
+        if found.max(initial=0) > LONGEST:
+            raise DataError(f"{self.prefix}: a document has more than {LONGEST:,} tokens, which the format can not index. Cut it.")
+        self.sizes.frombytes(found.astype(np.intc).tobytes())
+
+    def position(self) -> dict[str, int]:
+        """Bytes of each temporary file, all on disk, and the size of the last document, which may continue."""
+        if not self.sizes:
+            return dict.fromkeys((*self._streams, "last"), 0)
+        stored = self._sizes_file.tell() // self.sizes.itemsize
+        self._sizes_file.write(self.sizes[stored:-1].tobytes())
+        for file in self._streams.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {end: file.tell() for end, file in self._streams.items()} | {"last": self.sizes[-1]}
+
+    def _continue(self, position: dict[str, int]) -> None:
+        """Raises OSError or EOFError if the files are shorter than they were."""
+        for end, file in self._streams.items():
+            if file.seek(0, 2) < position[end]:
+                raise EOFError(f"{self._temporary[end]} is shorter than {position[end]} bytes")
+            file.truncate(position[end])
+        self._sizes_file.seek(0)
+        self.sizes.frombytes(self._sizes_file.read())
+        if position["bin"]:
+            self.sizes.append(position["last"])
+        for file in self._streams.values():
+            file.seek(0, 2)
 
     def finish(self, metadata: dict[str, Any]) -> None:
         """Write the index and PREFIX.json, then give all files their final names, the index last: without it there is no token file."""
@@ -57,7 +95,8 @@ class IndexedWriter:
         for end in ("idx", "loss.idx", "loss.bin"):  # an older index or mask must never be read with the newer tokens
             companion(self.prefix, end).unlink(missing_ok=True)
         for end, path in self._temporary.items():
-            path.replace(companion(self.prefix, end))
+            if end != "sizes":
+                path.replace(companion(self.prefix, end))
 
     def _write_index(self, ending: str, dtype: np.dtype) -> None:
         sizes = np.frombuffer(self.sizes, dtype=np.int32).astype("<i4", copy=False)
@@ -74,11 +113,11 @@ class IndexedWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-        if self._loss is not None:
-            self._loss.close()
+        for file in self._streams.values():
+            file.close()
         for path in self._temporary.values():
-            path.unlink(missing_ok=True)
+            if not self.kept:
+                path.unlink(missing_ok=True)
 
 
 def _close_to_disk(file: Any) -> None:

@@ -1,0 +1,122 @@
+"""What an interrupted preparation continues from: a journal next to its temporary files, and the lock of a PREFIX.
+
+A process that is killed leaves its temporary files and the journal, which says how far they are right. A later preparation of the same
+inputs with the same tokenizer and options continues there; any other begins anew. After an error or Ctrl-C nothing is left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from megalite import __version__
+from megalite.data.indexed import DataError
+from megalite.data.preparation.writer import temporary
+
+SAVE_S = 5.0  # seconds between saves: a kill loses at most this much work
+
+Note = Callable[[str], None]
+"""Called with a line for the user."""
+
+
+def key_of(*parts: Any) -> str:
+    """What identifies a preparation: a hash of everything that its result depends on."""
+    return sha256(json.dumps([__version__, *parts], default=str).encode()).hexdigest()
+
+
+def digest(path: Path) -> str:
+    """The hash of a file's content."""
+    return sha256(path.read_bytes()).hexdigest()
+
+
+class Journal:
+    """The journal of a preparation of PREFIX; a context manager that removes it at the end, unless `kept` is set.
+
+    Attributes:
+        state: what an interrupted preparation with the same key has saved; None if there is none.
+        foreign: there is one with another key, which this one replaces.
+        kept: leave the journal, since a later start can continue.
+    """
+
+    def __init__(self, prefix: Path, key: str):
+        self._prefix, self._key, self._path, self.kept = prefix, key, temporary(prefix, "journal"), False
+        self._saved = time.monotonic()
+        found = self._read()
+        self.state = found["state"] if found.get("key") == key else None
+        self.foreign = bool(found) and self.state is None
+        if self.state is None:
+            self._clear(found)
+
+    def due(self) -> bool:
+        """Whether the last save is long enough ago."""
+        return time.monotonic() - self._saved >= SAVE_S
+
+    def save(self, state: dict[str, Any], others: list[Path]) -> None:
+        """Store the state atomically. others: temporary files outside of PREFIX's own, which a preparation with another key removes."""
+        new = temporary(self._prefix, "journal.new")
+        with new.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"key": self._key, "state": state, "others": [str(path) for path in others]}))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._path)
+        self._saved = time.monotonic()
+
+    def reject(self) -> None:
+        """Begin anew although the key is right: the temporary files are not as they were."""
+        self.state, self.foreign = None, True
+        self._clear({})
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _clear(self, found: dict[str, Any]) -> None:
+        for path in [*self._prefix.parent.glob(temporary(self._prefix, "*").name), *map(Path, found.get("others", []))]:
+            if path != temporary(self._prefix, "lock"):
+                path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if not self.kept:
+            self._path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(prefix: Path) -> Iterator[None]:
+    """Hold the lock of PREFIX. The kernel releases it when the process ends, however it ends.
+
+    Raises DataError if another process prepares PREFIX.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    path = temporary(prefix, "lock")
+    while True:
+        with path.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise DataError(f"--output {prefix} is being prepared by {holder}. Wait for it, or give another PREFIX.") from None
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                continue  # its holder has just removed it
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return

@@ -1,0 +1,76 @@
+"""Tasks to results, in the order of the tasks, in this process or in several.
+
+Workers receive the tokenizer once, and tasks, which name what to read; they return tokens. At most TASKS_AHEAD tasks per worker are in
+flight, so that memory is bounded for any input.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Protocol
+
+from megalite.data.indexed import DataError
+from megalite.data.preparation.encoded import Encoded
+from megalite.data.preparation.tasks import Task
+from megalite.data.tokenizers import Tokenizer
+
+TASKS_AHEAD = 4
+BYTES_PER_WORKER = 4 << 20  # of input, below which starting a process costs more than it saves
+
+
+class Encoder(Protocol):
+    """Converts tasks; sent to every worker."""
+
+    def encode(self, task: Task, tokenizer: Tokenizer) -> Encoded: ...
+
+
+class WorkerLost(DataError):
+    """A worker was killed. The preparation can be continued."""
+
+
+def default_workers(size: int) -> int:
+    """One worker per usable core, fewer for little input."""
+    return max(1, min(usable_cores(), size // BYTES_PER_WORKER))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def encoded(tasks: Iterator[Task], tokenizer: Tokenizer, encoder: Encoder, workers: int) -> Iterator[Encoded]:
+    """The results of the tasks, in their order. Raises DataError of a task, and WorkerLost."""
+    if workers == 1:
+        yield from (encoder.encode(task, tokenizer) for task in tasks)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer, encoder))
+    ahead: deque[Future[Encoded]] = deque()
+    try:
+        for task in tasks:
+            ahead.append(pool.submit(_encode, task))
+            if len(ahead) > TASKS_AHEAD * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    except BrokenProcessPool:
+        way_out = "Start again with fewer --workers, which continues from here."
+        raise WorkerLost(f"--workers {workers}: a worker was killed, most likely because memory ran out. {way_out}") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker: list[tuple[Tokenizer, Encoder]] = []  # of this process, if it is a worker
+
+
+def _start_worker(tokenizer: Tokenizer, encoder: Encoder) -> None:
+    _worker.append((tokenizer, encoder))
+
+
+def _encode(task: Task) -> Encoded:
+    tokenizer, encoder = _worker[0]
+    return encoder.encode(task, tokenizer)

@@ -1,0 +1,182 @@
+"""A task: plain data from which a worker makes documents. Files are named by it and read by the worker, not sent to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalite.data.chat_records import BadRecord
+from megalite.data.indexed import DataError
+
+SHOWN = 10  # bad records that a message lists
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of bytes of a file, cut without reading it. What begins in the range belongs to it."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """About as many bytes of input as `size`, for progress.
+
+    Attributes:
+        files: whole text files.
+        piece: a range of a text file that is too long for one task.
+        span: the lines of JSON that begin in a range of a file.
+        lines: (number, line) of records as JSON; `source` names their origin.
+        texts: documents.
+        damage: what could not be read.
+    """
+
+    size: int
+    files: tuple[Path, ...] = ()
+    piece: Span | None = None
+    span: Span | None = None
+    lines: tuple[tuple[int, bytes], ...] = ()
+    texts: tuple[str, ...] = ()
+    source: str = ""
+    damage: tuple[BadRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A record's place by its number."""
+
+    source: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.number}"
+
+
+@dataclass(frozen=True)
+class LineAt:
+    """A line's place by its first byte; its number is counted when it is shown, which reads the file up to it."""
+
+    path: Path
+    offset: int
+
+    def __str__(self) -> str:
+        lines, left = 1, self.offset
+        with self.path.open("rb") as file:
+            while left > 0 and (chunk := file.read(min(left, 1 << 20))):
+                lines, left = lines + chunk.count(b"\n"), left - len(chunk)
+        return f"{self.path} line {lines}"
+
+
+@dataclass
+class BadRecords:
+    """The bad records of a task: skipped, or with `skip` false the first one ends the preparation.
+
+    Attributes: `count`, and `first`, the first SHOWN of them.
+    """
+
+    skip: bool
+    count: int = 0
+    first: list[BadRecord] = field(default_factory=list)
+
+    def add(self, error: BadRecord) -> None:
+        """Skip a record. Raises DataError if none may be skipped."""
+        if not self.skip:
+            raise DataError(f"{error} --skip_bad N skips up to N such records.")
+        self.count += 1
+        if len(self.first) < SHOWN:
+            self.first.append(error)
+
+
+def lines_of(span: Span) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in a range, each with its first byte."""
+    with span.path.open("rb") as file:
+        at = span.start
+        if at > 0:  # the line before the range ends in it, unless it ended just before
+            file.seek(at - 1)
+            rest = file.readline(span.stop - at + 1)
+            if not rest.endswith(b"\n"):
+                return
+            at += len(rest) - 1
+        while at < span.stop and (line := file.readline()):
+            yield at, line
+            at += len(line)
+
+
+def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str, bool]]:
+    """A task's documents, and for each whether it had invalid Unicode, which is replaced by U+FFFD. Pieces of long texts are not read."""
+    for path in task.files:
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            bad.add(BadRecord(f"--input {path}", f" can not be read: {error.strerror}."))
+        else:
+            yield decoded(raw)
+    for record, where, replaced in records(task, bad):
+        try:
+            text, invalid = _valid(_text_of(record, where, text_key))
+        except BadRecord as error:
+            bad.add(error)
+        else:
+            yield text, replaced or invalid
+    for text in task.texts:
+        yield _valid(text)
+
+
+def records(task: Task, bad: BadRecords) -> Iterator[tuple[Any, object, bool]]:
+    """A task's records of JSON, the place of each, and whether it had invalid UTF-8, which is replaced by U+FFFD."""
+    for damage in task.damage:
+        bad.add(damage)
+    for where, line in _lines(task, bad):
+        if line.strip():
+            text, replaced = decoded(line)
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                bad.add(BadRecord(where, f" is not JSON ({error}).", "A .jsonl file holds one JSON object a line."))
+            else:
+                yield record, where, replaced
+
+
+def _lines(task: Task, bad: BadRecords) -> Iterator[tuple[object, bytes]]:
+    for number, line in task.lines:
+        yield Numbered(task.source, number), line
+    if task.span is not None:
+        try:
+            for offset, line in lines_of(task.span):
+                yield LineAt(task.span.path, offset), line
+        except OSError as error:
+            bad.add(BadRecord(f"--input {task.span.path}", f" can not be read: {error.strerror}."))
+
+
+def decoded(raw: bytes) -> tuple[str, bool]:
+    """UTF-8 as text, and whether it had invalid bytes, which are replaced by U+FFFD."""
+    try:
+        return raw.decode(), False
+    except UnicodeDecodeError:
+        return raw.decode(errors="replace"), True
+
+
+def _valid(text: str) -> tuple[str, bool]:
+    """The text and False; or, if it has lone surrogates, which JSON can spell but no encoding has, the text with U+FFFD and True."""
+    try:
+        text.encode()
+        return text, False
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
+
+
+def _text_of(record: Any, where: object, text_key: str) -> str:
+    if not isinstance(record, dict):
+        raise BadRecord(where, f" is a {type(record).__name__}, not an object.", "A .jsonl file holds one JSON object a line.")
+    if text_key not in record:
+        keys = ", ".join(record)
+        raise BadRecord(where, f" has no --text_key {text_key}; its keys: {keys}.", "Choose the one that holds the text.")
+    if not isinstance(record[text_key], str):
+        kind = type(record[text_key]).__name__
+        raise BadRecord(where, f": --text_key {text_key} is of type {kind}, not text.", "Choose the key that holds the text.")
+    return record[text_key]

@@ -1,0 +1,243 @@
+"""Records to conversations: every form, mapped keys, weights, parts of contents, and what each makes count in the loss."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.commands.prepare import main
+from megalite.data import tokenizers as tokenizing
+from megalite.data.chat_records import BadRecord, Pair, RecordReader, parsed_keys
+from megalite.data.chat_template import ChatTemplate
+from megalite.data.indexed import DataError, IndexedTokens
+from tests.data.chats import CHATML, LONG, SHORT, TEMPLATES, unmarked, write_lines, write_tokenizer
+
+READER = RecordReader()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> tokenizing.Tokenizer:
+    return tokenizing.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML))
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys) -> Callable[..., dict]:
+    """run(*arguments) → the JSON result of prepare_data.py with the byte tokenizer, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> dict:
+        command = ["prepare_data.py", *arguments, "--tokenizer", "byte", "--output", "x", "--workers", "1", "--json"]
+        monkeypatch.setattr(sys, "argv", command)
+        main()
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def learned(prefix: str = "x") -> list[bytes]:
+    """The bytes that count, of each document; EOS is written as a dollar."""
+    file, found, at = IndexedTokens(prefix), [], 0
+    assert file.loss is not None
+    for size in file.sizes.tolist():
+        pairs = zip(file.tokens[at : at + size].tolist(), file.loss.tokens[at : at + size].tolist(), strict=True)
+        found.append(b"".join(bytes([token]) if token < 256 else b"$" for token, counts in pairs if counts))
+        at += size
+    return found
+
+
+def counted(template: ChatTemplate, tokenizer: tokenizing.Tokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
+    tokens, mask = template.render(messages, **options)
+    return tokenizer.decode([token for token, counts in zip(tokens, mask, strict=True) if counts])
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_turn_of_weight_0_does_not_count(name, tokenizer):
+    """With marks and without, what counts is the other turn alone; the tokens are the same."""
+    for source in (TEMPLATES[name], unmarked(TEMPLATES[name])):
+        template = ChatTemplate(tokenizer, source)
+        tokens, whole = template.render(LONG)
+        assert template.render(LONG, without=()) == (tokens, whole)
+        first, second = (template.render(LONG, without={i})[1] for i in (4, 2))
+        assert sum(first) and sum(second) and [a + b for a, b in zip(first, second, strict=True)] == whole
+        assert first.index(1) < second.index(1)
+        assert template.render(LONG, loss_on="last") == (tokens, second)
+        assert not any(template.render(LONG, loss_on="last", without={4})[1])
+        rest = template.render(LONG, loss_on="all", without={4})[1]
+        assert [a + b for a, b in zip(rest, second, strict=True)] == [1] * len(tokens)
+
+
+def test_weights_are_read_and_do_not_reach_the_template(run, tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    turns += [{"role": "user", "content": "c", "weight": 0}, {"role": "assistant", "content": "d", "weight": 1}]
+    write_lines(tmp_path / "a.jsonl", [{"messages": turns}, {"messages": [{**turn, "weight": None} for turn in turns]}])
+    assert "weight" not in READER.read({"messages": turns}, "here").messages[1]  # type: ignore[union-attr]
+    run("--chat", "--input", "a.jsonl")
+    assert learned() == [b"d$", b"b$d$"]
+    run("--chat", "--input", "a.jsonl", "--loss_on", "last")
+    assert learned() == [b"d$", b"d$"]
+
+
+@pytest.mark.parametrize(
+    ("role", "weight", "reason"),
+    [("assistant", 0.5, "has weight 0.5"), ("assistant", "1", "has weight '1'"), ("assistant", True, "has weight True")]
+    + [("user", 1, "is by user and has weight 1"), ("assistant", 2, "has weight 2")],
+)
+def test_other_weights_are_refused(role, weight, reason):
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": role, "content": "b", "weight": weight}]}
+    with pytest.raises(BadRecord, match=f"line 3: message 2 of messages {reason}"):
+        READER.read(record, "line 3")
+
+
+# ---- prompts with completions
+
+
+def test_a_pair_of_texts_is_learned_from_its_completion_on(run, tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"prompt": "The sky is", "completion": " blue.", "id": 7}])
+    result = run("--chat", "--input", "a.jsonl")
+    assert IndexedTokens("x").tokens.tolist() == [*b"The sky is blue.", 256], "no template, EOS at the end"
+    assert learned() == [b" blue.$"] and result["forms"] == ["prompt-completion"]
+    run("--chat", "--input", "a.jsonl", "--loss_on", "all")
+    assert learned() == [b"The sky is blue.$"]
+
+
+def test_a_pair_has_no_control_tokens_but_its_end(tokenizer):
+    tokens, counts = ChatTemplate(tokenizer).pair("<|im_start|>a", "b</s>")
+    assert tokens == [*tokenizer.encode("<|im_start|>ab</s>"), tokenizer.eos]
+    assert tokenizer.decode([token for token, each in zip(tokens, counts, strict=True) if each]) == "b</s>" and counts[-1]
+
+
+def test_a_pair_begins_as_its_tokenizer_begins_texts(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "adds_bos", True)
+    tokens, counts = ChatTemplate(tokenizer).pair("a", "b")
+    assert tokens == [tokenizer.bos, *tokenizer.encode("ab"), tokenizer.eos] and counts == [0, 0, 1, 1]
+
+
+def test_a_pair_of_messages_is_learned_from_its_completion_on(run, tmp_path):
+    """An assistant's turn in the prompt does not count, as in TRL."""
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    answers = [{"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}, {"role": "assistant", "content": "f", "weight": 0}]
+    write_lines(tmp_path / "a.jsonl", [{"prompt": said, "completion": answers}])
+    run("--chat", "--input", "a.jsonl")
+    assert learned() == [b"d$"]
+    tokens = IndexedTokens("x").tokens.tolist()
+    unweighted = [{key: value for key, value in turn.items() if key != "weight"} for turn in said + answers]
+    assert tokens == ChatTemplate(tokenizing.load("byte")).render(unweighted)[0]
+    run("--chat", "--input", "a.jsonl", "--loss_on", "all")
+    assert sum(map(len, learned())) == len(tokens) - 2, "all but the turn of weight 0"
+
+
+def test_a_text_with_messages_is_no_pair():
+    with pytest.raises(BadRecord, match="here: prompt and completion are of types str and list"):
+        READER.read({"prompt": "a", "completion": SHORT}, "here")
+
+
+# ---- keys
+
+
+def test_mapped_keys_are_read_as_the_formats_own():
+    reader = RecordReader(parsed_keys("messages=dialog,role=speaker,content=text,prompt=q,completion=a"))
+    renamed = {"dialog": [{"speaker": turn["role"], "text": turn["content"], "name": "Ada"} for turn in SHORT], "messages": "a label"}
+    expected = READER.read({"messages": [{**turn, "name": "Ada"} for turn in SHORT]}, "here")
+    assert reader.read(renamed, "here") == expected
+    assert reader.read({"messages": SHORT}, "here") == READER.read({"messages": SHORT}, "here"), "unmapped records are still read"
+    assert reader.read({"q": "x", "a": "y"}, "here") == Pair("x", "y")
+
+
+def test_keys_by_option(run, tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"dialog": [{"speaker": turn["role"], "text": turn["content"]} for turn in SHORT]}])
+    run("--chat", "--input", "a.jsonl", "--keys", "messages=dialog,role=speaker,content=text")
+    assert learned() == [b"It is 2.$"]
+
+
+@pytest.mark.parametrize("text", ["messages", "talk=messages", "messages=", "role=a,=b"])
+def test_unknown_keys_are_refused(text):
+    with pytest.raises(DataError, match=f"--keys {text}: .* is not KEY=NAME_IN_THE_RECORDS. Keys: messages, "):
+        parsed_keys(text)
+
+
+# ---- parts of a content
+
+
+def test_text_parts_are_joined_and_others_are_refused_or_dropped(run, tmp_path, capsys):
+    parts = [{"type": "text", "text": "Look: "}, {"type": "image_url", "image_url": {}}, {"type": "text", "text": "what?"}]
+    texts = [part for part in parts if part["type"] == "text"]
+    for content, reader in ((texts, READER), (parts, RecordReader(drop_other_parts=True))):
+        read = reader.read({"messages": [{"role": "user", "content": content}]}, "here")
+        assert read.messages == [{"role": "user", "content": "Look: what?"}]  # type: ignore[union-attr]
+    write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": parts}, SHORT[1]]}])
+    with pytest.raises(SystemExit):
+        run("--chat", "--input", "a.jsonl")
+    assert "a.jsonl line 1: message 1 of messages has a part of type image_url. Only text" in capsys.readouterr().err
+    run("--chat", "--input", "a.jsonl", "--other_parts", "drop")
+    assert learned() == [b"It is 2.$"]
+
+
+# ---- tools
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_a_template_that_ignores_calls_or_tools_is_refused(tokenizer):
+    ignoring, messages = ChatTemplate(tokenizer, unmarked(CHATML)), [SHORT[0], CALL]
+    with pytest.raises(DataError, match="ignores the tool_calls of message 2, .* Give a --chat_template FILE"):
+        ignoring.render(messages)
+    with pytest.raises(DataError, match="ignores the record's tools"):
+        ignoring.render(SHORT, tools=TOOLS)
+    assert ignoring.render(SHORT, tools=[]) == ignoring.render(SHORT)
+    writes_calls = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ message.tool_calls or '' }}{% endfor %}"
+    assert ChatTemplate(tokenizer, writes_calls).render(messages, loss_on="all")
+    with pytest.raises(DataError, match="ignores the record's tools"):
+        ChatTemplate(tokenizer, writes_calls).render(messages, tools=TOOLS, loss_on="all")
+    assert ChatTemplate(tokenizer, "{{ tools }}" + writes_calls).render(messages, tools=TOOLS, loss_on="all")
+
+
+def test_one_call_of_several_that_is_ignored_is_refused(tokenizer):
+    """A template that writes calls only where there is no content."""
+    source = "{% for message in messages %}<{{ message.role }}>{{ message.content or message.tool_calls }}{% endfor %}"
+    with pytest.raises(DataError, match="ignores the tool_calls of message 4"):
+        ChatTemplate(tokenizer, source).render([SHORT[0], CALL, SHORT[0], {**CALL, "content": "I add."}], loss_on="all")
+
+
+# ---- CSV
+
+
+def test_csv_rows_are_texts_or_records(run, tmp_path):
+    (tmp_path / "a.csv").write_text('\ufeffid,text\r\n1,"one, two\nthree"\r\n\r\n2,"say ""x"""\r\n')
+    (tmp_path / "a.tsv").write_text("text\tid\nfour\t1\n")
+    result = run("--input", "a.csv", "a.tsv")
+    assert IndexedTokens("x").tokens.tolist() == [*b"one, two\nthree", 256, *b'say "x"', 256, *b"four", 256] and result["documents"] == 3
+    (tmp_path / "b.csv").write_text("prompt,completion\nThe sky is, blue\n")
+    (tmp_path / "c.csv").write_text("instruction,input,output\nAdd,1+1,It is 2.\nSay x,,x\n")
+    run("--chat", "--input", "b.csv", "c.csv")
+    assert learned() == [b" blue$", b"It is 2.$", b"x$"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,id\na\n", "a.csv row 1 has 1 fields, and the first row names 2"),
+        ("", "a.csv has no first row"),
+        ("body\na\n", "--text_key text"),
+    ],
+)
+def test_damaged_csv_is_refused(run, tmp_path, capsys, content, message):
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(SystemExit):
+        run("--input", "a.csv")
+    assert message in capsys.readouterr().err
+
+
+def test_the_text_of_a_source_tree_stays_text(run, tmp_path):
+    Path("a.csv").write_text("x,y\n1,2\n")
+    run("--input", "a.csv", "--format", "text")
+    assert bytes(IndexedTokens("x").tokens[:-1].tolist()) == b"x,y\n1,2\n"
