@@ -31,6 +31,7 @@ from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import DataConfig
 from megalite.config.token_files import prefixes
 from megalite.data.indexed import DataError, IndexedTokens
+from megalite.data.tokenizer_comparison import one_tokenizer
 
 LONGEST_PERIOD = 1 << 17
 PACKED_TOGETHER = 1 << 13  # documents; more would not fill rows better, and would cost more time
@@ -272,9 +273,10 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     """The training dataset and the validation dataset (None if there is none) of a configuration.
 
     A list is one concatenation, a mapping is a blend. A validation fraction is taken from the end of every training file; its parts are one
-    unshuffled concatenation, so that an epoch has each held-out sample once.
+    unshuffled concatenation, so that an epoch has each held-out sample once. Raises ConfigError if different tokenizers made the files.
     """
     assert config.train is not None, "a rule asks for data.train"
+    one_tokenizer(config)
     held_out = config.validation if isinstance(config.validation, float | int) else 0.0
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
     cuts = {prefix: _cut(file, held_out) for prefix, file in files.items()}

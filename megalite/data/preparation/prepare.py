@@ -26,6 +26,7 @@ from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.sources import Source, Task, documents
 from megalite.data.preparation.writer import IndexedWriter
+from megalite.data.tokenizer_identity import digest_of, fingerprint
 
 TRAINING_BYTES = 8_000_000  # of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
 TASKS_AHEAD = 4
@@ -139,6 +140,7 @@ def _encode(
         writer.finish(
             {key: facts[key] for key in ("vocab_size", "eos", "tokenizer", "documents", "tokens")}
             | {"tokenizer_files": [_beside(str(file), prefix) for file in files]}
+            | {"tokenizer_fingerprint": fingerprint(vocabulary), "tokenizer_digest": digest_of(named, files)}
             | (_chat_facts(encoder, vocabulary, summary) if isinstance(encoder, Chats) else {})
         )
     return summary
