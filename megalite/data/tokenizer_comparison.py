@@ -22,10 +22,11 @@ OPTION = "data.allow_tokenizer_change = true"
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Something made with a tokenizer. what: its option and value, as messages name it."""
+    """Something made with a tokenizer, or the tokenizer itself. what: its option and value, as messages name it."""
 
     what: str
     tokenizer: TokenizerIdentity
+    itself: bool = False
 
 
 def compare(here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, option: str = OPTION) -> list[str]:
@@ -36,7 +37,7 @@ def compare(here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, opt
         option: the option that accepts it.
 
     Returns:
-        a line for the user if a change is accepted, or if one of the tokenizers is not known; else none.
+        a line for the user if a change is accepted, or if only one of the tokenizers is known; else none.
     """
     try:
         same = here.tokenizer.is_same(there.tokenizer)
@@ -45,11 +46,14 @@ def compare(here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, opt
     if same:
         return []
     if same is None:
+        if not (here.tokenizer.can_be_known or there.tokenizer.can_be_known):
+            return []
         unknown = there if here.tokenizer.can_be_known else here
         other = here if unknown is there else there
         return [f"the tokenizer of {unknown.what} is not known, so whether it is that of {other.what} is not checked"]
     names = " and ".join(dict.fromkeys(f"{each.tokenizer.name}" for each in (there, here)))
-    changed = f"{here.what} was made with another tokenizer than {there.what} ({names})"
+    verb, whose = ("is", "that of ") if here.itself else ("was made with", "")
+    changed = f"{here.what} {verb} another tokenizer than {whose}{there.what} ({names})"
     if allow:
         return [f"{changed}, which {option} accepts"]
     raise ConfigError(f"{changed}. {_shown(here.tokenizer, there.tokenizer)}. {way_out}, or accept the change with {option}.")

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 FILES = "tokenizer* vocab* merges* special_tokens_map.json added_tokens.json chat_template.* spiece.model"
 """Patterns of the files of a Hugging Face tokenizer."""
+ENTRY = "megalite.json"
+"""The file of an export in which its tokenizer is recorded."""
 VERSION = "1"
 """Of the definition of fingerprints: those of different versions cannot be compared."""
 PROBES = (
@@ -101,11 +103,24 @@ def of_record(record: Mapping[str, Any] | None) -> TokenizerIdentity:
 
 
 def of_tokenizer(name: str | Path) -> TokenizerIdentity:
-    """The tokenizer `byte`, FILE.model or a Hugging Face directory as it is now; nothing is known of a directory without one."""
-    files = tokenizer_files(name)
+    """The tokenizer `byte`, FILE.model or a Hugging Face directory as it is now.
+
+    The fingerprint is that of a megalite.json next to unchanged files, else it is computed when it is needed. Of a directory without a
+    tokenizer only what megalite.json records is known.
+    """
+    files, recorded = tokenizer_files(name), _entry(Path(name))
     if str(name) != "byte" and not files:
+        return recorded
+    digest = digest_of(name, files)
+    return TokenizerIdentity(_absolute(name), recorded.fingerprint if recorded.digest == digest else None, digest, readable=True)
+
+
+def _entry(directory: Path) -> TokenizerIdentity:
+    """What an export records of its tokenizer."""
+    try:
+        return of_record(json.loads((directory / ENTRY).read_text(encoding="utf-8")).get("tokenizer"))
+    except (OSError, ValueError, AttributeError):
         return TokenizerIdentity()
-    return TokenizerIdentity(_absolute(name), digest=digest_of(name, files), readable=True)
 
 
 def of_token_file(prefix: str | Path) -> TokenizerIdentity:
