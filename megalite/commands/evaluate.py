@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -52,6 +52,7 @@ def parser() -> Parser:
     add = common.add_argument
     add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="the model to evaluate")
     add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
+    add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--batch_size", type=count, default=8, metavar="N", help="rows per forward pass (default 8)")
     add("--tp", type=count, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=count, default=1, help="pipeline stages (default 1)")
@@ -106,7 +107,7 @@ def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
-    return model, tokenizer_of(model.source, options.tokenizer)
+    return model, tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
 
 
 def perplexity(options: argparse.Namespace) -> Answer:

@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -70,6 +70,7 @@ def parser() -> Parser:
     add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
+    add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=int, default=1, help="pipeline stages (default 1)")
     add("--precision", choices=["fp32", "bf16"], help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
@@ -124,7 +125,7 @@ def run(options: argparse.Namespace) -> None:
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     try:
         model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
-        tokenizer = tokenizer_of(model.source, options.tokenizer)
+        tokenizer = tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.chat:
             chat(options, model, tokenizer, sampling)

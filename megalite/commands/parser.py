@@ -32,6 +32,12 @@ class Parser(argparse.ArgumentParser):
         return CHECKOUT
 
 
+def warn(line: str) -> None:
+    """Print a line on stderr, on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
+
+
 def positive(text: str) -> int:
     """The argparse type of a positive integer."""
     if not text.strip().isdecimal() or int(text) < 1:

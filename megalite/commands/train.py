@@ -51,7 +51,7 @@ def main() -> None:
     from megalite.training.trainer import Trainer
 
     device = choose_device()
-    hardware = check_run(config, device)
+    hardware, remarks = check_run(config, device)
     job, environment, mesh, notes = start(config, device)
     failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError, OSError)
     try:
@@ -60,7 +60,7 @@ def main() -> None:
         agreed = isinstance(error, ConfigError | CheckpointError)
         end_run(error, config, device, mesh, job, ExitStatus.CONFIGURATION if agreed else None)
     try:
-        announce(trainer, notes)
+        announce(trainer, remarks + notes)
         fit(trainer, observers(trainer, environment, hardware))
         trainer.close()
     except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
@@ -69,8 +69,9 @@ def main() -> None:
     job.end(ExitStatus.DONE)
 
 
-def check_run(config: Config, device: torch.device) -> Device | None:
-    """Check what needs the device and the data, before any process group starts. Returns what the planner knows of the device."""
+def check_run(config: Config, device: torch.device) -> tuple[Device | None, list[str]]:
+    """Check what needs the device and the data, before any process group starts. Returns what the planner knows of the device, and lines
+    that rank 0 prints."""
     import torch
 
     from megalite.build import parts as build
@@ -78,16 +79,18 @@ def check_run(config: Config, device: torch.device) -> Device | None:
     from megalite.data import dataset
     from megalite.monitoring.metrics import check_packages
     from megalite.planning.predicting import device_of
+    from megalite.training.tokenizer_checks import check_tokenizers
 
     try:
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-        dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
+        data, _ = dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
+        remarks = check_tokenizers(config, data.fingerprint)
     except ConfigError as error:
         exit_with(str(error))
-    return hardware
+    return hardware, remarks
 
 
 def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, Mesh, list[str]]:

@@ -229,6 +229,8 @@ class DataConfig:
     """Treat EOS as the end of a document: positions restart after it, and attention does not cross it."""
     eod_mask_loss: bool = False
     """Exclude from the loss the prediction made from an EOS token, which is the first token of the next document."""
+    allow_tokenizer_change: bool = False
+    """Accept data made with another tokenizer than other data, the starting weights or the checkpoint that the run resumes."""
 
 
 @dataclass

@@ -31,6 +31,8 @@ from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import DataConfig
 from megalite.config.token_files import prefixes
 from megalite.data.indexed import DataError, IndexedTokens
+from megalite.data.tokenizer_comparison import of_data, one_tokenizer
+from megalite.data.tokenizer_identity import TokenizerIdentity
 
 LONGEST_PERIOD = 1 << 17
 PACKED_TOGETHER = 1 << 13  # documents; more would not fill rows better, and would cost more time
@@ -40,7 +42,8 @@ class Dataset(ABC):
     """An endless sequence of samples with O(1) random access.
 
     Attributes: `vocab_size` and `eos` (None if no PREFIX.json has them); `fingerprint`, a hash of everything that determines content and
-    order; `samples_per_epoch`, the number of samples before one is repeated; `chat`, whether it holds conversations, with a loss mask.
+    order; `samples_per_epoch`, the number of samples before one is repeated; `chat`, whether it holds conversations, with a loss mask;
+    `tokenizer`, that of the training data, as recorded.
     """
 
     vocab_size: int | None
@@ -48,6 +51,7 @@ class Dataset(ABC):
     fingerprint: str
     samples_per_epoch: int
     chat: bool = False
+    tokenizer: TokenizerIdentity = TokenizerIdentity()
 
     @abstractmethod
     def __getitem__(self, index: int) -> NDArray[np.int64]:
@@ -272,13 +276,15 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     """The training dataset and the validation dataset (None if there is none) of a configuration.
 
     A list is one concatenation, a mapping is a blend. A validation fraction is taken from the end of every training file; its parts are one
-    unshuffled concatenation, so that an epoch has each held-out sample once.
+    unshuffled concatenation, so that an epoch has each held-out sample once. Raises ConfigError if different tokenizers made the files.
     """
     assert config.train is not None, "a rule asks for data.train"
+    one_tokenizer(config)
     held_out = config.validation if isinstance(config.validation, float | int) else 0.0
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
     cuts = {prefix: _cut(file, held_out) for prefix, file in files.items()}
     train = _dataset(config.train, {p: Part(f, 0, cuts[p]) for p, f in files.items()}, config, config.shuffle, seed)
+    train.tokenizer = of_data(config)
     if held_out:
         return train, _samples([Part(file, cuts[prefix], len(file)) for prefix, file in files.items()], config, False, seed)
     if config.validation is None or isinstance(config.validation, float | int):

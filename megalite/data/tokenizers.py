@@ -5,6 +5,7 @@ Libraries are imported by the tokenizer that needs them. `encode` adds no specia
 """
 
 import copy
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.checkout import command
+from megalite.data import tokenizer_structure as structures
 from megalite.data.indexed import DataError, IndexedTokens
+from megalite.data.sentencepiece_model import SentencePieceModel, parse
+from megalite.data.tokenizer_identity import tokenizer_files
+from megalite.data.tokenizer_structure import TokenizerStructure
 
 OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
 """Lone surrogates, which no valid text has. OPEN and CLOSE enclose text that is spelled like a control token but is not one; EOS_TEXT is
 replaced by EOS."""
+BYTE_EOS = "<|endoftext|>"
+"""How an export spells the EOS of `byte`, which no text has as its own."""
 Placed = list[tuple[int, int, int]]
 """(token, start, stop): tokens with the characters [start, stop) of the text that each encodes."""
 
@@ -51,6 +58,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
+    def structure(self) -> TokenizerStructure: ...
+
 
 class ByteTokenizer:
     """The token of a byte is its value; EOS is 256."""
@@ -72,6 +81,9 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def structure(self) -> TokenizerStructure:
+        return structures.of_bytes(BYTE_EOS)
 
 
 class SentencePieceTokenizer:
@@ -111,6 +123,14 @@ class SentencePieceTokenizer:
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([i for i in ids if i != self.eos])
 
+    @property
+    def content(self) -> SentencePieceModel:
+        """What its file holds."""
+        return parse(self._model.serialized_model_proto())
+
+    def structure(self) -> TokenizerStructure:
+        return structures.of_sentencepiece(self.content)
+
 
 class HuggingFaceTokenizer:
     """A directory that AutoTokenizer of transformers reads. `encode` makes no special tokens: EOS spelled out in a text does not end it."""
@@ -129,7 +149,7 @@ class HuggingFaceTokenizer:
         self.name, self.eos, self.vocab_size = str(path), self._tokenizer.eos_token_id, len(self._tokenizer)
         self.bos = self._tokenizer.bos_token_id
         self.adds_bos = self.bos is not None and self._tokenizer.encode("")[:1] == [self.bos]
-        self.files = sorted(path.glob("*token*")) + sorted(path.glob("vocab*")) + sorted(path.glob("merges*"))
+        self.files = tokenizer_files(path)
         template = self._tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
         self.special_tokens: dict[str, Any] = self._tokenizer.special_tokens_map
@@ -174,6 +194,13 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def structure(self) -> TokenizerStructure:
+        pieces = self._tokenizer.get_vocab()
+        if self._tokenizer.is_fast:
+            return structures.of_tokenizer_json(json.loads(self._tokenizer.backend_tokenizer.to_str()), pieces)
+        special = {i: "" for i, token in sorted(self._tokenizer.added_tokens_decoder.items()) if token.special}
+        return TokenizerStructure(structures.spelled(pieces), special, [])
 
 
 def _backend(tokenizer: Any) -> Any:

@@ -22,10 +22,14 @@ from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.data import tokenizers as tokenizing
 from megalite.data.chat_template import ChatTemplate, read_template
 from megalite.data.indexed import IndexedTokens
+from megalite.data.tokenizer_comparison import Tokenized, compare
+from megalite.data.tokenizer_identity import TokenizerIdentity, of_tokenizer
 from megalite.data.tokenizers import Tokenizer
+from megalite.huggingface import recorded
 from megalite.huggingface.convert import HF, Source, origin, starting_weights
 from megalite.parallel.spec import Rectangle
 
+ALLOW = "--allow_tokenizer_change"
 TIMEOUT = "24h"  # a conversation waits for its user; if a rank dies, the launcher ends the others
 
 
@@ -39,6 +43,7 @@ class ModelSource:
         step: the step after which it was saved; 0 if that is not known.
         read: fills a rank's rectangles of the weights, reading only their bytes. Raises CheckpointError.
         companions: the Hugging Face directory with the tokenizer and generation settings that came with the weights, or None.
+        tokenizer: the tokenizer that the weights were trained with, as far as it is known.
     """
 
     name: str
@@ -46,6 +51,7 @@ class ModelSource:
     step: int
     read: Callable[[Sequence[Rectangle]], None]
     companions: Path | None
+    tokenizer: TokenizerIdentity
 
     @cached_property
     def trained_here(self) -> bool:
@@ -64,14 +70,15 @@ def open_source(name: Path | str) -> ModelSource:
         model = replace(Source.of(directory).model, init_from=str(name))
         read = starting_weights(model)
         assert read is not None
-        return ModelSource(str(name), Config(model=model), 0, read, directory)
+        return ModelSource(str(name), Config(model=model), 0, read, directory, of_tokenizer(directory))
     directory = find(Path(name))
     manifest = checkpoint.manifest_of(directory)
     if "config" not in manifest.state:
         raise CheckpointError(f"{directory} holds no configuration. Give one that {command('train')} or {command('convert')} wrote.")
     config = from_dict(manifest.state["config"])
     read = partial(checkpoint.load, manifest, convert=True)
-    return ModelSource(str(directory), config, manifest.state.get("step", 0), read, origin(directory, config.model))
+    step, companions = manifest.state.get("step", 0), origin(directory, config.model)
+    return ModelSource(str(directory), config, step, read, companions, recorded.tokenizer_of(manifest))
 
 
 def _began_elsewhere(config: Config) -> bool:
@@ -105,10 +112,13 @@ def check_layout(config: Config) -> None:
             raise ConfigError(rule.describe(facts))
 
 
-def tokenizer_of(source: ModelSource, name: str | None) -> Tokenizer:
+def tokenizer_of(
+    source: ModelSource, name: str | None, *, allow_change: bool = False, tell: Callable[[str], object] = lambda line: None
+) -> Tokenizer:
     """The tokenizer given by name, else that of the training data, else the one that came with the weights.
 
-    Raises ConfigError if there is none or it does not fit the model.
+    allow_change: accept another tokenizer than the weights were trained with; `tell` is called with a line about it. Raises ConfigError if
+    there is no tokenizer or it does not fit the model.
     """
     found = tokenizing.load(name) if name is not None else _own_tokenizer(source)
     vocabulary = source.config.model.vocabulary
@@ -117,6 +127,12 @@ def tokenizer_of(source: ModelSource, name: str | None) -> Tokenizer:
             f"the tokenizer {found.name} has {found.vocab_size} tokens, the model only {vocabulary}. "
             "Give the one that made its training data with --tokenizer."
         )
+    if name is not None or source.tokenizer.can_be_known:
+        given = Tokenized("its training data's tokenizer" if name is None else f"--tokenizer {name}", of_tokenizer(found.name), itself=True)
+        trained = f", {source.tokenizer.name}," if source.tokenizer.name else ""
+        way_out = f"Give the tokenizer that the model was trained with{trained} with --tokenizer"
+        for line in compare(given, Tokenized(source.name, source.tokenizer), allow=allow_change, way_out=way_out, option=ALLOW):
+            tell(line)
     return found
 
 

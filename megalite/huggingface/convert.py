@@ -39,13 +39,13 @@ from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.names import FAMILY_NAMES, Place, places
+from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.vocabulary import check_vocabulary, companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 
 WEIGHT = "weight/"
 HF = "hf:"
-COMPANIONS = "huggingface"  # directory in a checkpoint
 BLOCK = 64 << 20  # maximum bytes of a chunk, as in checkpoints of training
 SHARD = 5_000_000_000  # maximum bytes of an exported file, unless one tensor is larger
 NAMED = 5  # problems listed in a message

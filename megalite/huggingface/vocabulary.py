@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megalite.data.tokenizer_identity import tokenizer_files
 from megalite.huggingface.files import ConversionError
 
-_PATTERNS = "tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt spiece.model chat_template.* generation_config.json"
+GENERATION = "generation_config.json"
 
 
 def companions(directory: Path) -> list[Path]:
     """The files of a model that do not depend on its weights."""
-    return sorted({path for pattern in _PATTERNS.split() for path in directory.glob(pattern) if path.is_file()})
+    return sorted([*tokenizer_files(directory), *(path for path in (directory / GENERATION,) if path.is_file())])
 
 
 def check_vocabulary(directory: Path, vocabulary: int) -> None:

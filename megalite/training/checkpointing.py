@@ -132,6 +132,7 @@ def begin_save(trainer: Trainer) -> Save:
         "loss_scale": trainer.loss_scale.state(),
         "guard": trainer.guard.state(),
         "fingerprint": trainer.train_data.fingerprint,
+        "tokenizer": trainer.train_data.tokenizer.record(),
         "config": to_dict(trainer.config),
         "software": software(),
     }

@@ -12,13 +12,17 @@ from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
+from megalite.training.tokenizer_checks import check_resumed_tokenizer
 
 FREE = ("preset", "from_hf", "init_from", "dropout")  # options of model and lora that do not affect what a checkpoint holds
 
 DATA = ("data.train", "data.validation")
 SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *DATA)
 """Options that determine the samples and their order."""
-UNLISTED = ("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "train.stop_after", "faults.inject")
+UNLISTED = (
+    *("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "data.allow_tokenizer_change"),
+    *("train.stop_after", "faults.inject"),
+)
 """Options of one start of a run, which have no effect on what it computes."""
 
 
@@ -33,6 +37,7 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     changed = [f"{name} was {saved_shape.get(name)}, is {shape[name]}" for name in shape if saved_shape.get(name) != shape[name]]
     if changed:
         raise ConfigError(f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run another run.name.")
+    check_resumed_tokenizer(config, fingerprint, state, directory)
     if state["fingerprint"] != fingerprint and "data" not in allow:
         what = other_samples(config, saved)
         raise ConfigError(f"checkpoint.load = {directory} was made with other {what}. Accept it with checkpoint.allow = [data].")

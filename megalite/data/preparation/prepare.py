@@ -24,6 +24,7 @@ from megalite.data.preparation.sources import Source
 from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, documents
 from megalite.data.preparation.texts import Texts
 from megalite.data.preparation.writer import IndexedWriter
+from megalite.data.tokenizer_identity import digest_of, fingerprint
 
 TRAINING_BYTES = 8_000_000  # of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
 
@@ -166,6 +167,7 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
         writer.finish(
             {key: facts[key] for key in ("vocab_size", "eos", "tokenizer", "documents", "tokens")}
             | {"tokenizer_files": [_beside(str(file), prefix) for file in files]}
+            | {"tokenizer_fingerprint": fingerprint(vocabulary), "tokenizer_digest": digest_of(named, files)}
             | (_chat_facts(encoder, vocabulary, summary) if isinstance(encoder, Chats) else {})
         )
     return summary
