@@ -1,9 +1,11 @@
-"""Lines for the user from a run that must go on without them."""
+"""Lines and files for the user, from a run that must go on without them."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 
@@ -14,3 +16,14 @@ def say(text: str, stream: TextIO | None = None) -> None:
     """
     with suppress(OSError, ValueError):  # ValueError: the stream is closed
         print(f"{text}\n", end="", file=stream or sys.stderr, flush=True)
+
+
+def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
+    """Write an instrument's file; its directory is created. If that fails, one line says so. Returns whether it was written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        say(f"{path} can not be written: {error.strerror or error}")
+        return False
+    return True

@@ -95,6 +95,14 @@ def latest(checkpoints: Path) -> Path | None:
     return found[0] if found else None
 
 
+def find(path: Path) -> Path:
+    """The checkpoint at `path`: `path` itself, or the newest one of a run's directory or of its checkpoints/ directory."""
+    for directory in (path, path / "checkpoints"):
+        if (directory / "latest").is_file() and (newest := latest(directory)) is not None:
+            return newest
+    return path
+
+
 def prune(checkpoints: Path, keep: int, mesh: Mesh, keep_every: int | None = None, spare: Path | None = None) -> None:
     """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`, and except `spare`. Collective.
 

@@ -20,14 +20,6 @@ WEIGHT = "weight/"
 SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def find(path: Path) -> Path:
-    """The checkpoint at `path`: `path` itself, or the newest one of a run's directory or of its checkpoints/ directory."""
-    for directory in (path, path / "checkpoints"):
-        if (directory / "latest").is_file() and (newest := checkpoint.latest(directory)) is not None:
-            return newest
-    return path
-
-
 # ---- all checkpoints of a run
 
 

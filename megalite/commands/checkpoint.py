@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megalite.checkpoint import CheckpointError, Manifest, manifest_of
+from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint import inspect as inspecting
 from megalite.commands.parser import Answer, Parser, answer
 
@@ -49,7 +49,7 @@ def parser() -> Parser:
 
 
 def opened(path: Path) -> Manifest:
-    return manifest_of(inspecting.find(path))
+    return manifest_of(find(path))
 
 
 def list_run(options: argparse.Namespace) -> Answer:

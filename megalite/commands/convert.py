@@ -93,7 +93,7 @@ def bring_in(options: argparse.Namespace) -> Answer:
 def bring_out(options: argparse.Namespace) -> Answer:
     import torch
 
-    from megalite.checkpoint.inspect import find
+    from megalite.checkpoint import find
     from megalite.huggingface.convert import export_model
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -102,7 +102,7 @@ def bring_out(options: argparse.Namespace) -> Answer:
 
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:
-    from megalite.checkpoint.inspect import find
+    from megalite.checkpoint import find
     from megalite.huggingface.adapters import export_adapter
 
     content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
@@ -117,7 +117,7 @@ def _written(content: dict[str, Any], place: Path) -> Answer:
 
 
 def check(options: argparse.Namespace) -> Answer:
-    from megalite.checkpoint.inspect import find
+    from megalite.checkpoint import find
     from megalite.evaluation.logits import compare, rounding
 
     directory = find(options.checkpoint_dir)

@@ -1,6 +1,7 @@
 """The options of a run: typed sections whose field docstrings are the `--help` text. Imports no torch."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -31,6 +32,11 @@ class RunConfig:
     """End the run when a rank does not answer a collective for this long, for example 10m or 1h."""
     overwrite: bool = False
     """Let a new run use the directory of an old one (checkpoint.load none or of another run), which is renamed to NAME.old-1 first."""
+
+    @property
+    def directory(self) -> Path:
+        """The run's own directory."""
+        return Path(self.dir) / self.name
 
 
 @dataclass

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megalite import checkpoint
 from megalite.checkout import command
-from megalite.checkpoint import CheckpointError
-from megalite.checkpoint.inspect import find
+from megalite.checkpoint import CheckpointError, find
 from megalite.config.dims import ParallelDims
 from megalite.config.families import hf_config
 from megalite.config.load import from_dict

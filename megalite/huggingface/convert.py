@@ -25,9 +25,8 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkout import command
-from megalite.checkpoint import CheckpointError, Manifest, directories
+from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
-from megalite.checkpoint.inspect import find
 from megalite.checkpoint.manifest import StoredTensor, encode
 from megalite.config.families import families, from_hf_config, hf_config
 from megalite.config.load import from_dict, to_dict

@@ -6,11 +6,9 @@ import json
 import math
 import os
 import sys
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,11 @@ from megalite.checkpoint.directories import write_synced
 from megalite.config.load import write_config
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 from megalite.messages import say
-from megalite.monitoring.sinks import Sink, TensorBoard, WeightsAndBiases
 
 if TYPE_CHECKING:
     import torch
+
+    from megalite.monitoring.sinks import Sink
 
 FILE = "metrics.jsonl"
 
@@ -70,10 +69,11 @@ class MetricsWriter(ExitStack):
         self._path, self._config = run_dir / FILE, config
         options = config.logging if config else LoggingConfig()
         check_packages(options)
-        self._tensorboard = Sink("TensorBoard", partial(TensorBoard, run_dir), resume_step) if options.tensorboard else None
-        self._sinks = [] if self._tensorboard is None else [self._tensorboard]
-        if options.wandb and config:
-            self._sinks.append(Sink("Weights & Biases", _open_wandb(options.wandb, run_dir, resume_step, config), resume_step))
+        self._sinks: list[Sink] = []
+        if config and (options.tensorboard or options.wandb):
+            from megalite.monitoring.sinks import open_sinks
+
+            self._sinks = open_sinks(config, run_dir, resume_step)
         for sink in self._sinks:
             self.callback(sink.close)
         self._start_file(resume_step)
@@ -81,8 +81,8 @@ class MetricsWriter(ExitStack):
     def rewind(self, step: int) -> None:
         """Continue after a step: lines of later steps are removed from metrics.jsonl, and TensorBoard no longer shows them."""
         self._start_file(step)
-        if self._tensorboard is not None:
-            self._tensorboard.rewind(step)
+        for sink in self._sinks:
+            sink.rewind(step)
 
     def _start_file(self, step: int) -> None:
         cut_after(self._path, step)
@@ -142,19 +142,6 @@ def _step_of(line: str) -> int | None:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -> Callable[[int], WeightsAndBiases]:
-    """Opens the run on Weights & Biases; a run that starts at step 0 is a new one there, once."""
-    fresh = uuid.uuid4().hex
-
-    def open_at(step: int) -> WeightsAndBiases:
-        file = run_dir / "wandb_id"
-        if not file.exists() or (resume_step == 0 and file.read_text() != fresh):
-            file.write_text(fresh)
-        return WeightsAndBiases(project, run_dir, step, config, file.read_text())
-
-    return open_at
 
 
 def peak_memory_bytes(device: torch.device) -> int:

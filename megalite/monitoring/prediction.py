@@ -12,9 +12,9 @@ from megalite.build import parts as build
 from megalite.checkpoint.directories import write_synced
 from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, RankEnvironment
+from megalite.messages import write_or_say
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
-from megalite.monitoring.sinks import write_or_say
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning.hardware import Device
 from megalite.planning.predicting import estimated_costs, stage_sums, step_seconds

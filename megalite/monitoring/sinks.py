@@ -1,10 +1,12 @@
-"""Optional recipients of metrics, TensorBoard and Weights & Biases, and files of instruments: none of them can end a run."""
+"""Optional recipients of metrics, TensorBoard and Weights & Biases: neither can end a run."""
 
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Protocol
@@ -29,18 +31,21 @@ class Sink:
     Args:
         name: for messages.
         open_client: opens the client to continue after a step.
+        rewinds: whether a client can be opened again at an earlier step.
     """
 
-    def __init__(self, name: str, open_client: Callable[[int], Client], step: int):
+    def __init__(self, name: str, open_client: Callable[[int], Client], step: int, rewinds: bool = True):
         self._name, self._open = name, open_client
         self._client: Client | None = None
         self._retry_at, self._pause = 0.0, RETRY_S
-        self.rewind(step)
+        self._rewinds = rewinds
+        self._guard(lambda: self._reopen(step))
 
     def rewind(self, step: int) -> None:
-        """Continue after a step, which may be an earlier one."""
-        self.close()
-        self._guard(lambda: self._reopen(step))
+        """Continue after an earlier step, if the client can."""
+        if self._rewinds:
+            self.close()
+            self._guard(lambda: self._reopen(step))
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         if self._client is None and monotonic() >= self._retry_at:
@@ -109,12 +114,24 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
-    """Write an instrument's file; its directory is created. If that fails, one line says so. Returns whether it was written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except OSError as error:
-        say(f"{path} can not be written: {error.strerror or error}")
-        return False
-    return True
+def open_sinks(config: Config, run_dir: Path, step: int) -> list[Sink]:
+    """The sinks that the options name, to continue after a step."""
+    sinks = []
+    if config.logging.tensorboard:
+        sinks.append(Sink("TensorBoard", partial(TensorBoard, run_dir), step))
+    if config.logging.wandb:
+        sinks.append(Sink("Weights & Biases", _open_wandb(config.logging.wandb, run_dir, step, config), step, rewinds=False))
+    return sinks
+
+
+def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -> Callable[[int], WeightsAndBiases]:
+    """Opens the run on Weights & Biases; a run that starts at step 0 is a new one there, once."""
+    fresh = uuid.uuid4().hex
+
+    def open_at(step: int) -> WeightsAndBiases:
+        file = run_dir / "wandb_id"
+        if not file.exists() or (resume_step == 0 and file.read_text() != fresh):
+            file.write_text(fresh)
+        return WeightsAndBiases(project, run_dir, step, config, file.read_text())
+
+    return open_at

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megalite.clock import ActionTiming, DeviceClock, HostClock
+from megalite.messages import write_or_say
 from megalite.monitoring.observer import Observer
-from megalite.monitoring.sinks import write_or_say
 from megalite.parallel.sharding.transfers import Transfer
 
 if TYPE_CHECKING:

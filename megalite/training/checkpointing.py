@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite import checkpoint
-from megalite.checkpoint import CheckpointError, DamagedError
+from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
-from megalite.checkpoint.inspect import find
 from megalite.checkpoint.saver import Save
 from megalite.config.load import to_dict
 from megalite.launch.environment import software

@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite import checkpoint
-from megalite.checkpoint import CheckpointError
-from megalite.checkpoint.inspect import find
+from megalite.checkpoint import CheckpointError, find
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.run_lock import RunLock
 from megalite.monitoring.metrics import FILE as METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def run_directory(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
 
 
 @dataclass
@@ -51,7 +46,7 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
         InUseError: another job uses the directory.
         ConfigError: an earlier run in it would be overwritten, or it cannot be written.
     """
-    directory = run_directory(config)
+    directory = config.run.directory
     held = lock(directory)
     try:
         note = held.acquire()
@@ -81,7 +76,7 @@ def starts_anew(config: Config) -> bool:
     load = config.checkpoint.load
     if load in ("auto", "none"):
         return load == "none"
-    own = run_directory(config).resolve()
+    own = config.run.directory.resolve()
     return own not in (place := Path(load).resolve()).parents and own != place
 
 
@@ -116,7 +111,7 @@ def _described(directory: Path) -> str:
 
 def _nothing_to_do(config: Config) -> str | None:
     """Why there is nothing to do, and the way to continue; None where steps are left, or where that is not known."""
-    load, directory = config.checkpoint.load, run_directory(config)
+    load, directory = config.checkpoint.load, config.run.directory
     if load == "none":
         return None
     place = find(directory if load == "auto" else Path(load))

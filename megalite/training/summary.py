@@ -19,7 +19,6 @@ from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.messages import say
 from megalite.monitoring.metrics import FILE as METRICS
-from megalite.training.run_directory import run_directory
 
 FILE = "summary.json"
 TAIL = 1 << 20
@@ -66,7 +65,7 @@ class SummaryWriter:
     """Writes summary.json at the start of training and at its end. A file that cannot be written is one line on stderr."""
 
     def __init__(self, config: Config):
-        self._directory, self._since = run_directory(config), time.monotonic()
+        self._directory, self._since = config.run.directory, time.monotonic()
         self.summary = Summary(run=config.run.name, steps=config.train.steps, ranks=ParallelDims.of(config).world)
         self._write()
 

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite import checkpoint
-from megalite.checkpoint import CheckpointError, Manifest
-from megalite.checkpoint.inspect import find
+from megalite.checkpoint import CheckpointError, Manifest, find
 from megalite.config.rule import show
 from megalite.config.schema import Config
 from megalite.data.tokenizer_comparison import Tokenized, compare, of_data, one_tokenizer
 from megalite.data.tokenizer_identity import of_record, of_tokenizer
 from megalite.training.faults import restarts
-from megalite.training.run_directory import run_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +51,7 @@ def _against_data(config: Config, start: Tokenized) -> list[str]:
 
 def _resumed(config: Config) -> Manifest | None:
     """The manifest of the checkpoint that the run will resume; None if there is none, or none that can be read."""
-    load, own = config.checkpoint.load, run_directory(config) / "checkpoints"
+    load, own = config.checkpoint.load, config.run.directory / "checkpoints"
     place = checkpoint.latest(own) if load == "auto" or restarts() else None
     if place is None and load not in ("auto", "none"):
         place = find(Path(load))

@@ -69,7 +69,7 @@ class Trainer:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
-        self.run_dir = Path(config.run.dir) / config.run.name
+        self.run_dir = config.run.directory
         self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
         self.microbatches = build.layout(config).microbatches
         self.schedule = build.schedule(config, self.microbatches)

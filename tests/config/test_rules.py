@@ -83,7 +83,7 @@ ROWS = [
         ("adapter_config.json, for model.init_from = .",),
     ),
     Row("lora.init_from is an adapter", {"lora.rank": 4, "lora.init_from": "."}, {"model.init_from": "."}, ("model.init_from = null",)),
-    Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("neither a checkpoint (it has no manifest.json) nor a run",)),
+    Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("neither a checkpoint (it has no manifest",)),
     Row("init_from hf exists", {"model.init_from": "hf:nowhere"}, {"model.init_from": None}, ("there is no config.json", "after hf:")),
     Row("hidden size over heads", {"model.num_attention_heads": 6, "model.hidden_size": 64}, {"model.head_dim": 10}, ("4 or 8",)),
     Row(
