@@ -4,6 +4,7 @@ step.py, overhead.py     one comparison each: which runs, in which order, and th
 kernels.py               every kernel on a GPU: kernel_run.py measures the cases of kernel_cases.py and attention_cases.py, tuning.py tries
                          other settings, kernel_page.py writes the table of docs/kernels.md
 scaling.py               one training on growing numbers of ranks, each world measured by scaling_run.py
+prepare.py               preparation of data, each way measured by preparing.py
 ours.py, peer.py         one measured run each, in its own process: megalite's trainer, transformers' model
 measure.py               shared by measured processes: time steps and matrix products, read memory
 report.py                starts the processes, describes the machine, writes JSON and tables

@@ -7,6 +7,7 @@
     python tools/benchmark.py checkpoint                                   saving on 4 ranks against torch.save
     python tools/benchmark.py scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
     python tools/benchmark.py plan                                         five layouts against the planner's predictions
+    python tools/benchmark.py prepare [--megabytes N] [--workers N]        data preparation beside Megatron-LM's and datatrove's
     python tools/benchmark.py bubble                                       every schedule's bubble against the simulator's prediction
 
 Do not use the machine meanwhile: compared runs alternate within one invocation, but other load adds noise to every figure.
@@ -23,13 +24,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bubble, checkpoint, comm, gpu_step, kernels, overhead, plan, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, gpu_step, kernels, overhead, plan, prepare, report, scaling, step
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
 ON_CPU = {"overhead": overhead, "comm": comm, "checkpoint": checkpoint, "plan": plan, "bubble": bubble}
 COLUMNS = {"step": step.COLUMNS} | {name: benchmark.COLUMNS for name, benchmark in ON_CPU.items()}
+COLUMNS["prepare"] = prepare.COLUMNS
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
 KERNEL_TARGETS = {"kernel": "kernel", "shape": "shape", **TARGETS}
 
@@ -80,7 +82,9 @@ def parser() -> Parser:
     common.add_argument("--machine", metavar="NAME", help="the machine's name in the file name (default: its GPU or processor)")
     common.add_argument("--json", action="store_true", help="print only the JSON on stdout")
     common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes with meaningless figures, for tests
-    commands = made.add_subparsers(dest="benchmark", required=True, metavar="step|kernels|overhead|comm|checkpoint|scaling|plan|bubble")
+    commands = made.add_subparsers(
+        dest="benchmark", required=True, metavar="step|kernels|overhead|comm|checkpoint|scaling|plan|prepare|bubble"
+    )
     threads = Parser(add_help=False)
     threads.add_argument("--threads", type=int, default=2, help="threads of single-process runs (default 2)")
     of_step = commands.add_parser("step", parents=[common, threads], help="a training step against transformers, side by side")
@@ -98,6 +102,9 @@ def parser() -> Parser:
     )
     add_scaling(commands.add_parser("scaling", parents=[common], help="strong and weak scaling over worlds of several sizes"))
     commands.add_parser("plan", parents=[common, threads], help="steps of a small model on five layouts, against the planner's predictions")
+    of_prepare = commands.add_parser("prepare", parents=[common, threads], help="data preparation beside Megatron-LM's and datatrove's")
+    of_prepare.add_argument("--megabytes", type=positive, default=1000, metavar="N", help="size of the text (default 1000)")
+    of_prepare.add_argument("--workers", type=positive, metavar="N", help="processes of each (default: the usable cores)")
     commands.add_parser("bubble", parents=[common, threads], help="sleeping stages on four ranks under every pipeline schedule")
     return made
 
@@ -162,6 +169,9 @@ def measure(options: argparse.Namespace) -> Path:
     common: dict[str, Any] = {"rounds": options.rounds, "threads": options.threads, "smoke": options.smoke, "progress": say}
     if options.benchmark == "step":
         return save(step.compare(**common, precisions=list(dict.fromkeys(options.precision)), compiled=options.compile))
+    if options.benchmark == "prepare":
+        del common["threads"]
+        return save(prepare.compare(**common, megabytes=options.megabytes, workers=options.workers))
     return save(ON_CPU[options.benchmark].compare(**common))
 
 

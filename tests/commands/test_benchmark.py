@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bubble, checkpoint, comm, overhead, plan, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, overhead, plan, prepare, report, scaling, step
 from benchmarks.command import main
 from benchmarks.ours import linear_shapes, step_products
+from benchmarks.preparing import measured
 from benchmarks.scaling_run import measure
 from megalite.build import parts as build
 from megalite.commands.plan import main as plan_main
@@ -107,6 +108,20 @@ def test_checkpoint_compares_with_torch_save(run: Callable[..., dict[str, Any]],
     fast, slow = ({"gb_per_second": speed, "held_s": held} for speed, held in ((1.0, 1.0), (0.75, 10.0)))
     assert [target["met"] for target in checkpoint.targets([fast, slow, fast])] == [False, True]
     assert [target["measured"] for target in checkpoint.targets([slow, fast, slow])] == [pytest.approx(4 / 3), 10.0]
+
+
+def test_preparation_stands_beside_what_others_do(run: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(report, "launch", lambda module, spec, **options: measured(spec))  # here: imports would take most of the time
+    content = run("prepare", "--workers", "1")
+    check_surroundings(content, tmp_path)
+    megalite, megatron, datatrove, alone = content["results"]
+    assert "own measurement of the same loop" in megatron["way"] and content["workers"] == 1
+    assert megalite["million_tokens"] == megatron["million_tokens"] > 0.01 and alone["million_tokens"] is None
+    assert datatrove["million_tokens"] == pytest.approx(megalite["million_tokens"], rel=1e-3)
+    for row in content["results"]:
+        assert row["ratio"] == pytest.approx(megalite["mb_per_second"] / row["mb_per_second"])
+    rows = [{"ratio": ratio} for ratio in (1.0, 1.2, 0.9, 1.8)]
+    assert [(target["measured"], target["met"]) for target in prepare.targets(rows, 2)] == [(0.9, True), (1.2, True), (0.9, False)]
 
 
 def test_bubble_stands_beside_what_the_simulator_predicts(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

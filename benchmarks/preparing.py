@@ -1,0 +1,139 @@
+"""One measured preparation of a .jsonl in its own process: megalite's, Megatron-LM's loop, datatrove's, or the tokenizer alone."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from array import array
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import finish, read_spec
+
+BATCH = 10_000  # documents of a call, datatrove's default
+CHUNK = 32  # lines sent at once, Megatron-LM's
+ALONE_BYTES = 16_000_000  # of input, read before the clock starts
+
+
+def megalite(spec: dict[str, Any]) -> int:
+    """`megalite prepare`, without the start of its process."""
+    from megalite.data.preparation.prepare import prepare
+    from megalite.data.preparation.sources import open_inputs
+
+    sources = open_inputs([spec["input"]], exclude=[], file_format="auto", text_key="text", split="train")
+    return prepare(sources, Path(spec["output"], "x"), spec["tokenizer"], workers=spec["workers"]).tokens
+
+
+_tokenizer: list[Any] = []  # of a worker
+
+
+def _load_with_transformers(directory: str) -> None:
+    from transformers import AutoTokenizer
+
+    _tokenizer.append(AutoTokenizer.from_pretrained(directory))
+
+
+def _encode_line(line: str) -> tuple[list[int], int]:
+    """The tokens of a line and its length, as Megatron-LM's workers return them."""
+    tokenizer = _tokenizer[0]
+    ids = tokenizer(json.loads(line)["text"]).input_ids
+    ids.append(tokenizer.eos_token_id)
+    return ids, len(line)
+
+
+def megatron(spec: dict[str, Any]) -> int:
+    """The loop of Megatron-LM's tools/preprocess_data.py: one process reads lines and writes, a pool tokenizes each by itself."""
+    total = 0
+    with (
+        Path(spec["input"]).open(encoding="utf-8") as lines,
+        Path(spec["output"], "x.bin").open("wb") as out,
+        multiprocessing.Pool(spec["workers"], _load_with_transformers, (spec["tokenizer"],)) as pool,
+    ):
+        sizes = array("i")
+        for ids, _ in pool.imap(_encode_line, lines, CHUNK):
+            out.write(np.array(ids, np.uint16).tobytes())
+            sizes.append(len(ids))
+            total += len(ids)
+    return total
+
+
+def datatrove(spec: dict[str, Any]) -> int:
+    """datatrove's tokenization of a folder of shards, one per worker; without the merging of its results into one file."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    out = Path(spec["output"])
+    steps = [
+        JsonlReader(spec["shards"], glob_pattern="*.jsonl"),
+        DocumentTokenizer(str(out), str(Path(spec["tokenizer"], "tokenizer.json")), eos_token=spec["eos"], shuffle_documents=False),
+    ]
+    LocalPipelineExecutor(steps, tasks=spec["workers"], workers=spec["workers"], logging_dir=str(out / "logs")).run()
+    return sum(path.stat().st_size for path in out.glob("*.ds")) // 2
+
+
+def _encode_shard(spec: dict[str, Any], shard: Path) -> int:
+    from tokenizers import Tokenizer
+
+    tokenizer, total = Tokenizer.from_file(str(Path(spec["tokenizer"], "tokenizer.json"))), 0
+    with shard.open(encoding="utf-8") as lines, Path(spec["output"], f"{shard.stem}.ds").open("wb") as out:
+        while batch := [json.loads(line)["text"] for line in islice(lines, BATCH)]:
+            for encoding in tokenizer.encode_batch(batch):
+                ids = [*encoding.ids, tokenizer.token_to_id(spec["eos"])]
+                out.write(np.array(ids, np.uint16).tobytes())
+                total += len(ids)
+    return total
+
+
+def datatrove_loop(spec: dict[str, Any]) -> int:
+    """What datatrove does, where it is not installed: each process reads a shard, and tokenizes batches of documents."""
+    shards = sorted(Path(spec["shards"]).glob("*.jsonl"))
+    with multiprocessing.Pool(spec["workers"]) as pool:
+        return sum(pool.starmap(_encode_shard, [(spec, shard) for shard in shards]))
+
+
+def _texts(path: str, limit: int) -> Iterator[str]:
+    with Path(path).open(encoding="utf-8") as lines:
+        for line in lines:
+            limit -= len(line)
+            yield json.loads(line)["text"]
+            if limit <= 0:
+                return
+
+
+def alone(spec: dict[str, Any]) -> tuple[float, int]:
+    """The tokenizer in one process on texts in memory: seconds for ALONE_BYTES of input, and these."""
+    from tokenizers import Tokenizer
+
+    tokenizer, texts = Tokenizer.from_file(str(Path(spec["tokenizer"], "tokenizer.json"))), list(_texts(spec["input"], ALONE_BYTES))
+    started = perf_counter()
+    for first in range(0, len(texts), 32):
+        tokenizer.encode_batch_fast(texts[first : first + 32], add_special_tokens=False)
+    return perf_counter() - started, min(ALONE_BYTES, Path(spec["input"]).stat().st_size)
+
+
+def has_datatrove() -> bool:
+    """Whether the package is installed."""
+    return find_spec("datatrove") is not None
+
+
+def measured(spec: dict[str, Any]) -> dict[str, Any]:
+    """Prepare in one way; seconds, bytes of the input and tokens."""
+    if spec["way"] == "alone":
+        seconds, size = alone(spec)
+        return {"seconds": seconds, "bytes": size, "tokens": None}
+    ways = {"megalite": megalite, "megatron": megatron, "datatrove": datatrove if has_datatrove() else datatrove_loop}
+    started = perf_counter()
+    tokens = ways[spec["way"]](spec)
+    return {"seconds": perf_counter() - started, "bytes": Path(spec["input"]).stat().st_size, "tokens": tokens}
+
+
+if __name__ == "__main__":
+    of_process = read_spec()
+    finish(of_process, measured(of_process))
