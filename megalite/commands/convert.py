@@ -58,6 +58,8 @@ def parser() -> Parser:
         metavar="HF_DIR",
         help="source of tokenizer, token ids and generation settings (default: the directory that the model was imported from)",
     )
+    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: that of the training data, else that of --like)")
+    add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--family", choices=list(families().rows), help="target family (default: the one imported from, or the first that fits the model)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of all tensors (default: each keeps its stored dtype)")
     add("--shard_size", type=size, default="5GB", metavar="SIZE", help="maximum bytes per file, for example 500MB (default 5GB)")
@@ -98,6 +100,7 @@ def bring_out(options: argparse.Namespace) -> Answer:
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     asked = {"like": options.like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
+    asked |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
     return _written(export_model(find(options.checkpoint_dir), options.hf_dir, **asked), options.hf_dir)
 
 
@@ -107,13 +110,14 @@ def bring_adapter_out(options: argparse.Namespace) -> Answer:
 
     content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
-    return content | {"written": str(options.peft_dir)}, [f"{options.peft_dir}: {text} for {len(content['modules'])} modules"], 0
+    lines = [f"{options.peft_dir}: {text} for {len(content['modules'])} modules", *content["notes"]]
+    return content | {"written": str(options.peft_dir)}, lines, 0
 
 
 def _written(content: dict[str, Any], place: Path) -> Answer:
     line = f"{place}: a {content['family']} model of {content['parameters']:,} parameters in {', '.join(content['dtypes'])}"
-    like = f", with the files next to the weights of {content['like']}" if content.get("like") else ""
-    return content | {"written": str(place)}, [line + like], 0
+    with_tokenizer = f", with the tokenizer {content['tokenizer']}" if content.get("tokenizer") else ""
+    return content | {"written": str(place)}, [line + with_tokenizer, *content.get("notes", ())], 0
 
 
 def check(options: argparse.Namespace) -> Answer:

@@ -34,6 +34,11 @@ def read_template(path: Path) -> str:
         raise DataError(f"--chat_template {path} can not be read: {reason}. Give a file with the template's Jinja source.") from None
 
 
+def template_hash(source: str) -> str:
+    """What identifies a template."""
+    return sha256(source.encode()).hexdigest()[:16]
+
+
 class ChatTemplate:
     """The chat template of a tokenizer's model.
 
@@ -44,7 +49,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, source: str | None = None):
         self._tokenizer = tokenizer
         self.source = source or tokenizer.chat_template or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
-        self.hash = sha256(self.source.encode()).hexdigest()[:16]
+        self.hash = template_hash(self.source)
         self._has_marks = re.search(r"{%[-+]?\s*generation\s*[-+]?%}", self.source) is not None
         self._controls = re.compile("|".join(map(re.escape, sorted(tokenizer.controls, key=len, reverse=True))) or "(?!)")
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -91,8 +91,8 @@ class TokenizerIdentity:
         return one == two if one.partition("-")[0] == two.partition("-")[0] else None
 
     def record(self) -> dict[str, str | None]:
-        """As plain data, for a checkpoint or an export."""
-        return {key: value for key, value in asdict(replace(self, fingerprint=self.known())).items() if key != "readable"}
+        """As plain data, for a checkpoint or an export; nothing is computed."""
+        return {key: value for key, value in asdict(self).items() if key != "readable"}
 
 
 def of_record(record: Mapping[str, Any] | None) -> TokenizerIdentity:

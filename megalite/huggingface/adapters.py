@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,7 +31,9 @@ from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import HF, NAMED, WEIGHT, model_of, places_of
 from megalite.huggingface.files import ConversionError, NewFile, Weights
 from megalite.huggingface.merging import Adapters, adapted, adapter_names
+from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place
+from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write_tokenizer
 from megalite.parallel.spec import Rectangle
 
 Read = Callable[[Sequence[Rectangle]], None]
@@ -109,21 +110,20 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     tensors = {key: value for module in modules for key, value in zip(module.keys, _joined(module, adapters), strict=True)}
     start = model.initial_weights or ""
     base = start.removeprefix(HF) if start.startswith(HF) else model.from_hf
-    temporary = target.with_name(f".{target.name}.new")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
-        temporary.mkdir(parents=True)
+    tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
+    parameters, dtypes = sum(value.numel() for value in tensors.values()), {name_of(value.dtype) for value in tensors.values()}
+    with converting.new_directory(target) as temporary:
         with closing(NewFile(temporary / FILES[0], {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})) as file:
             for name, value in tensors.items():
                 file.write(name, value)
         directories.write_synced(temporary / SETTINGS, json.dumps(_settings(modules, found, adapters.lora, base), indent=2) + "\n")
-        temporary.rename(target)
-    except OSError as error:
-        raise ConversionError(f"could not write {target}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    parameters, dtypes = sum(value.numel() for value in tensors.values()), {name_of(value.dtype) for value in tensors.values()}
-    return {"rank": adapters.lora.rank, "parameters": parameters, "dtypes": sorted(dtypes), "modules": [each.name for each in modules]}
+        identity = write_tokenizer(temporary, tokenizer, manifest.state["step"])
+        facts = {"adapter": f"LoRA of rank {adapters.lora.rank}", "parameters": f"{parameters:,}", "dtype": ", ".join(sorted(dtypes))}
+        write_card(temporary, manifest, identity, facts, base=base or "")
+    return {"rank": adapters.lora.rank, "parameters": parameters, "dtypes": sorted(dtypes), "modules": [each.name for each in modules]} | {
+        "tokenizer": tokenizer.name,
+        "notes": tokenizer.notes,
+    }
 
 
 def _joined(module: Module, adapters: Adapters) -> tuple[Tensor, Tensor]:

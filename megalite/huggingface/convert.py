@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -37,9 +37,11 @@ from megalite.config.schema import Config, ConfigError, ModelConfig
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
 from megalite.huggingface.merging import Adapters
+from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import FAMILY_NAMES, Place, places
 from megalite.huggingface.recorded import COMPANIONS
-from megalite.huggingface.vocabulary import check_vocabulary, companions
+from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
+from megalite.huggingface.vocabulary import GENERATION, check_vocabulary, companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 
@@ -206,43 +208,62 @@ def export_model(
     family: str | None = None,
     dtype: torch.dtype | None = None,
     shard: int = SHARD,
+    tokenizer: str | None = None,
+    allow_tokenizer_change: bool = False,
 ) -> dict[str, Any]:
-    """Write a checkpoint's weights as a Hugging Face directory; returns a summary for display.
+    """Write a checkpoint's weights and its tokenizer as a Hugging Face directory; returns a summary for display.
 
     like: a Hugging Face directory whose family, token ids, tokenizer and generation settings are exported with the weights; by default the
     one that the checkpoint came from, if any. dtype: by default that of each stored tensor. shard: maximum bytes of a file.
-    Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
+    tokenizer: byte, FILE.model or a directory; by default that of the training data, else that of `like`. allow_tokenizer_change: even if
+    the weights were trained with another. Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
     """
     if target.exists():
         raise ConversionError(f"{target} exists already. Give another name, or remove it.")
     manifest = checkpoint.manifest_of(directory)
     manifest.check_files()
     model = model_of(manifest)
+    choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)
     like = like or origin(directory, model)
+    found_tokenizer = choose(manifest, choice, like)
     base = hf_config(like) if like else {}
     family = family or _family_like(model, base)
     config = to_hf_config(model, family)
     found = places(model, config["model_type"])
     stored = _stored(manifest, found)
-    if like:
-        check_vocabulary(like, model.vocabulary)
     dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
-    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {key: base[key] for key in base.keys() & families().kept}
+    settings = hf_config(like, GENERATION) if like and (like / GENERATION).is_file() else {}
+    ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like, base | settings)
+    config |= {key: base[key] for key in base.keys() & families().kept} | ids
     config |= {"torch_dtype": name_of(max(dtypes.values(), key=lambda each: each.itemsize))}
+    summary = _summary(model, config["model_type"], map(name_of, dtypes.values()))
+    with new_directory(target) as temporary:
+        _write_weights(temporary, manifest, stored, found, dtypes, shard)
+        directories.write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
+        write_generation(temporary, found_tokenizer, settings, ids)
+        identity = write_tokenizer(temporary, found_tokenizer, manifest.state["step"])
+        write_card(temporary, manifest, identity, _shown(summary, config["architectures"][0]), reader=found_tokenizer.reader)
+    return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": found_tokenizer.notes}
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory to write into, which gets its name when the block has ended without an error. Raises ConversionError where it cannot."""
     temporary = target.with_name(f".{target.name}.new")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
         temporary.mkdir(parents=True)
-        _write_weights(temporary, manifest, stored, found, dtypes, shard)
-        directories.write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
-        for file in companions(like) if like else ():
-            shutil.copyfile(file, temporary / file.name)
+        yield temporary
         temporary.rename(target)
     except OSError as error:
         raise ConversionError(f"could not write {target}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return _summary(model, config["model_type"], map(name_of, dtypes.values())) | {"like": like and str(like)}
+
+
+def _shown(summary: dict[str, Any], architecture: str) -> dict[str, str]:
+    """Rows of the model card."""
+    return {"architecture": architecture, "parameters": f"{summary['parameters']:,}", "dtype": ", ".join(summary["dtypes"])}
 
 
 def model_of(manifest: Manifest) -> ModelConfig:

@@ -30,7 +30,7 @@ def converted(tokenizer: ByteTokenizer | SentencePieceTokenizer) -> Files:
 
 def _settings(**special: str) -> dict[str, Any]:
     shared = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "model_max_length": _LONGEST}
-    return {**special, **shared}
+    return {**special, **shared, "model_input_names": ["input_ids", "attention_mask"]}
 
 
 def _file(model: dict[str, Any], added: list[dict[str, Any]], **rules: Any) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""The model card of an export (README.md): what was trained, on what, how, and how to load it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import megalite
+from megalite.checkpoint import Manifest
+from megalite.checkpoint.directories import write_synced
+from megalite.config.load import from_dict, to_yaml
+from megalite.config.schema import Config
+from megalite.config.token_files import metadata, prefixes
+from megalite.data.tokenizer_identity import TokenizerIdentity
+
+CARD = "README.md"
+_MODEL = """\
+```python
+from transformers import AutoModelForCausalLM, {reader}
+
+model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+{tokenizer}```
+"""
+_ADAPTER = """\
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, {reader}
+
+base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")
+model = PeftModel.from_pretrained(base, "{name}")
+{tokenizer}```
+"""
+
+
+def write_card(
+    directory: Path,
+    manifest: Manifest,
+    tokenizer: TokenizerIdentity | None,
+    facts: Mapping[str, Any],
+    *,
+    reader: str = "AutoTokenizer",
+    base: str | None = None,
+) -> None:
+    """Write README.md.
+
+    Args:
+        tokenizer: the one in the directory; None if there is none.
+        reader: the class of transformers that reads it.
+        facts: further rows of its table, such as parameters and dtypes.
+        base: of an adapter, the directory of the model that it adapts.
+    """
+    state, config = manifest.state, from_dict(manifest.state["config"])
+    name = directory.name.removeprefix(".").removesuffix(".new")
+    adapter = base is not None
+    about = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation", "tags": ["megalite"]}
+    head = "".join(f"{key}: {json.dumps(value)}\n" for key, value in (about | ({"base_model": base} if base else {})).items())
+    rows = dict(facts) | _trained(config, state) | _tokenizer(tokenizer) | {"megalite": _version(state)}
+    table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    reads = f'tokenizer = {reader}.from_pretrained("{name}")\n' if tokenizer is not None else ""
+    usage = (_ADAPTER if adapter else _MODEL).format(name=name, base=base, tokenizer=reads, reader=reader)
+    parts = [f"---\n{head}---\n\n# {name}\n", f"| | |\n|---|---|\n{table}", usage]
+    if config.data.train is not None:
+        parts.append(f"## Configuration\n\n```yaml\n{to_yaml(config)}```\n")
+    write_synced(directory / CARD, "\n".join(parts))
+
+
+def _version(state: dict[str, Any]) -> str:
+    trained = state.get("software", {}).get("megalite")
+    return f"exported by {megalite.__version__}" + (f", trained with {trained}" if trained else "")
+
+
+def _trained(config: Config, state: dict[str, Any]) -> dict[str, str]:
+    """Data, tokens and options of the training; nothing for a model that was only converted."""
+    if config.data.train is None:
+        return {}
+    optimizer = config.optimizer
+    counts = {prefix: metadata(prefix).get("tokens") for prefix in prefixes(config.data.train)}
+    samples, step = state.get("samples", 0), state.get("step", 0)
+    rows = {
+        "data": ", ".join(prefix + (f" ({count:,} tokens)" if count else "") for prefix, count in counts.items()),
+        "data fingerprint": str(state.get("fingerprint")),
+        "steps": f"{step:,} of {config.train.steps:,}",
+        "tokens seen": f"{samples * config.data.sequence_length:,} ({samples:,} samples of {config.data.sequence_length:,})",
+        "global batch": f"{config.train.global_batch_size:,} samples",
+        "optimizer": f"AdamW, learning rate {optimizer.lr:g} ({optimizer.decay}), weight decay {optimizer.weight_decay:g}",
+        "precision": config.train.precision,
+    }
+    return rows | ({"started from": config.model.init_from} if config.model.init_from else {})
+
+
+def _tokenizer(identity: TokenizerIdentity | None) -> dict[str, str]:
+    if identity is None:
+        return {"tokenizer": "not included"}
+    known = f", fingerprint {identity.fingerprint}" if identity.fingerprint else ""
+    template = {"chat template": f"hash {identity.template_hash}"} if identity.template_hash else {}
+    return {"tokenizer": f"{Path(identity.name or '').name}{known}"} | template

@@ -1,0 +1,249 @@
+"""The tokenizer of an export, in transformers' form: the one that the weights were trained with, whatever the model came from.
+
+A Hugging Face tokenizer's files are copied; bytes and a sentencepiece model are converted (`tokenizer_json`). The chat template is the one
+that the conversations were rendered with, and the token with which it ends the assistant's turn is among the ids that end a generation.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import megalite
+from megalite.checkpoint import Manifest
+from megalite.checkpoint.directories import write_synced
+from megalite.config.load import from_dict
+from megalite.config.schema import Config, ConfigError
+from megalite.config.token_files import metadata, prefixes
+from megalite.data.chat_template import ChatTemplate, template_hash
+from megalite.data.indexed import DataError
+from megalite.data.tokenizer_comparison import Tokenized, compare
+from megalite.data.tokenizer_identity import ENTRY, TokenizerIdentity, digest_of, fingerprint, of_token_file, of_tokenizer, tokenizer_files
+from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load
+from megalite.huggingface.files import ConversionError
+from megalite.huggingface.recorded import tokenizer_of
+from megalite.huggingface.tokenizer_json import converted
+from megalite.huggingface.vocabulary import GENERATION, check_vocabulary
+
+ALLOW = "--allow_tokenizer_change"
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which tokenizer is wanted: named, or that of a model's directory. allow_change: even if the weights were trained with another."""
+
+    named: str | None = None
+    like: Path | None = None
+    allow_change: bool = False
+
+
+@dataclass
+class ExportedTokenizer:
+    """What an export carries.
+
+    Attributes:
+        identity: what is known of the tokenizer that the weights were trained with, or of the one that was chosen instead.
+        name: byte, FILE.model or a directory; None: the export has no tokenizer.
+        tokenizer: loaded if the weights were trained on data; None where its files are copied only.
+        template: the chat template of the training data; None: the tokenizer's own.
+        reader: the class of transformers that reads it, which for some types of models is not AutoTokenizer.
+        notes: lines for the user.
+    """
+
+    identity: TokenizerIdentity
+    name: str | None = None
+    tokenizer: Tokenizer | None = None
+    template: str | None = None
+    reader: str = "AutoTokenizer"
+    notes: list[str] = field(default_factory=list)
+
+    def end_of_turn(self) -> list[int]:
+        """The token after the assistant's messages, if the training data is conversations and the token is no text."""
+        if self.template is not None and self.tokenizer is not None:
+            with suppress(DataError):  # a template in which the end of a turn cannot be located
+                end = ChatTemplate(self.tokenizer, self.template).end_of_turn()
+                return [] if self.tokenizer.decode([end]).strip() else [end]
+        return []
+
+
+def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> ExportedTokenizer:
+    """The tokenizer to export with a checkpoint.
+
+    Args:
+        origin: the directory of the model that the weights came from.
+
+    Raises:
+        ConfigError: the chosen tokenizer is not the one that the weights were trained with, or has ids that the model does not have.
+    """
+    config = from_dict(manifest.state["config"])
+    trained = [] if config.data.train is None else prefixes(config.data.train)
+    found = _found(manifest, choice, origin, trained)
+    if found.name is None:
+        return found
+    if trained or choice.named or not Path(found.name).is_dir():
+        found.template = _template(found, trained, tokenizer_of(manifest).template_hash)
+        try:
+            found.tokenizer = load(found.name)
+        except ImportError as error:
+            found.notes.append(f"the package {error.name} is not installed, so special ids and template are those of {found.name}")
+    _check_size(found, config.model.vocabulary)
+    return found
+
+
+def _found(manifest: Manifest, choice: TokenizerChoice, origin: Path | None, trained: list[str]) -> ExportedTokenizer:
+    """The tokenizer's name: as chosen, else the recorded one, else that of the directory that the weights came from if it is the same."""
+    recorded = tokenizer_of(manifest)
+    asked = choice.named or (str(choice.like) if choice.like and tokenizer_files(choice.like) else None)
+    if asked is not None:
+        given = of_tokenizer(asked)
+        what = Tokenized(f"{'--tokenizer' if choice.named else '--like'} {asked}", given, itself=True)
+        way_out = "Leave it out for the tokenizer that the model was trained with"
+        weights = Tokenized(str(manifest.directory), recorded)
+        notes = compare(what, weights, allow=choice.allow_change, way_out=way_out, option=ALLOW)
+        return ExportedTokenizer(given, asked, notes=notes)
+    if not recorded.can_be_known and trained:
+        recorded = replace(of_token_file(trained[0]), fingerprint=None, digest=None)  # of now, which may not be what it was
+    for name in (recorded.name, None if origin is None else str(origin)):
+        if name is not None and (name == "byte" or tokenizer_files(name)):
+            identity = of_tokenizer(name)
+            same = _is_same(identity, recorded)
+            if same or (same is None and not recorded.can_be_known):
+                return ExportedTokenizer(replace(identity, fingerprint=identity.fingerprint or recorded.fingerprint), name)
+    why = f"{recorded.name} can not be read any more, or has changed" if recorded.name else "the checkpoint does not name one"
+    return ExportedTokenizer(recorded, notes=[f"there is no tokenizer in the export: {why}. Give it with --tokenizer."])
+
+
+def _is_same(one: TokenizerIdentity, other: TokenizerIdentity) -> bool | None:
+    try:
+        return one.is_same(other)
+    except (ConfigError, ImportError):
+        return False
+
+
+def _template(found: ExportedTokenizer, trained: list[str], expected: str | None) -> str | None:
+    """The chat template of the training data; None for texts. expected: its recorded hash."""
+    chats = [metadata(prefix).get("chat") for prefix in trained]
+    templates = [chat["template"] for chat in chats if isinstance(chat, dict) and isinstance(chat.get("template"), str)]
+    same = [each for each in templates if expected in (None, template_hash(each))]
+    if expected is not None and not same:
+        found.notes.append(f"the chat template that the model was trained with (hash {expected}) is not in the data's files any more")
+    return next(iter(same), None)
+
+
+def _check_size(found: ExportedTokenizer, vocabulary: int) -> None:
+    name = found.name or ""
+    if Path(name).is_dir():
+        check_vocabulary(Path(name), vocabulary)
+    elif found.tokenizer is not None and found.tokenizer.vocab_size > vocabulary:
+        raise ConversionError(
+            f"{name} has {found.tokenizer.vocab_size} tokens, but vocab_size is {vocabulary}: the tokenizer is larger than the model's "
+            "vocabulary. Give the tokenizer that belongs to the model."
+        )
+
+
+# ---- ids
+
+
+def token_ids(found: ExportedTokenizer, config: Config, base: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """bos_token_id, eos_token_id (a list where several tokens end a text) and pad_token_id, None where there is none.
+
+    base: the directory that the weights came from; settings: its config.json and generation_config.json. Their ids hold if its tokenizer is
+    the one that is exported.
+    """
+    tokenizer = found.tokenizer
+    own = {name: settings.get(name) for name in IDS}
+    if tokenizer is None:
+        eos = next((metadata(prefix).get("eos") for prefix in prefixes(config.data.train)), None)
+        return own | ({"eos_token_id": eos} if own["eos_token_id"] is None else {})
+    if base is None or found.name is None or not _is_same(of_tokenizer(base), of_tokenizer(found.name)):
+        own = dict.fromkeys(IDS)
+    given = own["eos_token_id"]
+    ends = [*(given if isinstance(given, list) else [] if given is None else [given]), tokenizer.eos, *found.end_of_turn()]
+    ends = list(dict.fromkeys(ends))
+    pad = tokenizer.special_tokens.get("pad_token")
+    pieces = tokenizer.structure().pieces if own["pad_token_id"] is None and pad else []
+    return {
+        "bos_token_id": own["bos_token_id"] if tokenizer.bos is None else tokenizer.bos,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends,
+        "pad_token_id": pieces.index(pad) if pad in pieces else own["pad_token_id"],
+    }
+
+
+def write_generation(directory: Path, found: ExportedTokenizer, settings: dict[str, Any], ids: dict[str, Any]) -> None:
+    """generation_config.json: sampling settings of the model that the weights came from, and the ids."""
+    content = settings | {name: value for name, value in ids.items() if value is not None}
+    if found.tokenizer is not None or settings:
+        write_synced(directory / GENERATION, json.dumps(content, indent=2) + "\n")
+
+
+# ---- files
+
+
+def write_tokenizer(directory: Path, found: ExportedTokenizer, step: int) -> TokenizerIdentity | None:
+    """Write the tokenizer's files, its template, and megalite.json, which records it. Returns its identity; None if there is none.
+
+    It is noted if transformers, which reads config.json too, does not read the same tokenizer from them.
+    """
+    identity = found.identity
+    if found.name is not None:
+        if isinstance(found.tokenizer, ByteTokenizer | SentencePieceTokenizer):
+            _convert(directory, found)
+        else:
+            for file in tokenizer_files(found.name):
+                shutil.copyfile(file, directory / file.name)
+        _write_template(directory, found)
+        identity = _checked(directory, found)
+    if found.template is not None:
+        identity = replace(identity, template_hash=template_hash(found.template))
+    entry = {"megalite": megalite.__version__, "step": step, "tokenizer": identity.record()}
+    write_synced(directory / ENTRY, json.dumps(entry, indent=2) + "\n")
+    return identity if found.name is not None else None
+
+
+def _convert(directory: Path, found: ExportedTokenizer) -> None:
+    assert isinstance(found.tokenizer, ByteTokenizer | SentencePieceTokenizer)
+    try:
+        files = converted(found.tokenizer)
+    except ConversionError as error:
+        found.notes.append(f"{found.name} is copied as it is: {error}")
+        shutil.copyfile(found.name or "", directory / "tokenizer.model")
+        return
+    if found.template is not None:
+        files[SETTINGS].pop("bos_token", None)  # conversations were rendered without one
+    for name, content in files.items():
+        write_synced(directory / name, json.dumps(content, indent=None if "model" in content else 2, ensure_ascii=False) + "\n")
+
+
+def _write_template(directory: Path, found: ExportedTokenizer) -> None:
+    """The training data's template, in place of the tokenizer's own."""
+    if found.template is None or (found.tokenizer is not None and found.template == found.tokenizer.chat_template):
+        return
+    write_synced(directory / TEMPLATE, found.template)
+    settings = directory / SETTINGS
+    content = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    if content.pop("chat_template", None) is not None:
+        write_synced(settings, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _checked(directory: Path, found: ExportedTokenizer) -> TokenizerIdentity:
+    """The identity of the written files, after reading them again as transformers does."""
+    identity = replace(found.identity, digest=digest_of(directory, tokenizer_files(directory)), readable=False)
+    if found.tokenizer is None or identity.digest == found.identity.digest:
+        return identity
+    identity = replace(identity, fingerprint=identity.fingerprint or fingerprint(found.tokenizer))
+    try:
+        if identity.fingerprint != fingerprint(HuggingFaceTokenizer(directory)):
+            found.reader = "PreTrainedTokenizerFast"
+            why = "transformers has other rules for models of this type, or none that are the same"
+            found.notes.append(f"AutoTokenizer gives some texts other ids than {found.name} ({why}); try {found.reader}, or --family")
+    except ImportError:
+        pass  # without transformers its reading cannot be checked
+    except DataError as error:
+        found.notes.append(str(error))
+    return identity
