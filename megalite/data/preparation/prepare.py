@@ -6,6 +6,7 @@ Workers receive tasks and return tokens. At most TASKS_AHEAD tasks per worker ar
 import functools
 import multiprocessing
 import os
+import signal
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.sources import Source, Task, documents
 from megalite.data.preparation.writer import IndexedWriter
+from megalite.processes import blocked, watch_parent
 
 TRAINING_BYTES = 8_000_000  # of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
 TASKS_AHEAD = 4
@@ -200,11 +202,12 @@ def _encoded(tasks: Iterator[Task], tokenizer: str, encoder: Texts | Chats, work
     if workers == 1:
         yield from (_encode_task(task, tokenizer, encoder) for task in tasks)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=watch_parent)
     ahead: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
-            ahead.append(pool.submit(_encode_task, task, tokenizer, encoder))
+            with blocked([signal.SIGINT]):  # the first task starts the workers, which leave Ctrl-C to this process
+                ahead.append(pool.submit(_encode_task, task, tokenizer, encoder))
             if len(ahead) > TASKS_AHEAD * workers:
                 yield ahead.popleft().result()
         while ahead:
