@@ -22,9 +22,11 @@ import numpy as np
 
 from megalite import __version__
 from megalite.data.preparation.writer import IndexedWriter
+from megalite.processes import blocked, marked
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+CHILD = ("-m", "megalite.launch.rank")  # a process that ends with this one
 ROW = "row of results: "  # prefix of the output lines that `stream` parses
 
 
@@ -37,12 +39,12 @@ def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, l
     with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         result = Path(scratch, "result.json")
         Path(scratch, "spec.json").write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": _search_path()}
+        launcher = [*CHILD, "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": _search_path(), **marked()}
+        command = [sys.executable, *launcher, *CHILD, module, str(Path(scratch, "spec.json"))]
         with open(Path(scratch, "output"), "w+") as output:
-            process = subprocess.Popen(
-                [sys.executable, *launcher, "-m", module, str(Path(scratch, "spec.json"))], env=environment, stdout=output, stderr=output
-            )
+            with blocked([signal.SIGINT]):  # the terminal sends it to them as well; this process ends them
+                process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
             try:
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -62,8 +64,8 @@ def stream(
     """Run `python -m module`, and call `hear` with every row of results as it is printed. Returns the reason of a failure, or None."""
     with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch, open(Path(scratch, "errors"), "w+") as errors:
         Path(scratch, "spec.json").write_text(json.dumps(spec))
-        environment = {**os.environ, "PYTHONPATH": _search_path(), **environment}
-        command = [sys.executable, "-m", module, str(Path(scratch, "spec.json"))]
+        environment = {**os.environ, "PYTHONPATH": _search_path(), **environment, **marked()}
+        command = [sys.executable, *CHILD, module, str(Path(scratch, "spec.json"))]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
 
         def kill() -> None:  # also kills the processes in which torch compiles

@@ -20,7 +20,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, Literal
 
-from megalite.commands.parser import Parser, positive
+from megalite.commands.parser import Parser, positive, write_whole
 from megalite.parallel.pipeline.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
@@ -184,10 +184,10 @@ def from_run(options: argparse.Namespace) -> tuple[list[Plan], Any]:
 def write(plans: list[Plan], path: Path) -> None:
     """Write the plans in the format of the path's suffix."""
     if path.suffix == ".json":
-        path.write_text(json.dumps(trace.chrome_trace(plans[0])))
+        write_whole(path, json.dumps(trace.chrome_trace(plans[0])))
         return
     drawn = drawing.picture(plans)
     if path.suffix == ".png":
         drawing.write_png(drawn, path)
     else:
-        path.write_text(drawing.svg(drawn) if path.suffix == ".svg" else drawing.html(drawn))
+        write_whole(path, drawing.svg(drawn) if path.suffix == ".svg" else drawing.html(drawn))

@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 from megalite.checkout import command
 from megalite.commands.parser import Parser
+from megalite.launch.interrupts import Interrupt
+from megalite.processes import marked
 
 CONFIG = Path("configs/quickstart.yaml")
 TOKENS = Path("runs/demo/data/stdlib")
@@ -57,8 +59,6 @@ def main() -> None:
         show_sample()
     except subprocess.CalledProcessError as error:
         sys.exit(f"{tool.prog}: this command ended with status {error.returncode}: {shlex.join(map(str, error.cmd))}")
-    except KeyboardInterrupt:
-        sys.exit(130)
     print(f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; {command('generate')} continues other texts with its model.")
 
 
@@ -163,4 +163,12 @@ def run(words: list[str], quiet: bool = False, **environment: str) -> None:
     if not quiet:
         typed = shlex.join(words).replace(f"{sys.executable} -m torch.distributed.run", "torchrun").replace(sys.executable, "python")
         print(f"$ {typed}", flush=True)
-    subprocess.run(words, check=True, env=os.environ | environment)
+    child = subprocess.Popen(words, env={**os.environ, **marked(), **environment})
+    try:
+        status = child.wait()
+    except Interrupt as interrupt:  # training saves; the same Ctrl-C from the terminal does not count twice
+        child.send_signal(interrupt.number)
+        child.wait()
+        raise
+    if status:
+        raise subprocess.CalledProcessError(status, words)

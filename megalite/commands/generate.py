@@ -49,8 +49,6 @@ def main(argv: list[str] | None = None) -> int:
         run(options)
     except (CheckpointError, ConfigError, OSError) as error:
         exit_with(f"{tool.prog}: {error}")
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -45,6 +45,19 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that has its name only when it is complete. What is no file, such as /dev/stdout, is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
 def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Command], *errors: type[Exception]) -> int:
     """Run the chosen subcommand and print its answer; returns the exit status. `errors` and OSError end with their message."""
     expected: tuple[type[Exception], ...] = (OSError, *errors)
@@ -52,8 +65,5 @@ def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Com
         content, lines, status = commands[options.command](options)
     except expected as error:
         tool.error(str(error))
-    try:
-        print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
-    except BrokenPipeError:  # the reader, for example head, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
     return status

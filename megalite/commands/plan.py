@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkout import command, torchrun_target
-from megalite.commands.parser import Parser, positive
+from megalite.commands.parser import Parser, positive, write_whole
 from megalite.config.families import from_hf_config
 from megalite.config.load import build_parser as config_parser
 from megalite.config.load import flatten, from_dict, nest, parse_values, read_tree
@@ -101,7 +101,7 @@ def calibrate(path: Path) -> str:
         raise HardwareError(f"--calibrate: {error}") from None
     content = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
     heading = f"# Measured by {command('plan')} --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
-    path.write_text(heading + yaml.safe_dump(content, sort_keys=False))
+    write_whole(path, heading + yaml.safe_dump(content, sort_keys=False))
     return f"{path} is written. {command('benchmark')} plan measures the error of predictions for this machine."
 
 
@@ -166,7 +166,7 @@ def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         message = explaining.nothing_fits(search)
         return {**content, "explanation": [message, *walked]}, "\n".join([*walked, message])
     if options.write:
-        options.write.write_text(to_yaml(configured(base, plans[0].choice), heading(search, plans[0], options.write)))
+        write_whole(options.write, to_yaml(configured(base, plans[0].choice), heading(search, plans[0], options.write)))
     costs = [cost(job, plan, device, options) for plan in plans]
     sentences = explaining.winner(search, plans)
     content["plans"] = [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]

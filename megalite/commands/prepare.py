@@ -84,8 +84,6 @@ def main() -> None:
             )
     except (DataError, OSError) as error:
         tool.error(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
     report(summary, time.monotonic() - started, options.max_length, options.json)
 
 

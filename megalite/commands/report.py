@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, write_whole
 from megalite.monitoring.report.page import page
 from megalite.monitoring.report.run import ReportError, read
 
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     output = options.output or options.runs[0] / "report.html"
     try:
         found = [read(directory) for directory in options.runs]
-        output.write_text(page(found), encoding="utf-8")
+        write_whole(output, page(found))
     except ImportError as error:
         tool.error(f"a report needs the package {error.name}: pip install {error.name}.")
     except ReportError as error:

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -36,13 +36,55 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
         name: a key of COMMANDS.
         arguments: the command's arguments; None for those of this process, whose program name is then kept.
     """
+    prepare_process(name)
     if arguments is not None:
         sys.argv = [f"megalite {name}", *arguments]
     if name in PRINTS_TABLES:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if name == "bubble":
         gc.disable()  # up to millions of small objects without reference cycles: searching them for cycles would take half of the time
-    status: int = import_module(f"megalite.commands.{name.replace('-', '_')}").main() or 0
+    main: Callable[[], int | None] = import_module(f"megalite.commands.{name.replace('-', '_')}").main
+    end(name, (main() if name == "train" or _is_rank() else interruptible(main)) or 0)
+
+
+def prepare_process(name: str) -> None:
+    """What every process does first: the launcher may be killed, and Ctrl-C pressed, while it still imports."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a handler: Python's own one prints a traceback
+    from megalite import processes
+    from megalite.launch import interrupts
+    from megalite.launch.exit_status import training_status
+    from megalite.launch.output import outlive_readers
+
+    if name == "train":
+        interrupts.ending(" before the first step: nothing was changed", training_status)
+    else:
+        interrupts.ending(quiet=_is_rank())  # the process that started the ranks says what has happened
+    if name == "train" or not _is_rank():
+        interrupts.unblock()
+    processes.watch()
+    outlive_readers()
+
+
+def _is_rank() -> bool:
+    return "RANK" in os.environ
+
+
+def interruptible(main: Callable[[], int | None]) -> int | None:
+    """Run a command; a signal raises in it, so that it removes what is half-written, and ends it with one line."""
+    from megalite.launch import interrupts
+
+    with interrupts.raising() as arrived:
+        try:
+            return main()
+        except BaseException:  # an import, or code in C, may have turned the interrupt into any error
+            if not arrived:
+                raise
+            print(interrupts.line_of(arrived[0]), file=sys.stderr, flush=True)
+            return interrupts.status_of(arrived[0])
+
+
+def end(name: str, status: int) -> NoReturn:
+    """End the process, together with the other ranks where there are any and this one has not failed."""
     distributed = sys.modules.get("torch.distributed")
     if name != "train" and not (distributed and distributed.is_available() and distributed.is_initialized()):
         sys.exit(status)

@@ -6,20 +6,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import Config, ConfigError
-from megalite.launch.exit_status import ExitStatus, process_status
-from megalite.launch.process import (
-    choose_device,
-    configure_process,
-    exit_after_failure,
-    local_world_size,
-    start_process_group,
-    world_size,
-)
+from megalite.launch import interrupts
+from megalite.launch.exit_status import ExitStatus, process_status, training_status
 
 if TYPE_CHECKING:
     import torch
@@ -32,17 +26,19 @@ if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
 
 
-def main() -> None:
-    """One rank of a run, from its options to its end."""
+def main() -> int:
+    """One rank of a run, from its options to its end. Returns the exit status of this process."""
     if "--dry_run" in sys.argv:
         from megalite.commands.dry_run import main as dry_run
 
-        return dry_run()
-    config = load_config(world_size=world_size())  # imports no torch: a wrong option is reported at once
+        dry_run()
+        return 0
+    config = load_config(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
 
     import torch
 
     from megalite.checkpoint import CheckpointError
+    from megalite.launch.process import choose_device
     from megalite.monitoring.observers import observers
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
@@ -61,12 +57,14 @@ def main() -> None:
         end_run(error, config, device, mesh, job, ExitStatus.CONFIGURATION if agreed else None)
     try:
         announce(trainer, remarks + notes)
-        fit(trainer, observers(trainer, environment, hardware))
+        status = fit(trainer, observers(trainer, environment, hardware))
+        interrupts.ending(" after the last step: everything is saved", training_status)
         trainer.close()
     except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
         agreed = isinstance(error, CheckpointError | FaultLimit)
         end_run(error, config, device, mesh, job, ExitStatus.FAILED if agreed else None)
-    job.end(ExitStatus.DONE)
+    job.end(status)
+    return process_status(status)
 
 
 def check_run(config: Config, device: torch.device) -> tuple[Device | None, list[str]]:
@@ -77,6 +75,7 @@ def check_run(config: Config, device: torch.device) -> tuple[Device | None, list
     from megalite.build import parts as build
     from megalite.config.rules import check
     from megalite.data import dataset
+    from megalite.launch.process import local_world_size, world_size
     from megalite.monitoring.metrics import check_packages
     from megalite.planning.predicting import device_of
     from megalite.training.tokenizer_checks import check_tokenizers
@@ -97,6 +96,7 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     """Claim the run's directory, start the process group and make the mesh. Returns them with lines that rank 0 prints. Collective."""
     from megalite.build import parts as build
     from megalite.launch.environment import compare_ranks, facts, set_variables
+    from megalite.launch.process import configure_process, local_world_size, start_process_group
     from megalite.monitoring import links
     from megalite.training.faults import restarts
     from megalite.training.job import Job, JobEnd, begin
@@ -119,10 +119,12 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
         exit_with(str(error))
     except JobEnd as end:
         exit_with(str(end), status=process_status(end.status))
+    job = jobs[0]
+    interrupts.ending(" before the first step", training_status, before=lambda number: job.end(training_status(number)))
     mesh = build.make_mesh(config)
     if config.network.test and mesh.world.size > 1:
         notes.append(links.describe(links.measure(mesh, device)))
-    return jobs[0], environment, mesh, notes
+    return job, environment, mesh, notes
 
 
 def announce(trainer: Trainer, notes: list[str]) -> None:
@@ -153,6 +155,7 @@ def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, 
     """End the process with one message; `status` where every rank ends with the same error, else None."""
     import torch
 
+    from megalite.launch.process import exit_after_failure
     from megalite.monitoring.out_of_memory import out_of_memory
 
     job.end(status or ExitStatus.FAILED, str(error))

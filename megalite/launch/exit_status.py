@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
 END_FILE = "MEGALITE_END_FILE"
-"""Environment variable: the file in which rank 0 tells the launcher how the run ended. A launcher that restarts every process that exits
-with another status than 0 cannot learn it from the process."""
+"""Environment variable: the file in which local rank 0 tells the launcher how the run ended. A launcher that restarts every process that
+exits with another status than 0 cannot learn it from the process."""
 
 
 class ExitStatus(IntEnum):
@@ -23,12 +24,17 @@ class ExitStatus(IntEnum):
     INTERRUPTED = 130  # SIGINT (Ctrl-C): saved if it was training, otherwise nothing was changed
 
 
+def training_status(number: int) -> ExitStatus:
+    """The status of a training process that a signal ends before or after its steps."""
+    return ExitStatus.INTERRUPTED if number == signal.SIGINT else ExitStatus.STOPPED
+
+
 def process_status(status: ExitStatus) -> int:
-    """The status with which this rank has to exit, given how the run ended. Rank 0 tells the launcher.
+    """The status with which this rank has to exit, given how the run ended. Local rank 0 tells the launcher.
 
     Under torchrun a run that has saved exits with 0: torchrun would restart it, or report a failure.
     """
-    if (file := os.environ.get(END_FILE)) and int(os.environ.get("RANK", 0)) == 0:
+    if (file := os.environ.get(END_FILE)) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         with suppress(OSError):  # the launcher then knows only that its processes ended
             Path(file).write_text(str(int(status)))
     saved = status in (ExitStatus.STOPPED, ExitStatus.INTERRUPTED)

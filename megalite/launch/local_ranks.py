@@ -1,7 +1,8 @@
 """Starts a command on several ranks of this machine, without torchrun.
 
 The first rank to fail ends the others, and its exit status is the command's: bad input found by a rank is one message, without a launcher's
-report around it. Ranks share the terminal; their rendezvous store is in the process that started them.
+report around it. Ranks share the terminal; their rendezvous store is in the process that started them. They end with it, and ignore Ctrl-C:
+it interrupts the process that started them, which ends them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import IO, NoReturn
+from typing import IO
 
 import megalite
+from megalite.processes import blocked, marked
 
 _PACKAGE_ROOT = str(Path(megalite.__file__).resolve().parents[1])
 POLL_S, GRACE_S = 0.05, 5.0  # between polls of the ranks; from SIGTERM to SIGKILL
@@ -32,23 +33,16 @@ def run_ranks(count: int, command: Sequence[str], *, variables: Mapping[str, str
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends SIGINT to the ranks as well: they end
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(count):
             own = _environment(rank, count, store.port) | dict(variables or {})
             # -P: `-m` would import from the current directory first, where a user's file may have the name of a package.
-            ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, stdout=output, stderr=output))
+            with blocked([signal.SIGINT]):  # the terminal sends it to the ranks as well
+                ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, stdout=output, stderr=output))
         return _wait(ranks)
     finally:
         _stop(ranks)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
@@ -57,7 +51,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     own = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     path = {"PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}  # ranks import the same package
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**os.environ, **own, **path, **threads, **{name: str(number) for name, number in numbers.items()}}
+    return {**os.environ, **own, **path, **threads, **marked(), **{name: str(number) for name, number in numbers.items()}}
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:

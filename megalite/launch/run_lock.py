@@ -24,6 +24,7 @@ from threading import Event, Lock, Thread
 
 from megalite.config.schema import ConfigError
 from megalite.messages import say
+from megalite.processes import look
 
 FILE = "lock"
 REFRESH_S, STALE_S = 10.0, 60.0
@@ -73,11 +74,9 @@ def _machine() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process of this machine started, in ticks since the kernel's start; None if it has ended (also a zombie), or without /proc."""
-    with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # after the name, which may contain anything
-        return None if fields[0] in "ZX" else int(fields[19])
-    return None
+    """When a process of this machine started, in ticks since the kernel's start; None if it has ended, or without /proc."""
+    process = look(pid)
+    return None if process is None else process.started
 
 
 class RunLock:

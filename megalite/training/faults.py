@@ -29,6 +29,7 @@ BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
     "hang": lambda fault: Event().wait(),
     "oom": _run_out,
     "slow": lambda fault: sleep(fault.amount),
+    "sigint": lambda fault: os.kill(os.getpid(), signal.SIGINT),
     "sigterm": lambda fault: os.kill(os.getpid(), signal.SIGTERM),
     "sigusr1": lambda fault: os.kill(os.getpid(), signal.SIGUSR1),
 }

@@ -15,17 +15,21 @@ from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.saver import Saver
 from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config
+from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from megalite.monitoring.observer import Observer
 from megalite.monitoring.throughput import throughput
-from megalite.training.signals import StopRequest
+from megalite.training.signals import StopRequest, agreed
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.watchdog import Watchdog
 
 
-def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> None:
-    """Train until `train.steps`, a signal or the time limit; save at the end and at every `checkpoint.interval`. Called by every rank."""
+def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> ExitStatus:
+    """Train until `train.steps`, a signal or the time limit; save at the end and at every `checkpoint.interval`. Called by every rank.
+
+    Returns DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT): the same on every rank.
+    """
     config, lead = trainer.config, trainer.mesh.rank == 0
     limit = duration_seconds(config.train.stop_after) if config.train.stop_after else None
     gc.collect()
@@ -35,6 +39,7 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> None:
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
     with StopRequest(limit) as request, console, recording as writer, Watchdog(config, trainer.mesh, trainer.run_dir):
         announce(trainer, console)
+        ended = None
         while trainer.step_done < config.train.steps:
             due = Due.after(trainer.step_done + 1, config)
             results = run_step(trainer, observers, request, wait=due.validation or due.save)
@@ -42,9 +47,9 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> None:
             if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
                 go_back(trainer, bad[-1], console, writer)
                 continue
-            stop = any(result.stop for result in results)
-            validate_and_save(trainer, due, stop, console, writer)
-            if stop:
+            ended = agreed(max((result.stop for result in results), default=0.0))
+            validate_and_save(trainer, due, ended is not None, console, writer)
+            if ended is not None:
                 console.message(f"stopping after step {trainer.step_done}: {request.reason or 'another rank asked for it'}")
                 break
         for each in observers:
@@ -52,6 +57,8 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> None:
                 console.message(line)
         if trainer.step_done == config.train.steps:
             console.message(f"done: {trainer.run_dir}")
+            ended = None
+    return ended or ExitStatus.DONE
 
 
 class Due(NamedTuple):
@@ -84,7 +91,7 @@ def run_step(trainer: Trainer, observers: Sequence[Observer], request: StopReque
         each.before(step)
     trainer.faults.between_steps(step)
     # Read as late as possible: a signal that arrived during the hooks above must not cost another step.
-    results = trainer.train_step(stop=request.reason is not None, wait=wait)
+    results = trainer.train_step(stop=request.value, wait=wait)
     for each in observers:
         each.after(step)
     return results

@@ -1,18 +1,30 @@
-"""Stop requests: a signal to any rank, or the time limit. Both set a flag; the ranks agree on it with the next step's gradient norm.
+"""Stop requests: a signal to any rank, or the time limit. The ranks agree on them with the next step's gradient norm.
 
-A preempted job gets SIGTERM (torchrun forwards it) or SIGUSR1 (SLURM's --signal, sent to the workers). The agreement needs no collective of
-its own and has the process group's timeout: if a peer has died, the collective fails, and no checkpoint is published.
+A preempted job gets SIGTERM (torchrun forwards it) or SIGUSR1 (SLURM's --signal, sent to the workers); Ctrl-C is SIGINT, a closed terminal
+SIGHUP. The agreement needs no collective of its own and has the process group's timeout: if a peer has died, the collective fails, and no
+checkpoint is published. A second SIGINT ends the process at once, also if a collective or a save hangs.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from time import monotonic
 from types import FrameType
-from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from megalite.launch.exit_status import ExitStatus
+from megalite.launch.interrupts import SIGNALS, Listener, Second, end, status_of
+from megalite.processes import LAUNCHER
+
+STOP, INTERRUPT = 1.0, 2.0**24
+"""What a rank requests, summed over all ranks: fewer than 2**24 of them request a stop, and fp64 sums them exactly."""
+
+
+def agreed(requests: float) -> ExitStatus | None:
+    """How the run has to end, from the sum of all ranks' requests; None: it goes on."""
+    return None if requests == 0 else ExitStatus.INTERRUPTED if requests >= INTERRUPT else ExitStatus.STOPPED
 
 
 class StopRequest:
@@ -24,26 +36,46 @@ class StopRequest:
 
     def __init__(self, seconds: float | None = None):
         self._deadline = None if seconds is None else monotonic() + seconds
-        self._signal: int | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+        self._signals: list[int] = []
+        self._second = Second()
+        self._listener: Listener | None = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+        self._signals.append(number)
+
+    def _react(self, number: int) -> None:
+        """On another thread, while the main thread may be anywhere."""
+        # At the second Ctrl-C torchrun sends SIGTERM.
+        if number != signal.SIGINT and not (number == signal.SIGTERM and self._second.first is not None and _under_torchrun()):
+            return
+        if self._second():
+            end("interrupted again: ended at once, without saving", status_of(signal.SIGINT))
+        if sys.stderr.isatty() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            os.write(2, b" saving after this step; Ctrl-C again ends at once\n")
 
     @property
     def reason(self) -> str | None:
         """The reason to stop; None: no request."""
-        if self._signal is not None:
-            return f"received {signal.Signals(self._signal).name}"
+        if self._signals:
+            return f"received {signal.Signals(self._signals[0]).name}"
         if self._deadline is not None and monotonic() >= self._deadline:
             return "reached train.stop_after"
         return None
 
+    @property
+    def value(self) -> float:
+        """What this rank adds to the sum that `agreed` takes."""
+        return INTERRUPT if signal.SIGINT in self._signals else STOP if self.reason else 0.0
+
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
-            self._previous = {each: signal.signal(each, self._handle) for each in SIGNALS}
+            self._listener = Listener(self._react, (*SIGNALS, signal.SIGUSR1), self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each, handler in self._previous.items():
-            signal.signal(each, handler)
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ

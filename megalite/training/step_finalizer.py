@@ -31,7 +31,7 @@ class StepStatistics:
     loss: Tensor | float = 0.0  # sum of token losses · loss scale / valid tokens of the global batch; 0 where another rank counts it
     busy: float = 0.0  # seconds inside compute actions
     wall: float = 0.0  # seconds from the first action to the last, on the ranks of the first stage; 0 on others
-    stops: float = 0.0  # 1 on a rank that requests a stop
+    stops: float = 0.0  # what a rank requests: 0, or more if it asks for the end of the run (`signals`)
 
     def values(self) -> list[Tensor | float]:
         """The fields, in order."""

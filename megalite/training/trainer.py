@@ -51,7 +51,7 @@ class StepResult:
     loss_scale: float  # 1 unless fp16
     fault: str | None  # why the update was skipped, and the samples of the step; None: it was applied
     streak: int  # consecutive skipped steps, this one included
-    stop: bool  # at least one rank requests a stop
+    stop: float  # the sum of what ranks request: 0, or more if one asks for the end (`signals.agreed`)
 
     @property
     def skipped(self) -> bool:
@@ -147,11 +147,11 @@ class Trainer:
 
     # ---- one step
 
-    def step(self, stop: bool = False) -> StepResult:
-        """Run one optimizer step and wait for its result. `stop`: this rank requests a stop, which all ranks learn from the result."""
+    def step(self, stop: float = 0.0) -> StepResult:
+        """Run one optimizer step and wait for its result. `stop`: what this rank requests; all ranks learn the sum from the result."""
         return self.train_step(stop, wait=True)[-1]
 
-    def train_step(self, stop: bool = False, wait: bool = False) -> list[StepResult]:
+    def train_step(self, stop: float = 0.0, wait: bool = False) -> list[StepResult]:
         """Run one optimizer step. Returns the results that are known now, in order: ordinarily one.
 
         Under optimistic steps (`OptimisticStepFinalizer`) the result of a step is known during the next one, unless `wait` is set: before a
@@ -181,7 +181,7 @@ class Trainer:
         # Sum the gradient norm and the statistics together, clip, update this rank's shard, and start the all-gather of the weights.
         activity.enter(UPDATING)
         loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0  # tp ranks hold the same loss: the sum over the world counts it once
-        self.finalizer.finish(update, StepStatistics(loss, *pace, stops=float(stop)), wait)
+        self.finalizer.finish(update, StepStatistics(loss, *pace, stops=stop), wait)
 
         self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
         if step % GARBAGE_INTERVAL == 0:
@@ -203,7 +203,7 @@ class Trainer:
             bubble_fraction=max(1 - totals.busy / (self.mesh.pp.size * totals.wall), 0.0) if totals.wall else None,
             fault=None if update.fault is None else f"{update.fault} (samples {update.samples} to {last})",
             streak=update.streak,
-            stop=totals.stops > 0,
+            stop=totals.stops,
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:

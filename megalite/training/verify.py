@@ -105,7 +105,7 @@ def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False)
     count = build.layout(config).world
     with tempfile.TemporaryFile() as output:
         variables = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-        if ranks.run_ranks(count, ["-m", RANK, str(directory), str(steps)], variables=variables, output=output):
+        if ranks.run_ranks(count, ["-m", "megalite.launch.rank", RANK, str(directory), str(steps)], variables=variables, output=output):
             output.seek(0)
             raise ConfigError(f"the run on {count} ranks failed:\n{output.read().decode(errors='replace')[-4000:]}")
 

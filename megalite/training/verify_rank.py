@@ -1,4 +1,4 @@
-"""One rank of a recorded run, started by `verify.run_ranks` as `-m megalite.training.verify_rank DIRECTORY STEPS`.
+"""One rank of a recorded run, started by `verify.run_ranks` with the arguments DIRECTORY and STEPS.
 
 DIRECTORY holds the configuration, config.json.
 """

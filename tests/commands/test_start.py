@@ -15,10 +15,11 @@ from megalite.commands.start import start
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
     """What a command may change is as before afterwards."""
-    numbers = (signal.SIGTERM, signal.SIGPIPE)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     gc.enable()
+    signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

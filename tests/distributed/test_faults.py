@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megalite.config.load import from_dict
+from megalite.launch.exit_status import ExitStatus
 from megalite.optimizer.adamw import STATE
 from megalite.training.fit import fit
 from megalite.training.guard import FaultLimit
@@ -52,8 +53,8 @@ def fitted(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     """A whole run, as pretrain.py does it: where it ended, or why."""
     trainer = make_trainer(context, config)
     try:
-        fit(trainer)
-        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.finalizer.skipped}
+        ended = fit(trainer)
+        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.finalizer.skipped, "ended": ended}
         return {**place, "tensors": global_tensors(trainer, STATE)}
     except FaultLimit as error:
         return {"error": str(error), "step": trainer.step_done}
@@ -168,16 +169,22 @@ def test_a_run_that_stays_bad_ends_on_all_ranks_and_publishes_nothing(layout, li
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("fault", ["sigterm:rank=1,step=4", "sigusr1:rank=0,step=4", "slow:rank=1,step=4,seconds=61"])
+SIGINT_AND_SIGTERM = "sigint:rank=1,step=4 sigterm:rank=0,step=4"
+
+
+@pytest.mark.parametrize("fault", [SIGINT_AND_SIGTERM, "sigterm:rank=1,step=4", "sigusr1:rank=0,step=4", "slow:rank=1,step=4,seconds=61"])
 def test_one_rank_that_has_to_stop_saves_on_all_and_a_later_start_goes_on(fault, ranks, prefix, tmp_path):
     """A signal, or the time limit, which a slow step exceeds."""
     changes = {"checkpoint": {"load": "auto"}, "train": {"stop_after": "1m" if "slow" in fault else None, "watchdog": None}}
     world, config = configuration("dp 2, ZeRO-2", prefix, tmp_path, faults={"inject": fault}, **changes)
-    assert {rank["step"] for rank in ranks.run(world, fitted_in_virtual_time, config)} == {4}
+    how = ExitStatus.INTERRUPTED if "sigint" in fault else ExitStatus.STOPPED
+    assert {(rank["step"], rank["ended"]) for rank in ranks.run(world, fitted_in_virtual_time, config)} == {(4, how)}
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000004"]
     config["faults"], config["train"]["stop_after"] = {}, None
     ended = ranks.run(world, fitted, config)[0]
-    assert ended["step"] == STEPS and [line["step"] for line in metrics(tmp_path)] == list(range(1, STEPS + 1))
+    assert (ended["step"], ended["ended"]) == (STEPS, ExitStatus.DONE) and [line["step"] for line in metrics(tmp_path)] == list(
+        range(1, STEPS + 1)
+    )
     assert equal(ended["tensors"], ranks.run(world, by_hand, config | {"checkpoint": {"load": "none"}}, list(range(STEPS)))[0])
 
 

@@ -150,7 +150,7 @@ def test_exit_statuses_reach_a_scheduler_directly_and_a_launcher_through_its_fil
     saved = status in (ExitStatus.STOPPED, ExitStatus.INTERRUPTED)
     assert process_status(status) == (0 if saved else status), "torchrun would restart a run that has saved and ended"
     assert (tmp_path / "end").read_text() == str(int(status))
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     (tmp_path / "end").unlink()
     process_status(status)
     assert not (tmp_path / "end").exists()

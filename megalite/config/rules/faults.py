@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megalite.config.rule import Rule, RuleContext, nearest_name
 
 KINDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("kill", "exit", "hang", "nan", "oom", "sigterm", "sigusr1"), ()),
+    **dict.fromkeys(("kill", "exit", "hang", "nan", "oom", "sigint", "sigterm", "sigusr1"), ()),
     "slow": ("seconds",),
     "spike": ("factor",),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,6 +19,7 @@ from megalite.data.indexed import DataError
 from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.tasks import Task
 from megalite.data.tokenizers import Tokenizer
+from megalite.processes import blocked, watch_parent
 
 TASKS_AHEAD = 4
 BYTES_PER_WORKER = 4 << 20  # of input, below which starting a process costs more than it saves
@@ -52,7 +54,8 @@ def encoded(tasks: Iterator[Task], tokenizer: Tokenizer, encoder: Encoder, worke
     ahead: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
-            ahead.append(pool.submit(_encode, task))
+            with blocked([signal.SIGINT]):  # the first task starts the workers, which leave Ctrl-C to this process
+                ahead.append(pool.submit(_encode, task))
             if len(ahead) > TASKS_AHEAD * workers:
                 yield ahead.popleft().result()
         while ahead:
@@ -68,6 +71,7 @@ _worker: list[tuple[Tokenizer, Encoder]] = []  # of this process, if it is a wor
 
 
 def _start_worker(tokenizer: Tokenizer, encoder: Encoder) -> None:
+    watch_parent()
     _worker.append((tokenizer, encoder))
 
 

@@ -1,0 +1,18 @@
+"""Runs a module in a process that a launcher has started: `python -m megalite.launch.rank MODULE [ARGUMENT …]`.
+
+It ends with the launcher, from its first import on, and prints nothing at a signal: the launcher does.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from megalite import processes
+from megalite.launch import interrupts
+
+if __name__ == "__main__":
+    interrupts.ending(quiet=True)
+    processes.watch()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
