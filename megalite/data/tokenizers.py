@@ -8,6 +8,7 @@ import copy
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ class Tokenizer(Protocol):
     Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included; `eos` ends a document; `bos` begins a
     text, None if the tokenizer has no such token; `adds_bos` is whether its library adds `bos` to every text; `files` are those that it was
     read from. `chat_template` is its own, or None; `special_tokens` maps the names that a template uses to control tokens; `controls` are
-    all texts that `encode_rendered` encodes as control tokens.
+    all texts that `encode_rendered` encodes as control tokens. `decode` leaves control tokens out, and `spell` spells them.
     """
 
     name: str
@@ -50,6 +51,8 @@ class Tokenizer(Protocol):
     def encode_rendered(self, text: str) -> Placed: ...
 
     def decode(self, ids: list[int]) -> str: ...
+
+    def spell(self, ids: list[int]) -> str: ...
 
 
 class ByteTokenizer:
@@ -72,6 +75,9 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def spell(self, ids: list[int]) -> str:
+        return b"".join(bytes([i]) if i < 256 else b"<EOS>" for i in ids).decode(errors="replace")
 
 
 class SentencePieceTokenizer:
@@ -110,6 +116,10 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([i for i in ids if i != self.eos])
+
+    def spell(self, ids: list[int]) -> str:
+        plain = groupby(ids, self._model.is_control)
+        return "".join("".join(map(self._model.id_to_piece, run)) if control else self._model.decode(list(run)) for control, run in plain)
 
 
 class HuggingFaceTokenizer:
@@ -174,6 +184,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def spell(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _backend(tokenizer: Any) -> Any:

@@ -47,8 +47,8 @@ def _cut(file: BinaryIO, start: int, stop: int, tokenizer: Tokenizer) -> int | N
         file.seek(max(0, start + at + 1 - WINDOW))
         before = file.read(min(WINDOW, start + at + 1)).decode(errors="replace")
         after = file.read(WINDOW).decode(errors="replace")
-        apart = continued(after, tokenizer)
-        if apart is not None and [*tokenizer.encode(before), *apart] == tokenizer.encode(before + after):
+        right = continued(after, tokenizer)
+        if right is not None and [*tokenizer.encode(before), *right] == tokenizer.encode(before + after):
             return start + at + 1
     return None
 
