@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": "choose a layout for a number of GPUs: memory, step time, throughput",
     "bubble": "cost of a pipeline schedule: bubble, memory, messages, timeline",
     "prepare": "turn text or conversations into a token file",
+    "data": "look into a token file: counts, lengths, duplicates, samples with what counts in the loss",
     "convert": "import, export and check Hugging Face models",
     "generate": "continue texts, or chat, with a trained model",
     "evaluate": "compute perplexity, or run tasks of lm-evaluation-harness",

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ class Tokenizer(Protocol):
     Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included; `eos` ends a document; `bos` begins a
     text, None if the tokenizer has no such token; `adds_bos` is whether its library adds `bos` to every text; `files` are those that it was
     read from. `chat_template` is its own, or None; `special_tokens` maps the names that a template uses to control tokens; `controls` are
-    all texts that `encode_rendered` encodes as control tokens.
+    all texts that `encode_rendered` encodes as control tokens. `decode` leaves control tokens out, and `spell` spells them.
     """
 
     name: str
@@ -59,6 +60,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
     def structure(self) -> TokenizerStructure: ...
+
+    def spell(self, ids: list[int]) -> str: ...
 
 
 class ByteTokenizer:
@@ -84,6 +87,9 @@ class ByteTokenizer:
 
     def structure(self) -> TokenizerStructure:
         return structures.of_bytes(BYTE_EOS)
+
+    def spell(self, ids: list[int]) -> str:
+        return b"".join(bytes([i]) if i < 256 else b"<EOS>" for i in ids).decode(errors="replace")
 
 
 class SentencePieceTokenizer:
@@ -130,6 +136,10 @@ class SentencePieceTokenizer:
 
     def structure(self) -> TokenizerStructure:
         return structures.of_sentencepiece(self.content)
+
+    def spell(self, ids: list[int]) -> str:
+        plain = groupby(ids, self._model.is_control)
+        return "".join("".join(map(self._model.id_to_piece, run)) if control else self._model.decode(list(run)) for control, run in plain)
 
 
 class HuggingFaceTokenizer:
@@ -201,6 +211,9 @@ class HuggingFaceTokenizer:
             return structures.of_tokenizer_json(json.loads(self._tokenizer.backend_tokenizer.to_str()), pieces)
         special = {i: "" for i, token in sorted(self._tokenizer.added_tokens_decoder.items()) if token.special}
         return TokenizerStructure(structures.spelled(pieces), special, [])
+
+    def spell(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _backend(tokenizer: Any) -> Any:

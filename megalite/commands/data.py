@@ -1,0 +1,114 @@
+"""Look into a token file: counts, lengths, duplicates, and documents with what counts in the loss.
+
+    megalite data inspect data/chats
+    megalite data inspect data/corpus --samples 10 --length 500
+    megalite data inspect data/chats --document 17 --document 4000
+
+Documents are numbered from 0. The tokenizer is the one that PREFIX.json names. What counts in the loss of a conversation is green on a
+terminal, and elsewhere between ⟦ and ⟧.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from megalite.commands.parser import Answer, Parser, answer, positive
+from megalite.data.indexed import DataError
+from megalite.data.inspection import Inspection, Sample, as_json
+
+BAR = 40  # characters of the longest bar
+
+
+def main(argv: list[str] | None = None) -> int:
+    tool = parser()
+    return answer(tool, tool.parse_args(argv), {"inspect": inspect}, DataError)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    commands = made.add_subparsers(dest="command", required=True, metavar="inspect")
+    add = commands.add_parser("inspect", help="print what a token file contains").add_argument
+    add("prefix", metavar="PREFIX", help="the start of the names of PREFIX.bin and PREFIX.idx")
+    add("--samples", type=int, default=3, metavar="N", help="documents to show, at even distances (default 3)")
+    add("--document", type=int, action="append", metavar="I", help="show this document instead; may be repeated")
+    add("--longest", type=int, default=5, metavar="N", help="longest documents to list (default 5)")
+    add("--length", type=positive, default=200, metavar="N", help="tokens of a document to show (default 200)")
+    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="decode with this tokenizer (default: the one that PREFIX.json names)")
+    add("--json", action="store_true", help="print only one JSON object on stdout")
+    return made
+
+
+def inspect(options: argparse.Namespace) -> Answer:
+    found = Inspection(options.prefix, options.tokenizer)
+    shown = found.decoded(options.document, options.length) if options.document else found.samples(options.samples, options.length)
+    longest = found.longest(options.longest, 30)
+    facts = found.facts() | {"tokenizer_problem": found.problem}
+    content = facts | {"samples": as_json(shown), "longest": as_json(longest)}
+    return content, [] if options.json else lines_of(facts, shown, longest), 0
+
+
+def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]) -> list[str]:
+    """The report, with colours if stdout is a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, highlight=False)
+    with console.capture() as captured:
+        console.print("\n".join(_counts(facts)), markup=False, soft_wrap=True)
+        console.print(Text.assemble("\n", ("documents by length in tokens", "bold")), soft_wrap=True)
+        for bin_ in facts["histogram"]:
+            bar = "█" * -(-BAR * bin_["documents"] // max(each["documents"] for each in facts["histogram"]))
+            label = f"{bin_['from']:>9,} to {bin_['to']:>9,} {bin_['documents']:>11,} "
+            share = f" {bin_['tokens'] / max(1, facts['tokens']):.1%} of the tokens"
+            console.print(Text.assemble(label, (bar, "cyan"), share), soft_wrap=True)
+        for sample in samples:
+            heading = f"document {sample.document:,}: {sample.tokens:,} tokens"
+            heading += f", {sample.loss_tokens:,} count" if facts["kind"] == "chat" else ""
+            heading += f", the first {sample.shown:,}" if sample.shown < sample.tokens else ""
+            console.print(Text.assemble("\n", (heading, "bold")), soft_wrap=True)
+            console.print(_marked(sample, facts["kind"] == "chat", console.is_terminal), soft_wrap=True)
+        console.print(Text.assemble("\n", ("longest documents", "bold")), soft_wrap=True)
+        for sample in longest:
+            beginning = " ".join("".join(part.text for part in sample.parts).split())[:60]
+            console.print(f"{sample.document:>9,} {sample.tokens:>11,} tokens  {beginning}", markup=False, soft_wrap=True)
+    return captured.get().splitlines()
+
+
+def _marked(sample: Sample, chat: bool, colour: bool) -> Any:
+    """The text of a document; what counts is green, or between brackets."""
+    from rich.text import Text
+
+    text = Text()
+    for part in sample.parts:
+        counts = chat and part.counts
+        text.append(f"⟦{part.text}⟧" if counts and not colour else part.text, "green" if counts else "")
+    return text
+
+
+def _counts(facts: dict[str, Any]) -> list[str]:
+    lengths, size = facts["lengths"], f"{facts['dtype']}, {facts['bytes'] / 1e6:,.1f} MB"
+    lines = [
+        f"{facts['prefix']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({size})",
+        f"lengths: {lengths['min']:,.0f} to {lengths['max']:,.0f}, median {lengths['median']:,.0f}, mean {lengths['mean']:,.1f}, "
+        f"95 % up to {lengths['p95']:,.0f}",
+        f"duplicates: {facts['duplicates']:,} documents have the tokens of an earlier one ({facts['duplicate_share']:.1%})",
+        f"vocabulary: {_number(facts['vocab_size'])}, largest token {facts['largest_id']:,}, EOS {_number(facts['eos'])}",
+    ]
+    if facts["vocab_size"] is not None and facts["largest_id"] >= facts["vocab_size"]:
+        lines.append("warning: there are tokens outside of the vocabulary; the files do not belong together")
+    if facts["kind"] == "chat":
+        lines.append(
+            f"conversations ({', '.join(facts['forms'] or [])}): {facts['loss_tokens']:,} tokens count "
+            f"({facts['loss_tokens'] / max(1, facts['tokens']):.1%}), in {facts['without_loss']:,} documents none"
+        )
+    elif facts["without_eos"]:
+        lines.append(f"{facts['without_eos']:,} documents do not end in EOS")
+    if facts["tokenizer_problem"]:
+        lines.append(f"tokens are shown as numbers: {facts['tokenizer_problem']}")
+    return lines
+
+
+def _number(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"
