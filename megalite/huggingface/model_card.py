@@ -10,9 +10,9 @@ from typing import Any
 import megalite
 from megalite.checkpoint import Manifest
 from megalite.checkpoint.directories import write_synced
-from megalite.config.load import from_dict, to_yaml
+from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
-from megalite.config.token_files import metadata, prefixes
+from megalite.config.token_files import is_chat, metadata, prefixes
 from megalite.data.tokenizer_identity import TokenizerIdentity
 
 CARD = "README.md"
@@ -62,8 +62,20 @@ def write_card(
     usage = (_ADAPTER if adapter else _MODEL).format(name=name, base=base, tokenizer=reads, reader=reader)
     parts = [f"---\n{head}---\n\n# {name}\n", f"| | |\n|---|---|\n{table}", usage]
     if config.data.train is not None:
-        parts.append(f"## Configuration\n\n```yaml\n{to_yaml(config)}```\n")
+        parts.append(f"## Configuration\n\nOptions that differ from megalite's defaults:\n\n```yaml\n{_options(config)}```\n")
     write_synced(directory / CARD, "\n".join(parts))
+
+
+def _options(config: Config) -> str:
+    """The run's options other than their defaults, as YAML."""
+    import yaml
+
+    defaults = to_dict(Config())
+    changed = {
+        section: {name: value for name, value in values.items() if value != defaults[section][name]}
+        for section, values in to_dict(config).items()
+    }
+    return yaml.safe_dump({section: values for section, values in changed.items() if values}, sort_keys=False, allow_unicode=True)
 
 
 def _version(state: dict[str, Any]) -> str:
@@ -77,12 +89,13 @@ def _trained(config: Config, state: dict[str, Any]) -> dict[str, str]:
         return {}
     optimizer = config.optimizer
     counts = {prefix: metadata(prefix).get("tokens") for prefix in prefixes(config.data.train)}
-    samples, step = state.get("samples", 0), state.get("step", 0)
+    samples, step, length = state.get("samples", 0), state.get("step", 0), config.data.sequence_length
+    seen = "positions seen" if any(map(is_chat, counts)) else "tokens seen"  # rows of conversations are padded
     rows = {
         "data": ", ".join(prefix + (f" ({count:,} tokens)" if count else "") for prefix, count in counts.items()),
         "data fingerprint": str(state.get("fingerprint")),
         "steps": f"{step:,} of {config.train.steps:,}",
-        "tokens seen": f"{samples * config.data.sequence_length:,} ({samples:,} samples of {config.data.sequence_length:,})",
+        seen: f"{samples * length:,} ({samples:,} samples of {length:,})",
         "global batch": f"{config.train.global_batch_size:,} samples",
         "optimizer": f"AdamW, learning rate {optimizer.lr:g} ({optimizer.decay}), weight decay {optimizer.weight_decay:g}",
         "precision": config.train.precision,

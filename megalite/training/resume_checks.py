@@ -12,7 +12,6 @@ from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
-from megalite.training.tokenizer_checks import check_resumed_tokenizer
 
 FREE = ("preset", "from_hf", "init_from", "dropout")  # options of model and lora that do not affect what a checkpoint holds
 
@@ -28,6 +27,8 @@ UNLISTED = (
 
 def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
     """Raise ConfigError if model, data or horizon differ from those of a checkpoint, unless `checkpoint.allow` lists the change."""
+    from megalite.training.tokenizer_checks import check_resumed_tokenizer  # which a fresh start does not need
+
     saved = from_dict(state["config"])
     allow = config.checkpoint.allow
     shape, saved_shape = (

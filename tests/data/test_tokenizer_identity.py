@@ -214,3 +214,13 @@ def test_data_from_before_is_accepted_with_a_note(tmp_path):
         f"the tokenizer of data.train = {other} is not known, so whether it is that of data.train = {one} is not checked"
     ]
     assert one_tokenizer(data([other])) == []
+
+
+def test_several_chat_templates_are_noted(tmp_path):
+    one, other = text(tmp_path, "one", "byte"), text(tmp_path, "other", "byte")
+    for number, prefix in enumerate((one, other)):
+        facts = json.loads(Path(f"{prefix}.json").read_text())
+        Path(f"{prefix}.json").write_text(json.dumps(facts | {"chat": {"template_hash": f"hash{number}"}}))
+    (note,) = one_tokenizer(data([one, other]))
+    assert note.startswith("the conversations were rendered with several chat templates: ") and "hash0" in note and "hash1" in note
+    assert one_tokenizer(data([one, one])) == []
