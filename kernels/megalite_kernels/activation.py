@@ -6,7 +6,8 @@
 `gate_up` is packed [..., 2F], gate first, as one matrix product writes it; its gradient is packed the same way. Backward needs only the
 input: it recomputes h and returns it, too, for the weight gradient of the matrix product that read h. That costs one multiplication;
 keeping h would add a third to the block's activations.
-act is silu (x · sigmoid(x)), gelu (x · Φ(x)), gelu_new or gelu_pytorch_tanh (both the tanh form of gelu), or relu.
+act is silu (x · sigmoid(x)), gelu (x · Φ(x)), gelu_new, gelu_fast or gelu_pytorch_tanh (all the tanh form of gelu), relu, or relu2
+(relu(x)²).
 """
 
 from collections.abc import Callable
@@ -27,15 +28,26 @@ class _Activation(NamedTuple):
     backward: Callable[..., Tensor]  # (dh, x, grad_input=out) -> out
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return torch.relu(x).square_()
+
+
+def _relu2_backward(dh: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor:
+    """2 · relu(x) · dh; the derivative is continuous."""
+    return torch.mul(torch.relu(x).mul_(2), dh, out=grad_input)
+
+
 _GELU_TANH = _Activation(partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward.grad_input, approximate="tanh"))
 _ACTIVATIONS = {
     "silu": _Activation(F.silu, _aten.silu_backward.grad_input),
     "gelu": _Activation(F.gelu, _aten.gelu_backward.grad_input),
     "gelu_new": _GELU_TANH,
+    "gelu_fast": _GELU_TANH,
     "gelu_pytorch_tanh": _GELU_TANH,
     "relu": _Activation(torch.relu, partial(_aten.threshold_backward.grad_input, threshold=0)),
+    "relu2": _Activation(_relu2, _relu2_backward),
 }
-_FUSED = ("silu", "gelu_new", "gelu_pytorch_tanh")  # activations whose gated form has a Triton kernel
+_FUSED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # activations whose gated form has a Triton kernel
 
 
 def _lookup(act: str) -> _Activation:

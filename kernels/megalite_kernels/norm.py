@@ -6,7 +6,7 @@ RMSNorm (Zhang & Sennrich 2019), with g = weight + offset and x̂ = x · rstd:
     dx = rstd · (g·dy − x̂ · mean(g·dy · x̂))        dweight = Σ_rows dy · x̂
 
 The residual addition before a norm is fused with it: s = x + branch, y = norm(s), and dx = dbranch = dnorm + ds.
-LayerNorm (Ba et al. 2016) subtracts the mean first and adds a bias; its dx also subtracts mean(g·dy).
+LayerNorm (Ba et al. 2016) subtracts the mean first and may add a bias; its dx also subtracts mean(g·dy).
 Like transformers' Llama, RMSNorm normalizes in at least fp32, casts to x's dtype, and multiplies by the weight in that dtype.
 Statistics and weight gradients are at least fp32.
 """
@@ -81,23 +81,26 @@ def rms_norm_backward(
     return dx if dtotal is None else dx.add_(dtotal), dweight
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., H] in x's dtype, mean and rstd [..., 1] in at least fp32."""
-    if _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
+    if bias is not None and _takes_row(x) and x.shape[-1] <= _LAYER_NORM:  # to the kernel, a norm without bias is an RMSNorm
         from megalite_kernels import norm_triton
 
-        return norm_triton.norm_forward(x, None, weight, bias, eps, 0.0)[1:]
-    y, mean, rstd = torch.native_layer_norm(_at_least_fp32(x), [x.shape[-1]], _at_least_fp32(weight), _at_least_fp32(bias), eps)
+        return norm_triton.norm_forward(x, None, weight, bias, eps, offset)[1:]
+    gain, addend = _gain(_at_least_fp32(weight), offset), None if bias is None else _at_least_fp32(bias)
+    y, mean, rstd = torch.native_layer_norm(_at_least_fp32(x), [x.shape[-1]], gain, addend, eps)
     return y.to(x.dtype), mean, rstd
 
 
-def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """dx [..., H] in x's dtype; dweight and dbias [H] in at least fp32, summed over all rows."""
     if _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
         from megalite_kernels import norm_triton
 
-        return norm_triton.norm_backward(dy, None, x, weight, mean, rstd, 0.0)
-    gain = _at_least_fp32(weight)
+        return norm_triton.norm_backward(dy, None, x, weight, mean, rstd, offset)
+    gain = _gain(_at_least_fp32(weight), offset)
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         _at_least_fp32(dy), _at_least_fp32(x), [x.shape[-1]], mean, rstd, gain, gain, [True, True, True]
     )  # the bias only has to be given for its gradient to be computed

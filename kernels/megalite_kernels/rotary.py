@@ -4,14 +4,16 @@ With x = [x1, x2] split at D/2 and angle(s, i) = position(s) · theta^(-2i/D):
 
     y1 = x1 · cos − x2 · sin        y2 = x2 · cos + x1 · sin
 
-The backward is the rotation by the opposite angle. Tables are D wide, with the angles of the D/2 pairs twice, as in transformers: a
-rotation is then one product over whole rows and two over half rows, which is faster than four over half rows.
+The backward is the rotation by the opposite angle. Pairs that do not rotate have angle 0. Tables are D wide, with the angles of the D/2
+pairs twice, as in transformers: a rotation is then one product over whole rows and two over half rows, which is faster than four over half
+rows.
 """
 
 import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels.dispatch import takes_triton
@@ -57,17 +59,26 @@ def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, dt
 
 
 def rotary_tables(
-    positions: Tensor, head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str
+    positions: Tensor,
+    head_dim: int,
+    theta: float,
+    scaling: dict[str, Any] | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least fp32.
 
-    Under YaRN both are multiplied by its attention_factor, which multiplies scores by its square.
+    Under YaRN both are multiplied by its attention_factor, which multiplies scores by its square. rotary_dim: number of channels that
+    rotate, by default all. Their pairs come first; frequencies are those of a head of this width.
     """
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
-    frequency = _frequencies(head_dim, theta, scaling, accumulate_dtype, device)
-    angle = positions.to(device=device, dtype=accumulate_dtype).unsqueeze(-1) * torch.cat((frequency, frequency))
-    factor = (scaling or {}).get("attention_factor", 1.0)
-    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    frequency = _frequencies(rotary_dim, theta, scaling, accumulate_dtype, device)
+    angle = positions.to(device=device, dtype=accumulate_dtype).unsqueeze(-1) * frequency  # [..., rotary_dim/2]
+    factor, idle = (scaling or {}).get("attention_factor", 1.0), (0, (head_dim - rotary_dim) // 2)
+    cos, sin = F.pad(angle.cos() * factor, idle, value=1.0), F.pad(angle.sin() * factor, idle)
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((sin, sin), -1).to(dtype)
 
 
 def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:

@@ -30,10 +30,12 @@ class Family:
     constants: dict[str, Any] = field(default_factory=dict)
     """ModelConfig fields whose value the family fixes, if it differs from ModelConfig's default."""
     window: str | None = None
-    """Layers with a sliding window: every_layer (Mistral); or, if layer_types is missing, upper_layers (Qwen), every_other (Gemma 2) or
-    without_rope (SmolLM3); None: no window."""
+    """Layers with a sliding window: every_layer (Mistral); or, if layer_types is missing, upper_layers (Qwen), without_rope (SmolLM3) or
+    pattern: all but every n-th, n being the default of sliding_window_pattern, and all if that is null; None: no window."""
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies in layers with a window, by default; None: they have those of other layers."""
     computed: tuple[str, ...] = ()
-    """ModelConfig fields computed from a config.json with its defaults."""
+    """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one way."""
     own: str = ""
     """Other fields of its config.json, which `computed` reads or which have no influence on pretraining."""
     rope_types: tuple[str, ...] = tuple(ROPE_SCALING_KEYS)
@@ -94,6 +96,39 @@ def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any
     return content
 
 
+def _local_layers(given: dict[str, Any]) -> list[int]:
+    """The layers with a sliding window, by layer_types or, if that is missing, by the pattern."""
+    layers, pattern = range(given["num_hidden_layers"]), given["sliding_window_pattern"]
+    if given["layer_types"]:
+        return [layer for layer in layers if given["layer_types"][layer] == "sliding_attention"]
+    return [layer for layer in layers if pattern is None or (layer + 1) % pattern]
+
+
+def _global_layers(given: dict[str, Any]) -> list[int]:
+    local = _local_layers(given) if given["sliding_window"] is not None else []
+    return [layer for layer in range(given["num_hidden_layers"]) if layer not in local]
+
+
+def _falcon_kv_heads(given: dict[str, Any]) -> int:
+    """num_kv_heads counts in the new architecture only; the older one has as many as heads, or one."""
+    heads = given["num_attention_heads"]
+    if given["new_decoder_architecture"]:
+        return int(given["num_kv_heads"] or heads)
+    return 1 if given["multi_query"] else int(heads)
+
+
+def _falcon_block(given: dict[str, Any]) -> str:
+    """The new architecture has two norms by default, the older one has one norm for both."""
+    new, parallel, norms = given["new_decoder_architecture"], given["parallel_attn"], given["num_ln_in_parallel_attn"]
+    if new and not parallel:
+        raise _refuse("parallel_attn", parallel, "does not fit new_decoder_architecture = True, which is parallel.")
+    if norms == 2 and not new:
+        raise _refuse("num_ln_in_parallel_attn", norms, "does not fit new_decoder_architecture = False, which has one norm.")
+    if not parallel:
+        return "none"
+    return "two_norms" if new and norms != 1 else "shared_norm"
+
+
 def _without_rope(given: dict[str, Any]) -> list[int]:
     """SmolLM3's no_rope_layers is 1 for layers with rotary embeddings; if it is missing, every interval-th layer has none."""
     layers, interval = range(given["num_hidden_layers"]), given["no_rope_layer_interval"]
@@ -104,7 +139,13 @@ def _without_rope(given: dict[str, Any]) -> list[int]:
 _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "embedding_scale": lambda given: given["hidden_size"] ** 0.5,
     "attention_scale": lambda given: given["query_pre_attn_scalar"] ** -0.5,
+    "logit_scale": lambda given: 1 / given["logits_scaling"],
     "no_rope_layers": _without_rope,
+    "no_rope_layers=global": _global_layers,
+    "num_key_value_heads": _falcon_kv_heads,
+    "parallel_block": _falcon_block,
+    "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
+    "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
 }
 
 
@@ -131,20 +172,38 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     if shape["hidden_act"] not in legal_act:
         raise _refuse("hidden_act", shape["hidden_act"], f"is not handled. Legal values: {', '.join(legal_act)}.")
     try:
-        shape |= {name: _COMPUTED[name](given) for name in family.computed}
-        if family.rope:
-            shape |= _read_rope(config, family, given)
+        shape |= {name.partition("=")[0]: _COMPUTED[name](given) for name in family.computed}
         shape |= _read_window(given, family, shape)
+        if family.rope:
+            shape |= _read_rope(config, family, given, shape)
     except (TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"config.json: a value of it has the wrong type or length: {error}.") from None
     _refuse_unhandled(config, family)
     return shape
 
 
-def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from transformers 5's rope_parameters or from the two older fields."""
+def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """The rotary fields, from transformers 5's rope_parameters or from the older fields."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or given["rope_theta"]
+    if family.local_rope_theta is None:
+        return _read_frequencies(parameters, family, given, shape)
+    local = dict(parameters.pop("sliding_attention", None) or {})
+    if "full_attention" in parameters:
+        parameters = dict(parameters["full_attention"] or {})
+    found = _read_frequencies(parameters, family, given, shape)
+    theta = float(local.pop("rope_theta", None) or given.get("rope_local_base_freq") or family.local_rope_theta)
+    if local.get("rope_type", "default") != "default":
+        raise _refuse("rope_parameters.sliding_attention", local, "is not handled: layers with a window have no rotary scaling.")
+    same = theta == found["rope_theta"] and found["rope_scaling"] is None
+    return found | {"rope_local_theta": None if same or not shape.get("sliding_window_layers") else theta}
+
+
+def _read_frequencies(parameters: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta, rope_scaling and, in families that have it, partial_rotary_factor."""
+    theta = parameters.pop("rope_theta", None) or shape.get("rope_theta") or given["rope_theta"]
+    partial = {}
+    if "partial_rotary_factor" in shape:
+        partial = {"partial_rotary_factor": float(parameters.pop("partial_rotary_factor", None) or shape["partial_rotary_factor"])}
     kind = parameters.pop("rope_type", None) or parameters.get("type", "default")
     parameters.pop("type", None)  # rope_type's name before transformers 4.43
     if kind not in family.rope_types:
@@ -155,7 +214,7 @@ def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any]) ->
         if name not in ROPE_SCALING_KEYS[kind] and families().neutral.get(name) != value:
             raise _refuse(f"rope_scaling.{name}", value, f"is not handled with rope_type {kind}.")
     scaling = {name: parameters[name] for name in ROPE_SCALING_KEYS[kind] if name in parameters}
-    return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling}}
+    return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling}, **partial}
 
 
 def _complete_yarn(parameters: dict[str, Any], longest: int) -> dict[str, Any]:
@@ -172,16 +231,15 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
     types, window = given["layer_types"], given["sliding_window"]
     if family.window == "every_layer":
         return {"sliding_window": window}
-    if window is not None and (family.window == "every_other" or (family.window and given["use_sliding_window"])):
-        layers = range(shape["num_hidden_layers"])
-        if types:
-            local = [layer for layer in layers if types[layer] == "sliding_attention"]
+    if window is not None and (family.window == "pattern" or (family.window and given["use_sliding_window"])):
+        if types or family.window == "pattern":
+            local = _local_layers(given)
         elif family.window == "without_rope":
             local = shape["no_rope_layers"]
         else:
-            local = list(layers[::2] if family.window == "every_other" else layers[given["max_window_layers"] :])
+            local = list(range(given["max_window_layers"], shape["num_hidden_layers"]))
         return {"sliding_window": window, "sliding_window_layers": local}
-    if family.window != "every_other" and types and set(types) != {"full_attention"}:
+    if family.window != "pattern" and types and set(types) != {"full_attention"}:
         raise _refuse(
             "layer_types", sorted(set(types)), f"needs a sliding window, which this {family.model_type} configuration does not have."
         )

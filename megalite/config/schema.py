@@ -73,6 +73,11 @@ class ModelConfig:
     """Position encoding: rotary embeddings (rope), a learned table added to the embedding (learned), or none."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    rope_local_theta: float | None = None
+    """Base of the rotary frequencies in the layers with a sliding window, to which rope_scaling then does not apply (Gemma-3). null: all
+    layers have the same frequencies."""
+    partial_rotary_factor: float = 1.0
+    """Share of each head's channels that rotary embeddings rotate; the others keep their values."""
     rope_scaling: dict[str, Any] | None = None
     """Rotary scaling, as in Hugging Face: {rope_type: linear, factor: F}, {rope_type: llama3, factor: F, low_freq_factor: L,
     high_freq_factor: H, original_max_position_embeddings: N} or {rope_type: yarn, factor: F, original_max_position_embeddings: N,
@@ -80,17 +85,23 @@ class ModelConfig:
     no_rope_layers: list[int] | None = None
     """Indices (0-based) of the layers without rotary embeddings. null: every layer has them."""
     norm: Literal["rms", "layer"] = "rms"
-    """Normalisation: RMSNorm, or LayerNorm with bias."""
+    """Normalisation: RMSNorm, or LayerNorm."""
+    norm_bias: bool = True
+    """Bias of LayerNorm. RMSNorm has none."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Position of the norms: before each block (pre), after it and before the residual addition (post), or both."""
     norm_offset: float = 0.0
     """Constant added to the norm's weight; 1.0 gives Gemma's (1 + w)."""
+    parallel_block: Literal["none", "shared_norm", "two_norms"] = "none"
+    """Attention and feed-forward read the same input, and both are added to it. none: the feed-forward reads the sum of input and
+    attention; shared_norm: in parallel, with one norm for both (Falcon-7B); two_norms: in parallel, each with its norm (GPT-NeoX)."""
     rms_norm_eps: float = 1e-5
     """Epsilon of every norm, RMSNorm and LayerNorm."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys: per head (Qwen3), over the full width (OLMo-2), or none."""
-    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"] = "silu"
-    """Activation of the feed-forward block; gelu_new and gelu_pytorch_tanh are both the tanh approximation of GELU."""
+    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"] = "silu"
+    """Activation of the feed-forward block; gelu_new, gelu_fast and gelu_pytorch_tanh are all the tanh approximation of GELU, relu2 is the
+    square of relu."""
     gated_mlp: bool = True
     """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
     attention_bias: bool = False
@@ -107,10 +118,14 @@ class ModelConfig:
     """Factor on the attention scores. null: head_dim ** -0.5."""
     attention_softcap: float | None = None
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
+    logit_scale: float | None = None
+    """Factor on the logits, before their cap. null: 1."""
     logit_softcap: float | None = None
     """Cap of the logits: cap * tanh(logits / cap) (Gemma-2). null: no cap."""
     embedding_scale: float | None = None
     """Factor on the embedding's output (Gemma: hidden_size ** 0.5). null: 1."""
+    residual_multiplier: float = 1.0
+    """Factor on the output of attention and of the feed-forward, before the residual addition."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 * num_hidden_layers) for output projections."""
     embedding_dropout: float = 0.0
@@ -134,6 +149,11 @@ class ModelConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def rotary_dim(self) -> int:
+        """Number of channels of a head that rotate."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    @property
     def vocabulary(self) -> int:
         """The vocabulary size. Raises ValueError if it is not known yet."""
         if self.vocab_size is None:
@@ -147,6 +167,10 @@ class ModelConfig:
 
     def uses_rope(self, layer: int) -> bool:
         return self.position == "rope" and layer not in (self.no_rope_layers or ())
+
+    def local_rope(self, layer: int) -> bool:
+        """Whether the layer's rotary frequencies are those of rope_local_theta."""
+        return self.rope_local_theta is not None and self.uses_rope(layer) and self.window(layer) is not None
 
 
 @dataclass

@@ -70,10 +70,9 @@ class Module:
     def transposed(self) -> bool:
         return any(place.transposed for place in self.weights.values())
 
-    def rows(self, weight: str) -> slice:
-        """The module's outputs that belong to one of our weights."""
-        place = self.weights[weight]
-        return slice(place.start, place.start + place.size)
+    def rows(self, weight: str) -> list[int]:
+        """The module's outputs that belong to one of our weights, in our order."""
+        return list(self.weights[weight].rows)
 
 
 def modules_of(found: dict[str, Place], weights: Iterable[str]) -> list[Module]:

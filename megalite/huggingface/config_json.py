@@ -1,5 +1,6 @@
 """ModelConfig → Hugging Face config.json, for the families in `megalite.config.families`. Imports no torch."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -50,7 +51,9 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "head_dim": model.head_size,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
         "embedding_scale": model.embedding_scale or 1.0,
+        "logit_scale": model.logit_scale or 1.0,
         "no_rope_layers": [layer for layer in layers if not model.uses_rope(layer)],
+        "rope_local_theta": model.rope_local_theta if any(map(model.local_rope, layers)) else None,
         "sliding_window": model.sliding_window if local else None,
         "sliding_window_layers": local,
     }
@@ -63,15 +66,56 @@ def _write(model: ModelConfig, row: Family) -> dict[str, Any]:
     config |= {theirs: values[ours[0]] for theirs, ours in row.fields.items()}
     if model.head_dim is None and "head_dim" not in row.defaults:
         config.pop("head_dim", None)  # transformers derives the same value; its Qwen2 does not have the field
-    if model.position == "rope" and row.rope:
-        scaling = model.rope_scaling or {"rope_type": "default"}
-        config |= {"rope_theta": model.rope_theta, "rope_scaling": model.rope_scaling}  # transformers 4 and most other readers
-        config |= {"rope_parameters": {**scaling, "rope_theta": model.rope_theta}}  # transformers 5
-    if "attention_scale" in row.computed:
-        config |= {"query_pre_attn_scalar": round(values["attention_scale"] ** -2)}
-    if "no_rope_layers" in row.computed:
-        config |= {"no_rope_layers": [int(model.uses_rope(layer)) for layer in range(model.num_hidden_layers)]}
-    return config | _write_window(values, row)
+    for name in row.computed:
+        config |= _COMPUTED[name](values)
+    return config | (_write_rope(model, row) if model.position == "rope" and row.rope else {}) | _write_window(values, row)
+
+
+def _reciprocal(value: float) -> float:
+    """1 / value, without the last digits if those are rounding only."""
+    rounded = round(1 / value, 9)
+    return rounded if 1 / rounded == value else 1 / value
+
+
+def _falcon_block(values: dict[str, Any]) -> dict[str, Any]:
+    """Falcon's layout: its first architecture has one key-value head or no parallel block, all others are the new one."""
+    block, kv_heads = values["parallel_block"], values["num_key_value_heads"]
+    new = block == "two_norms" or (block == "shared_norm" and kv_heads > 1)
+    norms = {"num_ln_in_parallel_attn": 2 if block == "two_norms" else 1} if new else {}
+    return {"new_decoder_architecture": new, "multi_query": new or kv_heads == 1, "parallel_attn": block != "none", **norms}
+
+
+def _parallel(values: dict[str, Any]) -> dict[str, Any]:
+    return {"use_parallel_residual": values["parallel_block"] != "none"}
+
+
+_COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "embedding_scale": lambda values: {},
+    "attention_scale": lambda values: {"query_pre_attn_scalar": round(values["attention_scale"] ** -2)},
+    "logit_scale": lambda values: {"logits_scaling": _reciprocal(values["logit_scale"])},
+    "no_rope_layers": lambda values: {
+        "no_rope_layers": [int(layer not in values["no_rope_layers"]) for layer in range(values["num_hidden_layers"])]
+    },
+    "no_rope_layers=global": lambda values: {},
+    "num_key_value_heads": lambda values: {"num_kv_heads": values["num_key_value_heads"]},
+    "parallel_block": _falcon_block,
+    "parallel_block=shared_norm": _parallel,
+    "parallel_block=two_norms": _parallel,
+}
+"""The fields of a config.json that a computed field is computed from: the reverse of the table in `megalite.config.families`."""
+
+
+def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
+    """The rotary fields of transformers 4, which most other readers know, and of transformers 5."""
+    found = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta}
+    if any("partial_rotary_factor" in ours for ours in row.fields.values()):
+        found |= {"partial_rotary_factor": model.partial_rotary_factor}
+    older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": model.rope_scaling}
+    if row.local_rope_theta is None:
+        return older | {"rope_parameters": found}
+    local = model.rope_local_theta or model.rope_theta
+    older |= {"rope_local_base_freq": local} if "rope_local_base_freq" in row.own.split() else {}
+    return older | {"rope_parameters": {"full_attention": found, "sliding_attention": {"rope_type": "default", "rope_theta": local}}}
 
 
 def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
@@ -79,8 +123,8 @@ def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
     window, local = values["sliding_window"], values["sliding_window_layers"]
     if row.window == "every_layer":
         return {"sliding_window": window}
-    if row.window is None or (window is None and row.window != "every_other"):
+    if row.window is None or (window is None and row.window != "pattern"):
         return {}
     types = ["sliding_attention" if layer in local else "full_attention" for layer in range(values["num_hidden_layers"])]
-    switch = {} if row.window == "every_other" else {"use_sliding_window": True, "max_window_layers": 0}
+    switch = {} if row.window == "pattern" else {"use_sliding_window": True, "max_window_layers": 0}
     return {**switch, "sliding_window": window or 4096, "layer_types": types}

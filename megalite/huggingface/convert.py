@@ -81,10 +81,10 @@ class Source:
         weights = Weights(directory)
         return Source(directory, model, family, weights, _bound(weights, places(model, family), family, model.tie_word_embeddings))
 
-    def __getitem__(self, name: str) -> Tensor:
-        """One of our tensors, as a view of the stored one."""
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A rectangle of one of our tensors; only its bytes are read."""
         place = self.places[name]
-        return place.view(self.weights[place.theirs])
+        return place.read(self.weights[place.theirs], offsets, sizes)
 
 
 def _check(model: ModelConfig) -> None:
@@ -98,6 +98,7 @@ def _check(model: ModelConfig) -> None:
 def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -> dict[str, Place]:
     """The places with the stored names. Raises ConversionError naming tensors that are missing, of another shape, or unknown."""
     names, base = FAMILY_NAMES[family], FAMILY_NAMES[family].base
+    head = f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight"
     bare = not any(name.startswith(base) for name in weights)  # files of a model without its head do not have the prefix
 
     def stored(name: str) -> str:
@@ -109,17 +110,13 @@ def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -
         shape = weights.shape(name)
         if name in expected and shape != expected[name]:
             problems.append(f"{name} is {list(shape)}, and config.json says {list(expected[name])}")
-        elif name not in expected and not name.endswith(names.ignored) and not (tied and name == "lm_head.weight"):
+        elif name not in expected and not name.endswith(names.ignored) and not (tied and name == head):
             problems.append(f"{name} has no place in a {family} model")
     if problems:
         more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise ConversionError(f"{weights.directory} does not hold the model of its config.json:\n  " + "\n  ".join(problems[:NAMED]) + more)
-    if (
-        tied
-        and "lm_head.weight" in weights
-        and not torch.equal(weights["lm_head.weight"], weights[stored(found["embedding.weight"].theirs)])
-    ):
-        raise ConversionError(f"{weights.directory}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings")
+    if tied and head in weights and not torch.equal(weights[head], weights[stored(found["embedding.weight"].theirs)]):
+        raise ConversionError(f"{weights.directory}: {head} is not the embedding, though config.json says tie_word_embeddings")
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
 
 
@@ -144,12 +141,7 @@ def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) 
         listed = ", ".join(f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED])
         raise ConversionError(f"model.init_from = {HF}{directory} is another model: {listed}. Set model.from_hf = {directory}.")
     for part in rectangles:
-        view = source[part.name.removeprefix(WEIGHT)]
-        part.tensor.copy_(view[_slices(part.offsets, part.tensor.shape)])
-
-
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+        part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
 
 
 # ---- import
@@ -166,7 +158,7 @@ def import_model(source: Path, directory: Path) -> dict[str, Any]:
     check_vocabulary(source, theirs.model.vocabulary)
     temporary = directories.begin(directory)
     try:
-        stored = _store(temporary / "rank_00000.bin", ((name, theirs[name]) for name in theirs.places))
+        stored = _store(temporary / "rank_00000.bin", theirs)
         (temporary / COMPANIONS).mkdir()
         for file in (source / "config.json", *companions(source)):
             shutil.copyfile(file, temporary / COMPANIONS / file.name)
@@ -177,17 +169,17 @@ def import_model(source: Path, directory: Path) -> dict[str, Any]:
     return _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
 
 
-def _store(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, StoredTensor]:
+def _store(path: Path, source: Source) -> dict[str, StoredTensor]:
     """Write every tensor in chunks of whole rows."""
     stored = {}
+    shapes = {segment.name: segment.shape for spec in model_specs(source.model) for segment in spec.segments}
     with open(path, "wb") as file:
-        for name, tensor in tensors:
-            rows = max(1, BLOCK * len(tensor) // max(tensor.nbytes, 1))
-            chunks = [
-                append(file, (start, *(0 for _ in tensor.shape[1:])), tensor[start : start + rows].contiguous())
-                for start in range(0, len(tensor), rows)
-            ]
-            stored[WEIGHT + name] = StoredTensor(name_of(tensor.dtype), tuple(tensor.shape), chunks)
+        for name, (length, *others) in ((name, shapes[name]) for name in source.places):
+            dtype = source.weights[source.places[name].theirs].dtype
+            rows = max(1, BLOCK // (prod(others) * dtype.itemsize))
+            offsets = [(start, *(0 for _ in others)) for start in range(0, length, rows)]
+            chunks = [append(file, at, source.read(name, at, (min(rows, length - at[0]), *others)).contiguous()) for at in offsets]
+            stored[WEIGHT + name] = StoredTensor(name_of(dtype), (length, *others), chunks)
         file.flush()
         os.fsync(file.fileno())
     return stored
@@ -345,17 +337,19 @@ def _shards(found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int)
 
 
 def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTensor], found: dict[str, Place], dtype: torch.dtype) -> None:
-    """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are whole rows, otherwise assembled in memory first."""
+    """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are consecutive whole rows, else assembled first."""
     place = found[next(iter(parts))]
-    by_rows = not place.transposed and all(chunk.sizes[1:] == each.shape[1:] for each in parts.values() for chunk in each.chunks)
+    by_rows = not place.transposed and all(
+        isinstance(found[name].rows, range) and chunk.sizes[1:] == each.shape[1:] for name, each in parts.items() for chunk in each.chunks
+    )
     whole = None if by_rows else torch.empty(place.shape, dtype=dtype)
     for name, tensor in parts.items():
         for chunk, data in adapters.manifest.read(tensor.chunks):
             values = adapters.merged(name, chunk, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(chunk.sizes))
             if whole is None:
-                row = found[name].start + chunk.offsets[0]
+                row = found[name].rows[0] + chunk.offsets[0]
                 file.write(place.theirs, values.to(dtype), row * prod(place.shape[1:]))
             else:
-                found[name].view(whole)[_slices(chunk.offsets, chunk.sizes)].copy_(values)
+                found[name].write(whole, chunk.offsets, values.to(dtype))
     if whole is not None:
         file.write(place.theirs, whole)

@@ -87,7 +87,7 @@ class Attention(nn.Module):
         self.heads = model.num_attention_heads // tp.size
         self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size  # at least 1: tp ranks beyond the kv heads hold replicas
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
-        self.uses_rope = model.uses_rope(layer)
+        self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
         self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], optional(f"{name}.qkv.bias"), tp, sequence_parallel)
         self.out = RowParallelLinear(weights[f"{name}.out.weight"], optional(f"{name}.out.bias"), tp, sequence_parallel)
         self.q_norm, self.k_norm = (self._qk_norm(weights, f"{name}.{part}.weight", mesh) for part in ("q_norm", "k_norm"))
@@ -107,7 +107,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, [seq, batch, heads, head_dim] each, normalized and rotated."""
-        rotary = state.rotary if self.uses_rope else None
+        rotary = (state.local_rotary if self.local_rope else state.rotary) if self.uses_rope else None
         packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))  # [seq, batch, (heads + 2 · kv_heads) · head_dim]
         if self.q_norm is None or self.k_norm is None:
             return _Split.apply(packed, self, rotary)  # split and rotation in one pass over memory

@@ -34,6 +34,7 @@ class ForwardState:
         training: False in evaluation: no dropout.
         positions, starts, document_start: those of the `Microbatch`.
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
+        local_rotary: those of rope_local_theta, for the layers with a sliding window.
         lora_dropout: probability of dropout in front of adapters.
     """
 
@@ -45,6 +46,7 @@ class ForwardState:
     starts: tuple[int, ...]
     document_start: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    local_rotary: tuple[Tensor, Tensor] | None = None
     lora_dropout: float = 0.0
 
     def dropout_key(self, site: Site, layer: int) -> int:

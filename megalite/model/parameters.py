@@ -60,10 +60,10 @@ class _Specs:
         """Weight, and bias of a LayerNorm: [width or hidden]. `axis`: over which gradients are partial even without a split sequence."""
         axis = axis or self.partial_axis
         rms = self.model.norm == "rms" if rms is None else rms
-        shape, one = (width or self.model.hidden_size,), 1.0 - (self.model.norm_offset if rms else 0.0)
+        shape, one = (width or self.model.hidden_size,), 1.0 - self.model.norm_offset
         weight = Segment(f"{name}.weight", shape, grad_partial_axis=axis, decay=False, init_value=one)
         bias = Segment(f"{name}.bias", shape, grad_partial_axis=axis, decay=False)
-        return _each_alone(unit, weight) if rms else _each_alone(unit, weight, bias)
+        return _each_alone(unit, weight) if rms or not self.model.norm_bias else _each_alone(unit, weight, bias)
 
     def column(self, name: str, unit: int, parts: Sequence[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
         """A column-parallel linear of (part name, output width, replicas) segments: weights [width, hidden], split along dim 0."""
@@ -119,7 +119,7 @@ class _Specs:
         head, copies = model.head_size, kv_replicas(model, self.tp)
         specs = []
         for block, before, after in (("attention", "input_norm", "attention.output_norm"), ("mlp", "mlp_norm", "mlp.output_norm")):
-            if model.norm_placement != "post":
+            if model.norm_placement != "post" and not (block == "mlp" and model.parallel_block == "shared_norm"):
                 specs += self.norm(f"{name}.{before}", unit)
             if block == "attention":
                 q, kv = model.num_attention_heads * head, model.kv_heads * head

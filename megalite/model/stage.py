@@ -7,6 +7,7 @@ sends activations between stages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from megalite_kernels.rotary import rotary_tables
@@ -18,7 +19,7 @@ from megalite.mesh import Mesh
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import head_unit
-from megalite.model.transformer import Layer, make_norm
+from megalite.model.transformer import Scale, make_layer, make_norm
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
@@ -41,7 +42,8 @@ class Head(nn.Module):
         self, model: ModelConfig, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions, loss: CrossEntropy, chunk: int | None
     ):
         super().__init__()
-        self.norm = make_norm(model, weights, "norm", options.ops)
+        norm = make_norm(model, weights, "norm", options.ops)
+        self.norm = norm if model.logit_scale is None else nn.Sequential(norm, Scale(model.logit_scale))  # cheaper than scaling the logits
         name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
         self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss
@@ -104,12 +106,13 @@ class Stage(nn.Module):
             positions = weights.get("positions.weight")
             self.embedding = ParallelEmbedding(weights["embedding.weight"], positions, mesh.tp, sequence_parallel, model.embedding_scale)
         self.embedding_dropout = Dropout(model.embedding_dropout, Site.EMBEDDING, 0, mesh.tp, sequence_parallel)
+        layers = [unit - 1 for unit in units if 0 < unit < last]
         self.layers = nn.ModuleDict(
-            {str(unit): Layer(model, unit - 1, weights, mesh, LayerOptions.of(config, unit - 1, ops)) for unit in units if 0 < unit < last}
+            {str(layer + 1): make_layer(model, layer, weights, mesh, LayerOptions.of(config, layer, ops)) for layer in layers}
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
-        self._rotary: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}  # (cos, sin) by `starts` and length
+        self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # (cos, sin) by `starts`, length and frequencies
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
         """What every unit needs to know about a microbatch; `step` is part of the key of the dropout masks."""
@@ -123,20 +126,24 @@ class Stage(nn.Module):
             document_start=microbatch.document_start,
             lora_dropout=self.lora_dropout,
         )
-        if self.model_config.position == "rope":
-            state.rotary = self._rotary_tables(state)
+        model = self.model_config
+        if model.position == "rope":
+            state.rotary = self._rotary_tables(state, model.rope_theta, model.rope_scaling)
+        if model.rope_local_theta is not None:
+            state.local_rotary = self._rotary_tables(state, model.rope_local_theta, None)
         return state
 
-    def _rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor]:
+    def _rotary_tables(self, state: ForwardState, theta: float, scaling: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions. Cached where all rows have the same positions, which the host knows from `starts`."""
         model, positions = self.model_config, state.document_positions  # [seq, 1] or [seq, batch]
         alike = state.starts if state.document_start is None else ()  # empty: positions differ between rows
-        tables = self._rotary.get((alike, len(positions))) if alike else None
+        key = (alike, len(positions), theta, scaling is None)
+        tables = self._rotary.get(key) if alike else None
         if tables is None:
             positions = positions.squeeze(1)  # [seq] where rows share positions (or batch is 1), else [seq, batch]
-            tables = rotary_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.dtype, positions.device)
+            tables = rotary_tables(positions, model.head_size, theta, scaling, self.dtype, positions.device, model.rotary_dim)
             if alike:
-                self._rotary[alike, len(positions)] = tables
+                self._rotary[key] = tables
         return tables
 
     def trunk(self, x: Tensor, state: ForwardState) -> Tensor:

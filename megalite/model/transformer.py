@@ -26,7 +26,18 @@ from megalite.parallel.weight import Weight
 def make_norm(model: ModelConfig, weights: Mapping[str, Weight], name: str, ops: CompiledOps) -> nn.Module:
     if model.norm == "rms":
         return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset, ops)
-    return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], model.rms_norm_eps, ops)
+    return LayerNorm(weights[f"{name}.weight"], weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops)
+
+
+class Scale(nn.Module):
+    """x · factor."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 class FeedForward(nn.Module):
@@ -58,15 +69,20 @@ class Layer(nn.Module):
     def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
         super().__init__()
         name = f"layers.{layer}"
-        before, after = model.norm_placement != "post", model.norm_placement != "pre"
+        before = model.norm_placement != "post"
+        two = before and model.parallel_block != "shared_norm"
 
         def norm(part: str, present: bool) -> nn.Module:
             return make_norm(model, weights, f"{name}.{part}", options.ops) if present else nn.Identity()
 
+        def output(part: str) -> nn.Module:  # what is done with a block's output before the residual addition
+            scaled = [Scale(model.residual_multiplier)] if model.residual_multiplier != 1.0 else []
+            return nn.Sequential(norm(part, model.norm_placement != "pre"), *scaled)
+
         self.attention = Attention(model, layer, weights, mesh, options)
         self.mlp = FeedForward(model, layer, weights, mesh, options)
-        self.attention_input_norm, self.attention_output_norm = norm("input_norm", before), norm("attention.output_norm", after)
-        self.mlp_input_norm, self.mlp_output_norm = norm("mlp_norm", before), norm("mlp.output_norm", after)
+        self.attention_input_norm, self.attention_output = norm("input_norm", before), output("attention.output_norm")
+        self.mlp_input_norm, self.mlp_output = norm("mlp_norm", two), output("mlp.output_norm")
         probability, sequence_parallel = model.residual_dropout, options.sequence_parallel
         self.attention_dropout = Dropout(probability, Site.ATTENTION_OUTPUT, layer, mesh.tp, sequence_parallel)
         self.mlp_dropout = Dropout(probability, Site.MLP_OUTPUT, layer, mesh.tp, sequence_parallel)
@@ -80,10 +96,29 @@ class Layer(nn.Module):
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
         """The layer itself, without recomputation."""
         attended = self.attention(self.attention_input_norm(x), state)
-        branch = self.attention_dropout(self.attention_output_norm(attended), state)
+        branch = self.attention_dropout(self.attention_output(attended), state)
         x, normed = add_and_norm(x, branch, self.mlp_input_norm)  # residual sum and its norm, fused for RMSNorm: one pass over memory
         transformed = self.mlp(normed, state)
-        return x + self.mlp_dropout(self.mlp_output_norm(transformed), state)
+        return x + self.mlp_dropout(self.mlp_output(transformed), state)
+
+
+class ParallelLayer(Layer):
+    """x + attention(norm(x)) + mlp(norm(x)): both read the layer's input. With a shared norm `mlp_input_norm` is the identity."""
+
+    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
+        super().__init__(model, layer, weights, mesh, options)
+        self.shared_norm = model.parallel_block == "shared_norm"
+
+    def compute(self, x: Tensor, state: ForwardState) -> Tensor:
+        normed = self.attention_input_norm(x)
+        attended = self.attention_dropout(self.attention_output(self.attention(normed, state)), state)
+        transformed = self.mlp(normed if self.shared_norm else self.mlp_input_norm(x), state)
+        return x + attended + self.mlp_dropout(self.mlp_output(transformed), state)
+
+
+def make_layer(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> Layer:
+    kind = Layer if model.parallel_block == "none" else ParallelLayer
+    return kind(model, layer, weights, mesh, options)
 
 
 class _Recompute(torch.autograd.Function):

@@ -15,6 +15,8 @@ from megalite.huggingface.config_json import to_hf_config
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
 GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+ALL_HEADS = SIZES | {"max_position_embeddings": 64}
+FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate_size"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 YARN["attention_factor"] = 0.1 * math.log(4) + 1
 
@@ -73,6 +75,84 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         GROUPED | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8},
         {"no_rope_layers": [1], "sliding_window": 8, "sliding_window_layers": [1]},
     ),
+    ("Phi3Config", GROUPED | {"partial_rotary_factor": 0.75}, {"partial_rotary_factor": 0.75}),
+    (
+        "Starcoder2Config",
+        GROUPED | {"sliding_window": 8},
+        {
+            "norm": "layer",
+            "gated_mlp": False,
+            "mlp_bias": True,
+            "attention_out_bias": True,
+            "sliding_window": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "GraniteConfig",
+        GROUPED | {"embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22, "logits_scaling": 49.0},
+        {"embedding_scale": 12.0, "attention_scale": 0.0078125, "residual_multiplier": 0.22, "logit_scale": 1 / 49},
+    ),
+    (
+        "NemotronConfig",
+        GROUPED,
+        {"norm": "layer", "norm_offset": 1.0, "hidden_act": "relu2", "gated_mlp": False, "partial_rotary_factor": 0.5},
+    ),
+    ("StableLmConfig", GROUPED, {"partial_rotary_factor": 0.25, "parallel_block": "none", "norm": "layer"}),
+    (
+        "StableLmConfig",
+        GROUPED | {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+        {"parallel_block": "shared_norm", "attention_bias": True, "attention_out_bias": False, "rope_theta": 1e5},
+    ),
+    (
+        "GPTNeoXConfig",
+        ALL_HEADS | {"rotary_pct": 0.5, "rotary_emb_base": 5e4},
+        {"parallel_block": "two_norms", "partial_rotary_factor": 0.5, "rope_theta": 5e4, "hidden_act": "gelu", "attention_bias": True},
+    ),
+    ("GPTNeoXConfig", ALL_HEADS | {"use_parallel_residual": False}, {"parallel_block": "none", "partial_rotary_factor": 0.25}),
+    (
+        "Olmo3Config",
+        GROUPED | {"sliding_window": 8, "num_hidden_layers": 4},
+        {"sliding_window_layers": [0, 1, 2], "rope_local_theta": None, "rope_theta": 5e5, "norm_placement": "post"},
+    ),
+    (
+        "Olmo3Config",
+        GROUPED | {"sliding_window": 8, "num_hidden_layers": 4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_local_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    (
+        "Gemma3TextConfig",
+        GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8},
+        {"rope_theta": 1e6, "rope_local_theta": 1e4, "qk_norm": "head", "sliding_window_layers": [0, 1, 2], "logit_softcap": None},
+    ),
+    ("GlmConfig", GROUPED | {"head_dim": 16}, {"partial_rotary_factor": 0.5, "attention_bias": True, "attention_out_bias": False}),
+    ("Glm4Config", GROUPED | {"head_dim": 16}, {"norm_placement": "both", "partial_rotary_factor": 0.5}),
+    (
+        "CohereConfig",
+        GROUPED,
+        {"norm_bias": False, "parallel_block": "shared_norm", "logit_scale": 0.0625, "rope_theta": 5e5, "tie_word_embeddings": True},
+    ),
+    (
+        "Cohere2Config",
+        GROUPED | {"num_hidden_layers": 5, "sliding_window": 8},
+        {"sliding_window_layers": [0, 1, 2, 4], "no_rope_layers": [3], "rope_theta": 1e4},
+    ),
+    ("FalconConfig", FALCON, {"num_key_value_heads": 1, "parallel_block": "shared_norm", "intermediate_size": 192, "mlp_bias": False}),
+    (
+        "FalconConfig",
+        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80, "num_ln_in_parallel_attn": 2},
+        {"num_key_value_heads": 2, "parallel_block": "two_norms", "intermediate_size": 80},
+    ),
+    (
+        "FalconConfig",
+        FALCON | {"multi_query": False, "parallel_attn": False, "bias": True},
+        {"num_key_value_heads": 6, "parallel_block": "none", "attention_out_bias": True},
+    ),
+    (
+        "MinistralConfig",
+        GROUPED | {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        {"sliding_window_layers": [0]},
+    ),
     (
         "GPT2Config",
         {"vocab_size": 100, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "attn_pdrop": 0.0},
@@ -99,13 +179,27 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-COMPUTED = ("sliding_window", "layer_types", "no_rope_layer_interval")  # compared as our fields, which the file must give back
+COMPUTED = (
+    "sliding_window",
+    "_sliding_window_pattern",
+    "layer_types",
+    "no_rope_layer_interval",
+)  # compared as our fields, which the file must give back
 PUBLISHED = {
     "SmolLM2": {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
     "Qwen2.5": {"model_type": "qwen2", "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28},
     "Phi-3-mini": {"model_type": "phi3", "attention_bias": False, "original_max_position_embeddings": 4096, "rope_scaling": None},
     "gemma-2b": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "attention_bias": False},
     "gemma-2-2b": {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "cache_implementation": "hybrid",
+        "rope_local_base_freq": 10000,
+        "sliding_window_pattern": 6,
+    },
+    "command-r": {"model_type": "cohere", "model_max_length": 131072, "use_qk_norm": False},
+    "command-r7b": {"model_type": "cohere2", "layer_switch": 4, "use_parallel_block": True, "position_embedding_type": "rope_gptj"},
+    "pythia": {"model_type": "gpt_neox", "classifier_dropout": 0.1, "num_key_value_heads": None},
     "SmolLM3": {"model_type": "smollm3", "pretraining_tp": 2, "no_rope_layer_interval": 4, "max_window_layers": 28},
 }
 
@@ -131,15 +225,16 @@ def test_reads_what_transformers_writes_and_writes_what_it_reads(name, arguments
     assert from_hf_config(json.loads(theirs.to_json_string(use_diff=True))) == shape
     model = ModelConfig(**shape)
     assert {key: getattr(model, key) for key in expected} == expected
-    assert {key: getattr(model, key) for key in GROUPED if name != "GPT2Config"}.items() <= arguments.items()
+    assert all(getattr(model, key) == arguments[key] for key in GROUPED if key in arguments)
 
     written = to_hf_config(model, theirs.model_type)
     again = type(theirs).from_dict(json.loads(json.dumps(written)))
     ours, reference = again.to_dict(), theirs.to_dict()
     for config in (ours, reference):
         parameters = (config.get("rope_parameters") or {}).items()
-        neutral = ("type", "partial_rotary_factor", "beta_fast", "beta_slow", "attention_factor")  # written out, or left out
-        config["rope_parameters"] = {key: value for key, value in parameters if key not in neutral}
+        neutral = ("type", "beta_fast", "beta_slow", "attention_factor")  # written out, or left out
+        whole = ("partial_rotary_factor", 1.0)
+        config["rope_parameters"] = {key: value for key, value in parameters if key not in neutral and (key, value) != whole}
         for computed_alike in (
             "architectures",
             "use_sliding_window",
@@ -147,6 +242,8 @@ def test_reads_what_transformers_writes_and_writes_what_it_reads(name, arguments
             "rope_scaling",
             "rope_theta",
             "n_inner",
+            *("partial_rotary_factor", "rope_local_base_freq", "rotary_pct", "rotary_emb_base"),  # in rope_parameters
+            *("num_kv_heads", "num_ln_in_parallel_attn"),  # without effect in Falcon's first architecture
             *COMPUTED,
         ):
             config.pop(computed_alike, None)
@@ -179,10 +276,31 @@ def test_older_files_leave_fields_out():
         ({"pretraining_tp": 2}, "pretraining_tp = 2 is not handled by the llama family. Legal value: 1."),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not handled"),
         ({"logit_scale": 0.5}, "logit_scale = 0.5 is not handled"),
+        (
+            {"model_type": "falcon", "intermediate_size": ..., "num_key_value_heads": ..., "alibi": True},
+            "alibi = True is not handled by the falcon family. Legal value: False.",
+        ),
+        (
+            {"model_type": "falcon", "num_ln_in_parallel_attn": 2},
+            "num_ln_in_parallel_attn = 2 does not fit new_decoder_architecture = False",
+        ),
+        (
+            {"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False},
+            "parallel_attn = False does not fit new_decoder_architecture = True",
+        ),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping = 50.0 is not handled by the gemma3_text family",
+        ),
+        ({"model_type": "cohere2", "use_gated_activation": False}, "use_gated_activation = False is not handled by the cohere2 family"),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention = {'rope_type': 'linear', 'factor': 2.0} is not handled",
+        ),
         ({"sliding_window": 128}, "sliding_window = 128 is not handled by the llama family"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "'longrope' is not handled. Legal values of rope_type: default."),
-        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not handled by the phi3 family"),
+        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not handled by the llama family"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": "16"}, "a value of it has the wrong type or length"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "a value of it has the wrong type or length"),
         ({"num_local_experts": 8}, "num_local_experts = 8 is not handled by the llama family"),

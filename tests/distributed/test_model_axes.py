@@ -40,6 +40,18 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "no positions, layer norm, dropout": {
         "model": {"position": "none", "norm": "layer", "attention_dropout": 0.2, "residual_dropout": 0.2},
     },
+    "parallel, one norm, multipliers": {
+        "model": {
+            **{"parallel_block": "shared_norm", "norm": "layer", "norm_bias": False, "residual_multiplier": 0.3, "logit_scale": 0.4},
+            **{"partial_rotary_factor": 0.5, "gated_mlp": False, "hidden_act": "relu2", "num_key_value_heads": 1},
+        }
+    },
+    "parallel, two norms with offset, two thetas": {
+        "model": {
+            **{"parallel_block": "two_norms", "norm": "layer", "norm_offset": 1.0, "tie_word_embeddings": True},
+            **{"rope_local_theta": 50.0, "sliding_window": 5, "sliding_window_layers": [0, 3], "rope_scaling": LLAMA3_ROPE},
+        }
+    },
     "label smoothing, z-loss": {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}},
 }
 LAYOUTS: dict[str, Case] = {

@@ -23,7 +23,18 @@ from tests.huggingface.hf_models import CASES, VOCAB, random_ids, write
 COUNT = 12  # tokens: more than any window
 LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows
 SPREAD = ["llama, one key-value head", "gemma2, caps that act", "qwen3, tied", "gpt2"]  # one key-value head is held by both tp ranks
-NAMES = [*SPREAD, "llama, yarn rope", "olmo2", "smollm3, windows"]
+NAMES = [
+    *SPREAD,
+    "llama, yarn rope",
+    "olmo2",
+    "smollm3, windows",
+    "phi3, partial rope, window",
+    "starcoder2, window",
+    "granite",
+    "nemotron",
+]
+NAMES += ["stablelm, parallel, biases", "gpt_neox", "olmo3, yarn rope", "gemma3", "glm", "glm4", "cohere", "cohere2"]
+NAMES += ["falcon, one key-value head", "falcon, new architecture", "ministral, some windows"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
 
 

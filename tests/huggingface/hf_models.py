@@ -18,10 +18,14 @@ GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 BF16 = torch.bfloat16
+ALL_HEADS = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4.0}
+FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate_size"} | {"ffn_hidden_size": 56}
 
 
 class Case(NamedTuple):
-    """A model: its class in transformers without the suffix, its configuration, the dtype of its weights and the size of its files."""
+    """A model: its configuration class in transformers without the suffix, its fields, the dtype of its weights, and the size of files."""
 
     family: str
     fields: dict[str, Any]
@@ -53,6 +57,44 @@ CASES = {
     ),
     "smollm3": Case("SmolLM3", SIZES | TIED | {"no_rope_layer_interval": 2}),
     "smollm3, windows": Case("SmolLM3", SIZES | UNTIED | {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "phi3, partial rope, window": Case("Phi3", SIZES | UNTIED | {"head_dim": 8, "partial_rotary_factor": 0.75, "sliding_window": 7}),
+    "starcoder2, window": Case("Starcoder2", SIZES | TIED | {"sliding_window": 5}, shard="20KB"),
+    "starcoder2, no biases, head_dim": Case("Starcoder2", SIZES | UNTIED | {"use_bias": False, "head_dim": 12}, BF16),
+    "granite": Case("Granite", SIZES | TIED | GRANITE),
+    "granite, biases": Case("Granite", SIZES | UNTIED | GRANITE | {"attention_bias": True, "logits_scaling": 7.0}, BF16, "20KB"),
+    "nemotron": Case("Nemotron", SIZES | UNTIED | {"head_dim": 12}, shard="20KB"),
+    "nemotron, tied, biases": Case("Nemotron", SIZES | TIED | {"attention_bias": True, "mlp_bias": True}, BF16),
+    "stablelm": Case("StableLm", SIZES | UNTIED, BF16),
+    "stablelm, parallel, biases": Case("StableLm", SIZES | TIED | {"use_parallel_residual": True, "use_qkv_bias": True}, shard="20KB"),
+    "gpt_neox": Case("GPTNeoX", ALL_HEADS | UNTIED, shard="20KB"),
+    "gpt_neox, tied, in sequence": Case("GPTNeoX", ALL_HEADS | TIED | {"use_parallel_residual": False, "rotary_pct": 1.0}, BF16),
+    "olmo3": Case("Olmo3", SIZES | UNTIED | {"sliding_window": 5, "num_hidden_layers": 4}),
+    "olmo3, yarn rope": Case("Olmo3", SIZES | TIED | {"sliding_window": 5, "layer_types": MIXED, "rope_scaling": YARN}, BF16, "20KB"),
+    "gemma3": Case("Gemma3Text", SIZES | {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5, "layer_types": MIXED}),
+    "gemma3, linear rope, cap": Case(
+        "Gemma3Text",
+        SIZES
+        | {"head_dim": 8, "sliding_window": 5, "layer_types": MIXED, "final_logit_softcapping": 1.0}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        BF16,
+        "20KB",
+    ),
+    "glm": Case("Glm", SIZES | UNTIED | {"head_dim": 8}, shard="20KB"),
+    "glm, tied, no biases": Case("Glm", SIZES | TIED | {"head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0}, BF16),
+    "glm4": Case("Glm4", SIZES | UNTIED | {"head_dim": 8}),
+    "glm4, one key-value head": Case("Glm4", SIZES | TIED | {"head_dim": 12, "num_key_value_heads": 1}, BF16, "20KB"),
+    "cohere": Case("Cohere", SIZES | TIED, shard="20KB"),
+    "cohere, untied, biases": Case("Cohere", SIZES | UNTIED | {"attention_bias": True, "logit_scale": 0.3}, BF16),
+    "cohere2": Case("Cohere2", SIZES | TIED | {"sliding_window": 5, "layer_types": MIXED}),
+    "cohere2, untied": Case("Cohere2", SIZES | UNTIED | {"sliding_window": 7, "num_hidden_layers": 4}, BF16, "20KB"),
+    "falcon, one key-value head": Case("Falcon", FALCON | TIED, shard="20KB"),
+    "falcon, new architecture": Case("Falcon", FALCON | UNTIED | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon, new architecture, one norm": Case(
+        "Falcon", FALCON | TIED | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}, BF16
+    ),
+    "falcon, in sequence, biases": Case("Falcon", FALCON | TIED | {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "ministral": Case("Ministral", SIZES | UNTIED | {"head_dim": 8, "sliding_window": 5}, shard="20KB"),
+    "ministral, some windows": Case("Ministral", SIZES | TIED | {"head_dim": 12, "sliding_window": 5, "layer_types": MIXED}, BF16),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
@@ -62,10 +104,9 @@ def make(case: Case) -> Any:
     """The model, every weight of it different from what a family starts with: ones and zeros would hide one that is ignored."""
     import transformers
 
-    gpt2 = case.family == "GPT2"
     config = getattr(transformers, f"{case.family}Config")(**case.fields, attn_implementation="eager")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{case.family}{'LMHeadModel' if gpt2 else 'ForCausalLM'}")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value), alpha=0.1)

@@ -27,7 +27,7 @@ from tests.distributed.support.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
-NAMES = {"llama, one key-value head": None, "phi3": None, "gpt2": ["q", "v", "down"]}  # with lora.targets
+NAMES = {"llama, one key-value head": None, "phi3": None, "gpt_neox": None, "gpt2": ["q", "v", "down"]}  # with lora.targets
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megalite.checkpoint import manifest_of
 from megalite.commands import convert as convert_hf
+from megalite.config.families import hf_config
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface import convert as converting
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, random_ids, write
@@ -51,7 +52,9 @@ def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, cap
     theirs, ours, again = write(case, tmp_path / "theirs"), tmp_path / "ours", tmp_path / "again"
     assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
     assert convert_hf.main(["export", str(ours), str(again), "--shard_size", case.shard, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["family"] == case.family.lower()
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["family"] == hf_config(theirs)["model_type"]
+    assert summary["parameters"] == sum(tensor.numel() for tensor in stored(theirs).values())
     assert same_bytes(stored(theirs), stored(again))
     assert (again / "model.safetensors.index.json").exists() == (case.shard != "5GB")
     ids = random_ids()

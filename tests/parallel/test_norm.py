@@ -78,7 +78,7 @@ def test_a_gradient_of_a_gradient_raises(kind):
     functions = {
         "rms": rms,
         "add and rms": lambda x: add_and_norm(x, 2 * x, rms)[1],
-        "layer": LayerNorm(weight(), weight(), 1e-5, CompiledOps()),
+        "layer": LayerNorm(weight(), weight(), 1e-5, 0.0, CompiledOps()),
         "full width": FullWidthRMSNorm(weight(), 1e-5, 0.0, MeshAxis("tp", 0, 1, (0,))),
     }
     (dx,) = torch.autograd.grad(functions[kind](x).square().sum(), x, create_graph=True)

@@ -48,6 +48,11 @@ ALONE = {
     "like GPT-2": {"model": GPT2},
     "norms everywhere, soft caps": {"model": {"norm_placement": "both", "qk_norm": "head", "attention_softcap": 5.0, "logit_softcap": 9.0}},
     "norms after, of queries and keys": {"model": {"norm_placement": "post", "qk_norm": "full", "sliding_window": 16}},
+    "parallel, one norm, multipliers": {
+        "model": {"parallel_block": "shared_norm", "norm": "layer", "norm_bias": False, "residual_multiplier": 0.5, "logit_scale": 0.25}
+    },
+    "parallel, two norms, plain": {"model": GPT2 | {"parallel_block": "two_norms", "position": "rope", "partial_rotary_factor": 0.25}},
+    "two rotary tables": {"model": {"rope_local_theta": 100.0, "sliding_window": 16, "sliding_window_layers": [0, 1]}},
     "adapters": {"lora": LORA},
     "adapters of some projections": {"lora": SOME},
 }

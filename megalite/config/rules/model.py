@@ -53,6 +53,11 @@ def _scaling_example(c: RuleContext) -> str:
     return f"Write {{{', '.join(keys)}}}, every N a positive number."
 
 
+def _rotates_part_of_a_pair(c: RuleContext) -> bool:
+    factor, channels = c.model.partial_rotary_factor, c.model.rotary_dim
+    return factor != 1 and (not 0 < factor < 1 or channels % 2 == 1 or channels == 0)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "preset or from_hf",
@@ -96,6 +101,41 @@ RULES: tuple[Rule, ...] = (
         value=lambda c: c.model.head_size,
         message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
         legal=lambda c: around(c.model.head_size, 2),
+    ),
+    Rule(
+        "partial_rotary_factor rotates pairs",
+        "model.partial_rotary_factor",
+        _rotates_part_of_a_pair,
+        message=lambda c: f"rotates {c.model.rotary_dim} of the {c.model.head_size} channels of a head: they rotate in pairs",
+        legal="Legal values: 2, 4, 6 … channels, as a share of a head's width.",
+    ),
+    Rule(
+        "partial_rotary_factor needs rope",
+        "model.partial_rotary_factor",
+        lambda c: c.model.partial_rotary_factor != 1 and c.model.position != "rope",
+        message="has no effect: {model.position}",
+        legal="Remove it, or set model.position to rope.",
+    ),
+    Rule(
+        "rope_local_theta needs rope and a window",
+        "model.rope_local_theta",
+        lambda c: c.model.rope_local_theta is not None and (c.model.position != "rope" or c.model.sliding_window is None),
+        message="has no effect: {model.position}, {model.sliding_window}",
+        legal="Remove it, or set model.position to rope and give model.sliding_window.",
+    ),
+    Rule(
+        "parallel_block with norms before",
+        "model.parallel_block",
+        lambda c: c.model.parallel_block != "none" and c.model.norm_placement != "pre",
+        message="does not fit {model.norm_placement}: in parallel, attention and feed-forward have norms at their input only",
+        legal="Set model.norm_placement to pre, or model.parallel_block to none.",
+    ),
+    Rule(
+        "norm_bias of a LayerNorm",
+        "model.norm_bias",
+        lambda c: not c.model.norm_bias and c.model.norm != "layer",
+        message="has no effect: {model.norm}",
+        legal="Remove it, or set model.norm to layer.",
     ),
     Rule(
         "rope_scaling needs rope",

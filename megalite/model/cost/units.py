@@ -66,7 +66,9 @@ class Units:
         name = "embedding" if model.tie_word_embeddings else "head"
         weights = model.vocabulary * model.hidden_size
         product = Product(name, self.share.tokens, self._vocabulary, model.hidden_size, weights, "outputs", bool(self.lora.rank))
-        norm = Elementwise((2 * self.own,), (3 * self.own,), (Buffer("residual stream", self.own), *self._norm_buffers(product)))
+        scale = () if model.logit_scale is None else (2 * self.own,)
+        kept = (Buffer("residual stream", self.own), *self._norm_buffers(product))
+        norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
         return UnitCost((Block(norm, (product,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),))
 
     @property
@@ -134,15 +136,21 @@ class Units:
 
     def _around(self, column: Product, is_first: bool) -> tuple[Elementwise, Elementwise]:
         """The residual sum with its fused norm, and the norm of the output. `is_first`: the block's input is the layer's input."""
-        placement, own = self.model.norm_placement, self.own
-        width = self.model.hidden_size * (1 if self.model.norm == "rms" else 2)
+        model, placement, own = self.model, self.model.norm_placement, self.own
+        width = model.hidden_size * (2 if model.norm == "layer" and model.norm_bias else 1)
+        scale = (2 * own,) if model.residual_multiplier != 1.0 else ()
+        if model.parallel_block != "none" and not is_first:  # the layer's input is kept already
+            shared, dropout = model.parallel_block == "shared_norm", self._dropout(model.residual_dropout)
+            addition = Elementwise((3 * own,), (3 * own,), tuple(dropout))
+            norm = Elementwise((3 * own, 2 * own), (3 * own, 3 * own), (*self._norm_buffers(column), *dropout), width)
+            return addition if shared else norm, Elementwise(scale, scale)
         stream = Buffer("residual stream", own, kept_under="full" if is_first else "selective")
-        before = (stream, *(self._norm_buffers(column) if placement != "post" else ()), *self._dropout(self.model.residual_dropout))
+        before = (stream, *(self._norm_buffers(column) if placement != "post" else ()), *self._dropout(model.residual_dropout))
         after = self._norm_buffers() if placement != "pre" else ()
         second = placement == "both"
         return (
             Elementwise((4 * own,), (4 * own,), before, width),
-            Elementwise((2 * own,) if second else (), (3 * own,) if second else (), after, width if second else 0),
+            Elementwise((2 * own, *scale) if second else scale, (3 * own, *scale) if second else scale, after, width if second else 0),
         )
 
     def _norm_buffers(self, column: Product | None = None) -> tuple[Buffer, ...]:

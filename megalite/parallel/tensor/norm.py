@@ -98,19 +98,20 @@ def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Te
 
 
 class LayerNorm(Norm):
-    """(x − mean) / std · weight + bias. No communication."""
+    """(x − mean) / std · (weight + offset), plus bias if there is one. No communication."""
 
-    def __init__(self, weight: Weight, bias: Weight, eps: float, ops: CompiledOps):
+    def __init__(self, weight: Weight, bias: Weight | None, eps: float, offset: float, ops: CompiledOps):
         super().__init__(weight, eps)
-        self.bias, self.ops = bias, ops
+        self.bias, self.offset, self.ops = bias, offset, ops
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.ops.layer_norm(x, self.weight.tensor, self.bias.tensor, self.eps)
+        return self.ops.layer_norm(x, self.weight.tensor, None if self.bias is None else self.bias.tensor, self.eps, self.offset)
 
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        dx, dweight, dbias = self.ops.layer_norm_backward(dy, x, self.weight.tensor, *statistics)
+        dx, dweight, dbias = self.ops.layer_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset)
         self.weight.accumulate(dweight)
-        self.bias.accumulate(dbias)
+        if self.bias is not None:
+            self.bias.accumulate(dbias)
         return dx
 
 

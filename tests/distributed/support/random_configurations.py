@@ -108,6 +108,7 @@ def _model(random: Random, tp: int, layers: int) -> Options:
     position = choose(("rope", "rope", "learned", "none"))
     head_dim = choose((2, 4, 6, 10)) if position == "rope" else choose((1, 3, 4, 7))
     own_width = random.random() < 0.5
+    placement = choose(("pre", "post", "both"))
     some_layers = sorted(random.sample(range(layers), random.randint(0, layers)))
     return {
         "model.num_attention_heads": heads,
@@ -121,17 +122,20 @@ def _model(random: Random, tp: int, layers: int) -> Options:
         "model.rope_scaling": choose((None, *SCALINGS)) if position == "rope" else None,
         "model.no_rope_layers": choose((None, some_layers)) if position == "rope" else None,
         "model.norm": choose(("rms", "layer")),
-        "model.norm_placement": choose(("pre", "post", "both")),
+        "model.norm_placement": placement,
+        "model.parallel_block": choose(("none", "none", "shared_norm", "two_norms")) if placement == "pre" else "none",
         "model.norm_offset": choose((0.0, 1.0)),
         "model.rms_norm_eps": choose((1e-5, 1e-6)),
         "model.qk_norm": choose(("none", "head", "full")),
-        "model.hidden_act": choose(("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")),
+        "model.hidden_act": choose(("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")),
         "model.gated_mlp": choose((True, False)),
         **{f"model.{part}_bias": choose((True, False)) for part in ("attention", "attention_out", "mlp")},
         **choose(({}, {"model.sliding_window": random.randint(1, 20), "model.sliding_window_layers": choose((None, some_layers))})),
         "model.attention_scale": choose((None, 0.3)),
         "model.attention_softcap": choose((None, 5.0)),
         "model.logit_softcap": choose((None, 5.0)),
+        "model.logit_scale": choose((None, 0.3)),
+        "model.residual_multiplier": choose((1.0, 0.4)),
         "model.embedding_scale": choose((None, 4.0)),
         "model.initializer_range": choose((0.02, 0.1)),
         **{f"model.{site}_dropout": choose((0.0, 0.0, 0.1, 0.6)) for site in ("embedding", "attention", "residual")},

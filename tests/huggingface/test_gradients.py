@@ -1,0 +1,76 @@
+"""The gradient of every weight against transformers, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.build.parts import make_mesh
+from megalite.config.families import families, from_hf_config, hf_config
+from megalite.config.load import from_dict
+from megalite.data.indexed import IndexedTokens
+from megalite.huggingface.names import places
+from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
+from tests.distributed.support.configs import write_tokens
+from tests.huggingface.hf_models import CASES, VOCAB, make, write
+
+SEQUENCE, BATCH, BETA = 24, 2, 0.9
+NAMES = [
+    "llama, biases, head_dim",
+    "mistral, window",
+    "qwen2, tied",
+    "qwen3, tied",
+    "olmo2",
+    "phi3, partial rope, window",
+    "gemma",
+    "gemma2",
+]
+NAMES += ["smollm3, windows", "gpt2", "starcoder2, window", "granite", "nemotron, tied, biases", "stablelm, parallel, biases", "gpt_neox"]
+NAMES += ["olmo3, yarn rope", "gemma3, linear rope, cap", "glm", "glm4", "cohere, untied, biases", "cohere2", "ministral, some windows"]
+NAMES += ["falcon, one key-value head", "falcon, new architecture", "falcon, in sequence, biases"]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens"), VOCAB, count=200)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_transformers(name: str, prefix: str, tmp_path: Path) -> None:
+    """Ours are read from AdamW's first moment, which is (1 - beta) times the gradient after one step."""
+    case = CASES[name]._replace(dtype=torch.float32, shard="5GB")
+    directory = write(case, tmp_path / "theirs")
+    config = from_dict(
+        {
+            "run": {"dir": str(tmp_path), "name": "run"},
+            "model": from_hf_config(hf_config(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
+            "parallel": {"dp": 1},
+            "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
+            "train": {"steps": 1, "global_batch_size": BATCH, "micro_batch_size": BATCH, "grad_clip": 0.0},
+            "optimizer": {"betas": [BETA, 0.95], "decay": "constant"},
+            "checkpoint": {"load": "none"},
+        }
+    )
+    trainer = Trainer(config, make_mesh(config))
+    result = trainer.step()
+    ours = global_tensors(trainer, ("exp_avg",))
+    trainer.close()
+    tokens = torch.from_numpy(IndexedTokens(prefix).tokens[: BATCH * SEQUENCE + 1].astype("int64"))
+    model = make(case)
+    loss = torch.nn.functional.cross_entropy(model(input_ids=tokens[:-1].view(BATCH, SEQUENCE)).logits.flatten(0, 1), tokens[1:])
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    gradients = {key: value.grad for key, value in model.named_parameters()}
+    gradients["embed_out.weight"] = gradients.get("lm_head.weight")  # the name in GPT-NeoX's files
+    largest = max(value.abs().max().item() for value in gradients.values() if value is not None)
+    for key, place in places(config.model, hf_config(directory)["model_type"]).items():
+        own = ours[f"exp_avg/{key}"] / (1 - BETA)
+        expected = place.read(gradients[place.theirs], [0] * own.dim(), own.shape)
+        assert (own - expected).norm() <= 1e-4 * expected.norm() + 1e-6 * largest, key
+
+
+def test_every_family_has_a_row() -> None:
+    assert {from_name.partition(",")[0].replace("gemma3", "gemma3_text") for from_name in NAMES} == set(families().rows)
