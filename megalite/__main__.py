@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import NoReturn
-
-import megalite
-from megalite.commands.start import COMMANDS, start
 
 USAGE = "megalite COMMAND [--option VALUE …]; `megalite COMMAND --help` lists the options of a command."
 
 
 def main() -> NoReturn:
     """Run the command that the first argument names."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler prints a traceback, from an import as well
+    import megalite
+    from megalite.commands.start import COMMANDS, start
+
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         start(name, arguments)

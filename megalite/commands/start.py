@@ -57,7 +57,7 @@ def prepare_process(name: str) -> None:
     from megalite.launch.output import outlive_readers
 
     if name == "train":
-        interrupts.ending(" before the first step: nothing was changed", training_status)
+        interrupts.ending(" before the first step: nothing was changed", training_status, signals=interrupts.training_signals())
     else:
         interrupts.ending(quiet=_is_rank())  # the process that started the ranks says what has happened
     if name == "train" or not _is_rank():

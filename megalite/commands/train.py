@@ -1,7 +1,7 @@
-"""Train a model: `torchrun --nproc-per-node N pretrain.py --config FILE.yaml [--tp N --pp N --dp N] [--section.key VALUE …]`.
+"""Train a model: `megalite train --nproc N --config FILE.yaml [--tp N --pp N --dp N] [--section.key VALUE …]`.
 
-`python pretrain.py --config FILE.yaml` is one process. `--help` lists every option, `--print_config` prints the resolved configuration.
-`megalite train` is the same; without a checkout `torchrun --nproc-per-node N -m megalite train …`.
+Without `--nproc` it is one process, or one of those that torchrun has started: `torchrun --nproc-per-node N -m megalite train …`. `--help`
+lists every option, `--print_config` prints the resolved configuration. `python pretrain.py` is the same in a checkout.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from megalite.commands import launch as launching
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import interrupts
@@ -33,6 +34,8 @@ def main() -> int:
 
         dry_run()
         return 0
+    if launching.wanted(sys.argv[1:]):
+        return launching.main(sys.argv[1:])
     config = load_config(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
 
     import torch
@@ -58,7 +61,7 @@ def main() -> int:
     try:
         announce(trainer, remarks + notes)
         status = fit(trainer, observers(trainer, environment, hardware))
-        interrupts.ending(" after the last step: everything is saved", training_status)
+        interrupts.ending(" after the last step: everything is saved", training_status, signals=interrupts.training_signals())
         trainer.close()
     except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
         agreed = isinstance(error, CheckpointError | FaultLimit)
@@ -120,7 +123,8 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     except JobEnd as end:
         exit_with(str(end), status=process_status(end.status))
     job = jobs[0]
-    interrupts.ending(" before the first step", training_status, before=lambda number: job.end(training_status(number)))
+    signals = interrupts.training_signals()
+    interrupts.ending(" before the first step", training_status, signals=signals, before=lambda number: job.end(training_status(number)))
     mesh = build.make_mesh(config)
     if config.network.test and mesh.world.size > 1:
         notes.append(links.describe(links.measure(mesh, device)))

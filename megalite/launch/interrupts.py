@@ -114,7 +114,12 @@ class Second:
 
 
 def ending(
-    what: str = "", status: Callable[[int], int] = status_of, *, quiet: bool = False, before: Callable[[int], object] | None = None
+    what: str = "",
+    status: Callable[[int], int] = status_of,
+    *,
+    signals: Sequence[int] = SIGNALS,
+    quiet: bool = False,
+    before: Callable[[int], object] | None = None,
 ) -> Listener:
     """From now on a signal ends the process at once, with one line.
 
@@ -122,7 +127,7 @@ def ending(
         what: the end of the line.
         status: the exit status for a signal's number.
         quiet: without the line.
-        before: called first with the number; a second signal does not wait for it.
+        before: called first with the number; a second Ctrl-C does not wait for it.
     """
     second = Second()
 
@@ -133,11 +138,17 @@ def ending(
         end("" if quiet else line_of(number) + what, status(number))
 
     def react(number: int) -> None:
-        if second():
+        if second.first is None:
+            Thread(target=finish, args=(number,), daemon=True).start()
+        if second() and number == signal.SIGINT:
             end("" if quiet else line_of(number), status(number))
-        Thread(target=finish, args=(number,), daemon=True).start()
 
-    return Listener(react)
+    return Listener(react, signals)
+
+
+def training_signals() -> list[int]:
+    """What ends a training process before and after its steps. The SLURM script starts it with SIGUSR1 ignored until it can save."""
+    return [*SIGNALS, *([] if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN else [signal.SIGUSR1])]
 
 
 @contextmanager

@@ -49,9 +49,14 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     """The environment that torchrun would set."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     own = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}  # ranks import the same package
+    path = {"PYTHONPATH": package_path()}
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     return {**os.environ, **own, **path, **threads, **marked(), **{name: str(number) for name, number in numbers.items()}}
+
+
+def package_path() -> str:
+    """PYTHONPATH with which ranks import the same package as this process."""
+    return os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:

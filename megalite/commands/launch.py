@@ -1,0 +1,85 @@
+"""The options of `megalite train` that start the ranks: `--nproc N`, and on several nodes `--nnodes M --rdzv_endpoint HOST:PORT`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.checkout import command
+from megalite.commands.parser import Parser, positive
+from megalite.config.load import load_config
+from megalite.config.rules.training import duration_seconds
+
+OPTIONS = ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts")
+
+
+def wanted(words: Sequence[str]) -> bool:
+    """Whether a command line asks to start ranks."""
+    return any(word.partition("=")[0] in {f"--{name}" for name in OPTIONS} for word in words)
+
+
+def main(words: Sequence[str]) -> int:
+    """Check the configuration, start the ranks of this machine, and wait for their end. Returns the exit status of the run."""
+    tool = parser()
+    options, rest = tool.parse_known_args(words)
+    check(tool, options)
+    ranks = gpu_count(tool) if options.nproc == "gpu" else int(options.nproc)
+    config = load_config(rest, world_size=ranks * options.nnodes)  # a wrong option is one message, before torch is imported
+    from megalite import checkpoint
+    from megalite.launch.agent import Launch, launch
+
+    settings = Launch(
+        ranks=ranks,
+        nodes=options.nnodes,
+        node_rank=options.node_rank,
+        endpoint=options.rdzv_endpoint,
+        restarts=options.max_restarts,
+        patience_s=duration_seconds(config.run.timeout) or 0.0,
+        newest=lambda: checkpoint.latest(Path(config.run.dir, config.run.name, "checkpoints")),
+    )
+    return launch(settings, ["-m", "megalite", "train", *rest])
+
+
+def parser() -> Parser:
+    made = Parser(prog=command("train"), description=__doc__, add_help=False, allow_abbrev=False)
+    add = made.add_argument
+    add("--nproc", type=number_of_ranks, metavar="N|gpu", help="start N ranks on this machine; gpu: one for each GPU")
+    add("--nnodes", type=positive, default=1, metavar="M", help="number of nodes, each of which runs this command with the same N")
+    add("--node_rank", type=int, metavar="R", help="place of this node, 0 to M - 1 (default: in the order of arrival)")
+    add("--rdzv_endpoint", metavar="HOST:PORT", help="where the nodes meet: an address of the first node, and a free port there")
+    add("--max_restarts", type=int, default=0, metavar="K", help="start all ranks again up to K times after one has failed (default 0)")
+    return made
+
+
+def number_of_ranks(text: str) -> str:
+    if text != "gpu":
+        positive(text)
+    return text
+
+
+def check(tool: Parser, options: argparse.Namespace) -> None:
+    """End with status 2 and one message if the options do not fit each other."""
+    if "RANK" in os.environ:
+        tool.error("--nproc starts ranks, and this process is already one of them. Leave it out under torchrun.")
+    if options.nproc is None:
+        tool.error("--nnodes, --node_rank, --rdzv_endpoint and --max_restarts belong to --nproc N. Give it, or leave them out.")
+    if options.max_restarts < 0:
+        tool.error(f"--max_restarts {options.max_restarts} is negative. Give the number of restarts, or leave it out.")
+    host, _, port = (options.rdzv_endpoint or "").rpartition(":")
+    if options.nnodes > 1 and not (host and port.isdecimal()):
+        tool.error(f"--rdzv_endpoint {options.rdzv_endpoint or 'is missing'}: {options.nnodes} nodes meet there. Give HOST:PORT.")
+    if options.nnodes == 1 and (options.rdzv_endpoint is not None or options.node_rank is not None):
+        tool.error("--rdzv_endpoint and --node_rank belong to several nodes. Give --nnodes M, or leave them out.")
+    if options.node_rank is not None and not 0 <= options.node_rank < options.nnodes:
+        tool.error(f"--node_rank {options.node_rank} is not a place among {options.nnodes} nodes. Give 0 to {options.nnodes - 1}.")
+
+
+def gpu_count(tool: Parser) -> int:
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        tool.error("--nproc gpu: this machine has no GPU. Give the number of ranks.")
+    return count

@@ -1,0 +1,196 @@
+"""`megalite train --nproc N`: starts the ranks of a run on this machine by torchrun's agent, and ends as the run does.
+
+The agent is the one that torchrun runs: it meets the agents of other nodes, starts the ranks and restarts them. Around it is what torchrun
+lacks: signals are forwarded and the ranks get the time to save, the exit status is the run's, a failure is one line after what the ranks
+have printed, and a rank that was refused is not started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from megalite.launch.exit_status import END_FILE, ExitStatus, training_status
+from megalite.launch.interrupts import SIGNALS, Listener, Second, end, line_of
+from megalite.launch.local_ranks import package_path
+from megalite.processes import blocked, marked
+
+REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)  # the same again after a restart; the rank has said why
+AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which ranks to start, and how they meet those of other nodes.
+
+    Attributes:
+        ranks: on this machine.
+        node_rank: the place of this node; None: places are given as nodes arrive.
+        endpoint: HOST:PORT of the node where all meet; None with one node.
+        restarts: how often the ranks are started again after one has failed.
+        patience_s: seconds for the ranks to save and end after a signal, and for the other nodes to arrive.
+        newest: returns the newest checkpoint, for the message about a failure.
+    """
+
+    ranks: int
+    nodes: int
+    node_rank: int | None
+    endpoint: str | None
+    restarts: int
+    patience_s: float
+    newest: Callable[[], Path | None]
+
+
+def launch(options: Launch, command: Sequence[str]) -> int:
+    """Run `python COMMAND …` as this node's ranks. Returns the exit status of the run."""
+    logging.disable(logging.CRITICAL)  # the agent's own warnings: everything that matters is said below
+    with tempfile.TemporaryDirectory(prefix="megalite_launch_") as scratch:
+        end_file = Path(scratch, "end")
+        os.environ |= _environment(options, end_file)
+        agent = _Agent(options, command, scratch, end_file)
+        listener = Listener(agent.forward, (*SIGNALS, signal.SIGUSR1))
+        try:
+            return agent.outcome(agent.run())
+        except (DistError, RendezvousError, SignalException, OSError) as error:  # no meeting with the other nodes
+            print(f"the ranks could not be started: {error}", file=sys.stderr, flush=True)
+            return int(ExitStatus.FAILED)
+        finally:
+            agent.finish()
+            listener.close()
+
+
+def _environment(options: Launch, end_file: Path) -> dict[str, str]:
+    """What the ranks inherit."""
+    found = {END_FILE: str(end_file), "PYTHONPATH": package_path(), **marked()}
+    found["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # not those that are forwarded
+    if options.ranks > 1:
+        found["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    if options.nodes > 1:  # else restarted ranks find the addresses of ended ones in the agent's store
+        found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return found
+
+
+def _meeting(options: Launch) -> RendezvousParameters:
+    """How the agents of all nodes meet: with node ranks at a fixed store, without them in the order of arrival."""
+    job = os.environ.get("SLURM_JOB_ID", "megalite")
+    common: dict[str, Any] = {"run_id": job, "min_nodes": options.nodes, "max_nodes": options.nodes}
+    waits: dict[str, Any] = {"timeout": int(options.patience_s), "join_timeout": int(options.patience_s)}
+    if options.nodes == 1:
+        common["run_id"] = str(uuid.uuid4())
+        return RendezvousParameters("c10d", "localhost:0", **common, local_addr="localhost", **waits)
+    if options.node_rank is None:
+        return RendezvousParameters("c10d", options.endpoint or "", **common, **waits)
+    return RendezvousParameters("static", options.endpoint or "", **common, rank=options.node_rank, **waits)
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, with signals forwarded to the ranks."""
+
+    def __init__(self, options: Launch, command: Sequence[str], scratch: str, end_file: Path):
+        meeting = _meeting(options)
+        static = meeting.endpoint.rpartition(":") if meeting.backend == "static" else None
+        spec = WorkerSpec(
+            role="train",
+            local_world_size=options.ranks,
+            entrypoint=sys.executable,
+            args=("-P", *command),  # -P: `-m` would import from the current directory first
+            rdzv_handler=get_rendezvous_handler(meeting),
+            max_restarts=options.restarts,
+            monitor_interval=0.1,
+            master_addr=static[0] if static else None,
+            master_port=int(static[2]) if static else None,
+            local_addr=meeting.local_addr,
+        )
+        super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), shutdown_timeout=int(options.patience_s))
+        self.options, self.end_file = options, end_file
+        self.pids: list[int] = []
+        self.received: list[int] = []
+        self._second, self._timer = Second(), Timer(0, lambda: None)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.end_file.unlink(missing_ok=True)
+        with blocked(SIGNALS):  # until the ranks have handlers
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        self.pids = list(started.values())
+        for number in self.received:  # while they were started
+            self._send(number)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            rank, failure = _first(result)
+            if self.received or failure.exitcode in REFUSED:
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                print(f"{_described(rank, failure)}: starting all ranks again", file=sys.stderr, flush=True)
+        return result
+
+    def forward(self, number: int) -> None:
+        """Pass a signal on to the ranks, and end those that have not ended after a time. Called on the listener's thread."""
+        if not self.pids:
+            end(f"{line_of(number)} before the first step: nothing was changed", training_status(number))
+        again = number == signal.SIGINT and self._second()
+        if not self.received or again:
+            self._timer.cancel()
+            self._timer = Timer(AT_ONCE_S if again else self.options.patience_s, self._kill)
+            self._timer.daemon = True
+            self._timer.start()
+        self.received.append(number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _kill(self) -> None:
+        print("the ranks have not ended in time after the signal and are killed (run.timeout)", file=sys.stderr, flush=True)
+        self._send(signal.SIGKILL)
+
+    def finish(self) -> None:
+        """Leave the meeting."""
+        self._timer.cancel()
+        with suppress(Exception):  # the store's node may have ended
+            self._rdzv_handler.shutdown()
+
+    def outcome(self, result: RunResult) -> int:
+        """The exit status of the run. Prints a line about a rank that has failed, unless it has said itself why."""
+        if not result.is_failed():
+            return int(self.end_file.read_text()) if self.end_file.exists() else int(ExitStatus.DONE)
+        rank, failure = _first(result)
+        if self.received or failure.exitcode in REFUSED:
+            return int(failure.exitcode) if failure.exitcode > 0 else int(training_status(self.received[0]))
+        newest = self.options.newest()
+        place = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
+        print(f"{_described(rank, failure)}; {place}", file=sys.stderr, flush=True)
+        return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
+
+
+def _first(result: RunResult) -> tuple[int, ProcessFailure]:
+    """The rank that failed first. Those that the agent ended afterwards have failed as well."""
+    return min(result.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp, item[0]))
+
+
+def _described(rank: int, failure: ProcessFailure) -> str:
+    if failure.exitcode > 0:
+        return f"rank {rank} ended with status {failure.exitcode}"
+    return f"rank {rank} was ended by {failure.signal_name()}"

@@ -1,0 +1,136 @@
+"""`megalite train --nproc`: the agent with ranks that import nothing, so that what it makes of their ends is all there is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megalite.commands.launch import main, wanted
+from megalite.launch.agent import Launch, launch
+from megalite.launch.exit_status import END_FILE
+from megalite.processes import LAUNCHER
+
+HEAD = f"""
+import os, signal, sys, time
+rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2" and os.environ["{LAUNCHER}"].split()[0] == str(os.getppid())
+def ready():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+def end(status):
+    if rank == 0:
+        open(os.environ["{END_FILE}"], "w").write(str(status))
+"""
+WAITS = """
+blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+assert signal.SIGINT in blocked and signal.SIGTERM in blocked, "not before there is a handler"
+got = []
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(each, lambda number, frame: got.append(number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+open(f"{DIRECTORY}/up{rank}", "w").close()
+while not got:
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """What a launcher changes for itself and its ranks."""
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """run(code of a rank, restarts, signals to send once all ranks are up) → status and stderr."""
+
+    def call(code: str, *, restarts: int = 0, signals: tuple[int, ...] = (), patience: float = 60.0) -> tuple[int, str]:
+        def send() -> None:
+            while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
+                time.sleep(0.01)
+            for number in signals:
+                os.kill(os.getpid(), number)
+                time.sleep(0.2)
+
+        if signals:
+            threading.Thread(target=send, daemon=True).start()
+        options = Launch(2, 1, None, None, restarts, patience, newest=lambda: Path("runs/a/checkpoints/step_00000004"))
+        status = launch(options, ["-c", f"DIRECTORY = {str(tmp_path)!r}" + HEAD + code])
+        return status, capfd.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize("status", [0, 75, 130])
+def test_the_status_is_the_runs_although_the_ranks_end_with_zero(run, status):
+    assert run(f"end({status})") == (status, "")
+
+
+@pytest.mark.parametrize(
+    "code, status, said", [("sys.exit(3)", 3, "ended with status 3"), ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL")]
+)
+def test_a_failure_is_one_line_that_names_the_rank_and_the_newest_checkpoint(run, code, status, said):
+    line = f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n"
+    assert run(f"ready()\ntime.sleep(60) if rank == 0 else None\n{code}") == (status, line)
+
+
+@pytest.mark.parametrize("status", [2, 73])
+def test_a_rank_that_is_refused_has_said_why_and_is_not_started_again(run, status):
+    assert run(f"print('why', file=sys.stderr) if rank == 0 else None\nsys.exit({status})", restarts=3) == (status, "why\n")
+
+
+def test_ranks_are_started_again_with_a_line(run):
+    line = "rank 1 was ended by SIGKILL: starting all ranks again\n"
+    assert run("ready()\nif restart == 0: time.sleep(60 * (rank == 0)); os.kill(os.getpid(), 9)\nend(0)", restarts=1) == (0, line)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+def test_a_signal_reaches_all_ranks_which_save_and_the_status_says_so(run, number, status):
+    assert run(f"{WAITS}\nassert got == [{int(number)}]\ntime.sleep(0.3)\nend({status})", signals=(number,), restarts=2) == (status, "")
+
+
+def test_ranks_that_fail_after_a_signal_are_not_started_again(run):
+    assert run(f"{WAITS}\nsys.exit(130)", signals=(signal.SIGINT,), restarts=2) == (130, "")
+
+
+def test_ranks_that_do_not_end_after_a_signal_are_killed_after_the_time_to_save(run):
+    status, said = run(f"{WAITS}\ntime.sleep(60)", signals=(signal.SIGTERM,), patience=1.0)
+    assert (status, said) == (75, "the ranks have not ended in time after the signal and are killed (run.timeout)\n")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--nproc 0", "'0' is not a positive integer"),
+        ("--nproc all", "'all' is not a positive integer"),
+        ("--nnodes 2", "belong to --nproc N"),
+        ("--nproc 2 --nnodes 2", "--rdzv_endpoint is missing: 2 nodes meet there"),
+        ("--nproc 2 --nnodes 2 --rdzv_endpoint node0:29500 --node_rank 2", "--node_rank 2 is not a place among 2 nodes"),
+        ("--nproc 2 --node_rank 0", "belong to several nodes"),
+        ("--nproc 2 --max_restarts -1", "--max_restarts -1 is negative"),
+        ("--nproc 2 --tp 3 --data.train nothing --model.vocab_size 96", "parallel.tp = 3"),
+    ],
+)
+def test_a_wrong_option_is_one_message_before_anything_is_started(words, message, capfd):
+    assert wanted(words.split())
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    said = capfd.readouterr().err
+    assert caught.value.code == 2 and message in said and said.count("\n") == 1, said
+
+
+def test_a_rank_of_a_launcher_starts_no_others(monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as caught:
+        main(["--nproc", "2"])
+    assert caught.value.code == 2 and "already one of them" in capfd.readouterr().err
