@@ -15,7 +15,8 @@ def prefixes(source: Any) -> list[str]:
 
 
 def metadata(prefix: str | Path) -> dict[str, Any]:
-    """PREFIX.json: `vocab_size`, `eos` and `tokenizer`, and `chat` for chat data; empty if the file is missing, as for Megatron-LM's files.
+    """PREFIX.json: `vocab_size`, `eos`, `tokenizer` and `tokenizer_fingerprint`, and `chat` for chat data; empty if the file is missing, as
+    for Megatron-LM's files.
 
     Raises ConfigError if it is not a JSON object.
     """

@@ -41,7 +41,7 @@ from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import FAMILY_NAMES, Place, places
 from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
-from megalite.huggingface.vocabulary import GENERATION, check_vocabulary, companions
+from megalite.huggingface.vocabulary import check_vocabulary, companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 
@@ -224,15 +224,14 @@ def export_model(
     found = places(model, config["model_type"])
     stored = _stored(manifest, found)
     dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
-    settings = hf_config(like, GENERATION) if like and (like / GENERATION).is_file() else {}
-    ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like, base | settings)
+    ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
     config |= {"torch_dtype": name_of(max(dtypes.values(), key=lambda each: each.itemsize))}
     summary = _summary(model, config["model_type"], map(name_of, dtypes.values()))
     with new_directory(target) as temporary:
         _write_weights(temporary, manifest, stored, found, dtypes, shard)
         directories.write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
-        write_generation(temporary, found_tokenizer, settings, ids)
+        write_generation(temporary, found_tokenizer, like, ids)
         identity = write_tokenizer(temporary, found_tokenizer, manifest.state["step"])
         write_card(temporary, manifest, identity, _shown(summary, config["architectures"][0]), reader=found_tokenizer.reader)
     return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": found_tokenizer.notes}

@@ -16,6 +16,7 @@ from typing import Any
 import megalite
 from megalite.checkpoint import Manifest
 from megalite.checkpoint.directories import write_synced
+from megalite.config.families import hf_config
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import metadata, prefixes
@@ -150,17 +151,18 @@ def _check_size(found: ExportedTokenizer, vocabulary: int) -> None:
 # ---- ids
 
 
-def token_ids(found: ExportedTokenizer, config: Config, base: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
+def token_ids(found: ExportedTokenizer, config: Config, base: Path | None) -> dict[str, Any]:
     """bos_token_id, eos_token_id (a list where several tokens end a text) and pad_token_id, None where there is none.
 
-    base: the directory that the weights came from; settings: its config.json and generation_config.json. Their ids hold if its tokenizer is
-    the one that is exported.
+    base: the directory that the weights came from, whose ids hold if its tokenizer is the one that is exported.
     """
     tokenizer = found.tokenizer
-    own = {name: settings.get(name) for name in IDS}
+    shape = {} if base is None else hf_config(base)
     if tokenizer is None:
         eos = next((metadata(prefix).get("eos") for prefix in prefixes(config.data.train)), None)
+        own = {name: shape.get(name) for name in IDS}
         return own | ({"eos_token_id": eos} if own["eos_token_id"] is None else {})
+    own = {name: (shape | _settings(base)).get(name) for name in IDS}
     if base is None or found.name is None or not _is_same(of_tokenizer(base), of_tokenizer(found.name)):
         own = dict.fromkeys(IDS)
     given = own["eos_token_id"]
@@ -175,11 +177,17 @@ def token_ids(found: ExportedTokenizer, config: Config, base: Path | None, setti
     }
 
 
-def write_generation(directory: Path, found: ExportedTokenizer, settings: dict[str, Any], ids: dict[str, Any]) -> None:
-    """generation_config.json: sampling settings of the model that the weights came from, and the ids."""
-    content = settings | {name: value for name, value in ids.items() if value is not None}
-    if found.tokenizer is not None or settings:
+def _settings(base: Path | None) -> dict[str, Any]:
+    return hf_config(base, GENERATION) if base is not None and (base / GENERATION).is_file() else {}
+
+
+def write_generation(directory: Path, found: ExportedTokenizer, base: Path | None, ids: dict[str, Any]) -> None:
+    """generation_config.json: that of the model that the weights came from, with the ids where the tokenizer gives them."""
+    if found.tokenizer is not None:
+        content = _settings(base) | {name: value for name, value in ids.items() if value is not None}
         write_synced(directory / GENERATION, json.dumps(content, indent=2) + "\n")
+    elif base is not None and (base / GENERATION).is_file():
+        shutil.copyfile(base / GENERATION, directory / GENERATION)
 
 
 # ---- files

@@ -239,6 +239,8 @@ def test_files_that_do_not_align_their_data_come_in(whole, tmp_path: Path):
 
 def test_what_lies_beside_the_weights_comes_along(whole, tmp_path: Path, capsys):
     ours, out = tmp_path / "ours", tmp_path / "out"
+    whole = Path(shutil.copytree(whole, tmp_path / "whole"))
+    edit(whole / "generation_config.json", eos_token_id=[2, 95])  # more than config.json names
     convert_hf.main(["import", str(whole), str(ours)])
     convert_hf.main(["export", str(ours), str(out)])
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
