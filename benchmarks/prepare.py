@@ -2,6 +2,7 @@
 
 The text is the source of Python's standard library, repeated with other names; the tokenizer is a byte-level BPE of 32,000 tokens that is
 trained on it. Each way runs in a process of its own, in turn with the others, and its seconds include reading, tokenizers and writing.
+Seconds of processors show the cost also where other work on the machine takes time.
 
 Megatron-LM's preprocess_data.py is no part of its package: its loop is written down and measured here. datatrove is measured where it is
 installed, else its loop is. The tokenizer alone, on texts in memory in one process, is the limit of each worker.
@@ -27,6 +28,7 @@ COLUMNS = {
     "way": "way",
     "MB/s": "mb_per_second:.2f",
     "seconds": "seconds:.1f",
+    "MB per processor second": "mb_per_cpu_second:.2f",
     "million tokens": "million_tokens:.1f",
     "megalite is": "ratio:.2f",
 }
@@ -76,6 +78,7 @@ def rows_of(found: dict[str, list[dict[str, Any]]], names: dict[str, str]) -> li
         {
             "way": names[way],
             "mb_per_second": speeds[way],
+            "mb_per_cpu_second": median(each["bytes"] / 1e6 / each["cpu_s"] for each in results),
             "seconds": median(each["seconds"] for each in results),
             "million_tokens": None if results[0]["tokens"] is None else results[0]["tokens"] / 1e6,
             "ratio": speeds["megalite"] / speeds[way],

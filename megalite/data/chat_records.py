@@ -98,7 +98,9 @@ class RecordReader:
         for key in ("messages", "conversations"):
             if record.get(key) is not None:
                 read = self._messages(record[key], key, where)
-                return Conversation(read.form, read.messages, record.get("tools"), unweighted=frozenset(read.unweighted))
+                first = _system(record, read, where)
+                unweighted = frozenset(len(first) + number for number in read.unweighted)
+                return Conversation(read.form, first + read.messages, record.get("tools"), unweighted=unweighted)
         if record.get("prompt") is not None and record.get("completion") is not None:
             return self._from_pair(record, where)
         if "instruction" in record and "output" in record:
@@ -168,6 +170,16 @@ class _Messages:
     form: str
     messages: list[dict[str, Any]] = field(default_factory=list)
     unweighted: set[int] = field(default_factory=set)
+
+
+def _system(record: dict[str, Any], read: _Messages, where: object) -> list[dict[str, Any]]:
+    """The message that a record's key `system` stands for, as some of ShareGPT's form have."""
+    text = record.get("system")
+    if text in (None, "") or read.messages[0]["role"] == "system":
+        return []
+    if not isinstance(text, str):
+        raise BadRecord(where, f": system is of type {type(text).__name__}, not text.", WAY_OUT)
+    return [{"role": "system", "content": text}]
 
 
 def _weight(turn: dict[str, Any], role: str, place: object) -> bool:

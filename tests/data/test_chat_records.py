@@ -139,6 +139,15 @@ def test_a_text_with_messages_is_no_pair():
         READER.read({"prompt": "a", "completion": SHORT}, "here")
 
 
+def test_the_system_text_of_a_record_is_its_first_message():
+    """It moves the numbers of the messages that do not count."""
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]
+    read = READER.read({"conversations": turns, "system": "Be brief."}, "here")
+    assert read.messages[0] == {"role": "system", "content": "Be brief."} and read.unweighted == {2}  # type: ignore[union-attr]
+    own = READER.read({"messages": [{"role": "system", "content": "Own."}, *SHORT], "system": "Be brief."}, "here")
+    assert [message["content"] for message in own.messages] == ["Own.", *(turn["content"] for turn in SHORT)]  # type: ignore[union-attr]
+
+
 # ---- keys
 
 

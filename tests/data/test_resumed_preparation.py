@@ -3,6 +3,7 @@ other. A kill is one: the preparation runs in a forked process that a signal end
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -205,6 +206,14 @@ def test_two_preparations_of_one_prefix_exclude_each_other(tmp_path):
     process.join()
     run("x")
     assert files("x")[".bin"] == files("y")[".bin"] and left() == []
+
+
+def test_a_file_system_without_locks_prepares(monkeypatch):
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert run("x").documents > 0 and left() == []
 
 
 def test_the_tokenizer_files_belong_to_what_is_continued(tmp_path):

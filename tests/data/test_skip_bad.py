@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Callable
@@ -104,10 +105,15 @@ def test_bad_conversations_are_skipped(run, tmp_path):
     assert status == 2 and "--skip_bad 6: x has more bad records.\n  a.jsonl line 1 holds no conversation" in err
 
 
-def test_rows_of_csv_and_json_lists_are_skipped_by_number(run, tmp_path):
-    Path("a.csv").write_text("text,id\none,1\ntwo\nthree,3\n")
-    status, out, _ = run("--input", "a.csv", "--skip_bad", "1", "--json")
-    assert texts() == [b"one", b"three"] and json.loads(out)["skipped_first"] == ["a.csv row 2 has 1 fields, and the first row names 2."]
+def test_rows_of_csv_and_json_lists_are_skipped_by_number(run, tmp_path, monkeypatch, request):
+    limit = csv.field_size_limit()
+    request.addfinalizer(lambda: csv.field_size_limit(limit))
+    monkeypatch.setattr("megalite.data.preparation.sources.LONGEST_FIELD", 20)
+    Path("a.csv").write_text(f"text,id\none,1\ntwo\nthree,3\n{'four' * 9},4\nfive,5\n")
+    status, out, _ = run("--input", "a.csv", "--skip_bad", "2", "--json")
+    short, long = json.loads(out)["skipped_first"]
+    assert texts() == [b"one", b"three", b"five"] and short == "a.csv row 2 has 1 fields, and the first row names 2."
+    assert long == "a.csv row 4 can not be read (field larger than field limit (20))."
     Path("b.json").write_text(json.dumps([{"prompt": "a", "completion": "b"}, 5]))
     Path("c.json").write_text("{}")
     status, out, _ = run("--chat", "--input", "b.json", "c.json", "--skip_bad", "2", "--json")

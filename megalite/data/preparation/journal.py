@@ -33,8 +33,8 @@ def key_of(*parts: Any) -> str:
 
 
 def digest(path: Path) -> str:
-    """The hash of a file's content."""
-    return sha256(path.read_bytes()).hexdigest()
+    """The hash of a file's content; empty if it is not a file."""
+    return sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 class Journal:
@@ -110,6 +110,8 @@ def locked(prefix: Path) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 raise DataError(f"--output {prefix} is being prepared by {holder}. Wait for it, or give another PREFIX.") from None
+            except OSError:
+                pass  # a file system without locks: two preparations are then not noticed
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 continue  # its holder has just removed it
             file.truncate(0)

@@ -263,7 +263,7 @@ def _trained(job: _Job, vocab_size: int) -> Iterator[Path]:
     temporary = path.parent / f".{path.name}.preparing.model"
     state = job.journal.state or {}
     try:
-        if not temporary.is_file() or state.get("model") != digest(temporary):
+        if "model" not in state or state["model"] != digest(temporary):
             tokenizing.train_sentencepiece(texts(), vocab_size, temporary)
             job.journal.state = {"model": digest(temporary)}  # other tokens than those written before, if any
             job.journal.save(job.journal.state, [temporary])

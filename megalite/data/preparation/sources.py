@@ -9,7 +9,7 @@ import fnmatch
 import glob
 import json
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from megalite.data.preparation.tasks import Numbered, Span, Task
 TASK_BYTES = 1 << 18
 PIECE_BYTES = 4 * TASK_BYTES  # of a text that is cut; longer than a task, as the search for a cut takes some tokenizing
 LONG_TEXT = 4 * PIECE_BYTES  # a text file from this size on is cut
+LONGEST_FIELD = 1 << 30  # characters of a .csv; the module's default refuses texts of more than 128 KiB
 TEXT_SUFFIXES = (
     *("", ".txt", ".text", ".md", ".rst", ".tex", ".log", ".html", ".htm", ".xml", ".css", ".json", ".yaml", ".yml"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".go", ".rs", ".rb", ".php"),
@@ -96,17 +97,24 @@ class Csv:
 
     def _rows(self) -> Iterator[dict[str, str] | BadRecord]:
         """The rows as records; the first one after the header is row 1."""
-        csv.field_size_limit(1 << 30)  # the default refuses texts of more than 128 KiB
+        csv.field_size_limit(LONGEST_FIELD)
         with self._path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             rows = csv.reader(file, delimiter="\t" if self._path.suffix.lower() == ".tsv" else ",")
             names = next(rows, [])
             if not names:
                 raise DataError(f"--input {self._path} has no first row that names its columns. Add one, or --format text.")
-            for number, row in enumerate(filter(None, rows), 1):
+            for number in count(1):
+                where = Numbered(f"{self._path} row", number)
+                try:
+                    row = next(filter(None, rows), None)
+                except csv.Error as error:
+                    yield BadRecord(where, f" can not be read ({error}).")
+                    continue
+                if row is None:
+                    return
                 if len(row) == len(names):
                     yield dict(zip(names, row, strict=True))
                 else:
-                    where = Numbered(f"{self._path} row", number)
                     yield BadRecord(where, f" has {len(row)} fields, and the first row names {len(names)}.")
 
 
