@@ -42,7 +42,15 @@ def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
     return stretch * frequency / scaling["factor"] + (1 - stretch) * frequency
 
 
-def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _longrope(frequency: Tensor, scaling: dict[str, Any], length: int) -> Tensor:
+    """LongRoPE (Ding et al. 2024): each channel is stretched by its own factor, and by another one in sequences beyond the context."""
+    factors = scaling["long_factor" if length > scaling["original_max_position_embeddings"] else "short_factor"]
+    return frequency / torch.tensor(factors, dtype=frequency.dtype, device=frequency.device)
+
+
+def _frequencies(
+    head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str, length: int
+) -> Tensor:
     exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
     frequency = 1.0 / theta**exponent  # [D/2]
     scaling = scaling or {"rope_type": "default"}
@@ -55,7 +63,9 @@ def _frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None, dt
         return _llama3(frequency, scaling)
     if kind == "yarn":
         return _yarn(frequency, theta, scaling)
-    raise ValueError(f"model.rope_scaling: rope_type {kind!r} is not supported; known are default, linear, llama3, yarn.")
+    if kind == "longrope":
+        return _longrope(frequency, scaling, length)
+    raise ValueError(f"model.rope_scaling: rope_type {kind!r} is not supported; known are default, linear, llama3, yarn, longrope.")
 
 
 def rotary_tables(
@@ -66,15 +76,17 @@ def rotary_tables(
     dtype: torch.dtype,
     device: torch.device | str,
     rotary_dim: int | None = None,
+    length: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least fp32.
 
-    Under YaRN both are multiplied by its attention_factor, which multiplies scores by its square. rotary_dim: number of channels that
-    rotate, by default all. Their pairs come first; frequencies are those of a head of this width.
+    Under YaRN and LongRoPE both are multiplied by an attention_factor, which multiplies scores by its square. rotary_dim: number of
+    channels that rotate, by default all. Their pairs come first; frequencies are those of a head of this width. length: of the sequence,
+    for LongRoPE.
     """
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
-    frequency = _frequencies(rotary_dim, theta, scaling, accumulate_dtype, device)
+    frequency = _frequencies(rotary_dim, theta, scaling, accumulate_dtype, device, length)
     angle = positions.to(device=device, dtype=accumulate_dtype).unsqueeze(-1) * frequency  # [..., rotary_dim/2]
     factor, idle = (scaling or {}).get("attention_factor", 1.0), (0, (head_dim - rotary_dim) // 2)
     cos, sin = F.pad(angle.cos() * factor, idle, value=1.0), F.pad(angle.sin() * factor, idle)

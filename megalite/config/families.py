@@ -38,7 +38,7 @@ class Family:
     """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one way."""
     own: str = ""
     """Other fields of its config.json, which `computed` reads or which have no influence on pretraining."""
-    rope_types: tuple[str, ...] = tuple(ROPE_SCALING_KEYS)
+    rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
     """Types of rotary scaling that transformers supports for it."""
 
     @property
@@ -205,9 +205,12 @@ def _read_frequencies(parameters: dict[str, Any], family: Family, given: dict[st
     if "partial_rotary_factor" in shape:
         partial = {"partial_rotary_factor": float(parameters.pop("partial_rotary_factor", None) or shape["partial_rotary_factor"])}
     kind = parameters.pop("rope_type", None) or parameters.get("type", "default")
+    kind = "longrope" if kind == "su" else kind  # longrope's first name
     parameters.pop("type", None)  # rope_type's name before transformers 4.43
     if kind not in family.rope_types:
-        raise _refuse("rope_scaling", kind, f"is not handled. Legal values of rope_type: {', '.join(family.rope_types)}.")
+        raise _refuse("rope_scaling.rope_type", kind, f"is not handled. Legal values: {', '.join(family.rope_types)}.")
+    if kind == "longrope":
+        parameters = _complete_longrope(parameters, given)
     if kind == "yarn":
         parameters = _complete_yarn(parameters, given["max_position_embeddings"])
     for name, value in parameters.items():
@@ -215,6 +218,15 @@ def _read_frequencies(parameters: dict[str, Any], family: Family, given: dict[st
             raise _refuse(f"rope_scaling.{name}", value, f"is not handled with rope_type {kind}.")
     scaling = {name: parameters[name] for name in ROPE_SCALING_KEYS[kind] if name in parameters}
     return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling}, **partial}
+
+
+def _complete_longrope(parameters: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """LongRoPE's parameters with transformers' defaults."""
+    known = {key: value for key, value in parameters.items() if value is not None}
+    original = given["original_max_position_embeddings"]
+    factor = known.pop("factor", given["max_position_embeddings"] / original)
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {"attention_factor": attention} | known | {"original_max_position_embeddings": original}
 
 
 def _complete_yarn(parameters: dict[str, Any], longest: int) -> dict[str, Any]:

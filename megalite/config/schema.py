@@ -14,6 +14,7 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
 """rope_type → the other keys of model.rope_scaling, all required."""
 
@@ -80,8 +81,9 @@ class ModelConfig:
     """Share of each head's channels that rotary embeddings rotate; the others keep their values."""
     rope_scaling: dict[str, Any] | None = None
     """Rotary scaling, as in Hugging Face: {rope_type: linear, factor: F}, {rope_type: llama3, factor: F, low_freq_factor: L,
-    high_freq_factor: H, original_max_position_embeddings: N} or {rope_type: yarn, factor: F, original_max_position_embeddings: N,
-    beta_fast: 32, beta_slow: 1, attention_factor: A}. null: no scaling."""
+    high_freq_factor: H, original_max_position_embeddings: N}, {rope_type: yarn, factor: F, original_max_position_embeddings: N,
+    beta_fast: 32, beta_slow: 1, attention_factor: A} or {rope_type: longrope, original_max_position_embeddings: N, short_factor: [..],
+    long_factor: [..], attention_factor: A}, where sequences longer than N have the long factors. null: no scaling."""
     no_rope_layers: list[int] | None = None
     """Indices (0-based) of the layers without rotary embeddings. null: every layer has them."""
     norm: Literal["rms", "layer"] = "rms"
@@ -152,6 +154,12 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Number of channels of a head that rotate."""
         return int(self.head_size * self.partial_rotary_factor)
+
+    @property
+    def longrope_context(self) -> int | None:
+        """The sequence length beyond which longrope has its long factors; None: another rotary scaling."""
+        scaling = self.rope_scaling or {}
+        return scaling["original_max_position_embeddings"] if scaling.get("rope_type") == "longrope" else None
 
     @property
     def vocabulary(self) -> int:

@@ -107,7 +107,9 @@ class LanguageModel:
     def _next(self, cache: KeyValueCache, rows: Rows, starts: list[int]) -> Tensor | None:
         """Logits of the token after each row, whose last token has not been read yet; moves the starts of rows that are too long now."""
         lengths = [len(row) - start for row, start in zip(rows, starts, strict=True)]
-        if max(lengths) <= self.longest:
+        longrope = self.config.model.longrope_context
+        outdated = longrope is not None and max(lengths) == longrope + 1  # the cached keys have the factors of shorter sequences
+        if max(lengths) <= self.longest and not outdated:
             return self.extend(cache, [row[-1] for row in rows], [length - 1 for length in lengths])
         for number, length in enumerate(lengths):
             if length > self.longest:
@@ -188,7 +190,8 @@ class LanguageModel:
         longest = max(map(len, rows))
         if longest > self.longest or not all(rows):
             raise ValueError(f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}")
-        length = min(padded(longest), self.longest)
+        longrope = self.config.model.longrope_context
+        length = min(padded(longest), self.longest, longrope if longrope is not None and longest <= longrope else self.longest)
         tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device).t().contiguous()
         microbatch = Microbatch.of(tokens, tokens, self._samples(len(rows)))
         return tokens, self._stage.forward_state(microbatch, step=0, training=False)

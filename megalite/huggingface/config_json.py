@@ -111,6 +111,9 @@ def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
     if any("partial_rotary_factor" in ours for ours in row.fields.values()):
         found |= {"partial_rotary_factor": model.partial_rotary_factor}
     older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": model.rope_scaling}
+    if "original_max_position_embeddings" in row.own.split() and model.longrope_context is not None:
+        older |= {"original_max_position_embeddings": model.longrope_context, "rope_scaling": {"type": "longrope", **found}}
+        del older["rope_scaling"]["rope_theta"]
     if row.local_rope_theta is None:
         return older | {"rope_parameters": found}
     local = model.rope_local_theta or model.rope_theta

@@ -51,7 +51,7 @@ BLOCK = 64 << 20  # maximum bytes of a chunk, as in checkpoints of training
 SHARD = 5_000_000_000  # maximum bytes of an exported file, unless one tensor is larger
 NAMED = 5  # problems listed in a message
 FREE_TO_CHANGE = (
-    *("max_position_embeddings", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_layers"),
+    *("max_position_embeddings", "rope_theta", "rope_local_theta", "rope_scaling", "sliding_window", "sliding_window_layers"),
     *("initializer_range", "embedding_dropout", "attention_dropout", "residual_dropout"),
 )
 """Fields in which a run may differ from the model whose weights it starts from: to extend the context, or to train with dropout."""

@@ -65,6 +65,11 @@ class ForwardState:
         return self.positions if self.document_start is None else self.positions - self.document_start
 
     @property
+    def length(self) -> int:
+        """Number of positions of a row, from its first token on; where rows differ, of the longest, read from the device."""
+        return max(self.starts) + len(self.positions) // len(self.starts) if self.starts else int(self.positions.max()) + 1
+
+    @property
     def first_position(self) -> int:
         """Position of the first token. Positions must be consecutive: one start."""
         (first,) = self.starts

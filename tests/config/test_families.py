@@ -15,6 +15,7 @@ from megalite.huggingface.config_json import to_hf_config
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
 GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 ALL_HEADS = SIZES | {"max_position_embeddings": 64}
 FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate_size"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
@@ -75,7 +76,11 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         GROUPED | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8},
         {"no_rope_layers": [1], "sliding_window": 8, "sliding_window_layers": [1]},
     ),
-    ("Phi3Config", GROUPED | {"partial_rotary_factor": 0.75}, {"partial_rotary_factor": 0.75}),
+    (
+        "Phi3Config",
+        GROUPED | {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 16, "rope_scaling": LONGROPE},
+        {"partial_rotary_factor": 0.5, "rope_scaling": LONGROPE | {"original_max_position_embeddings": 16, "attention_factor": 1.5**0.5}},
+    ),
     (
         "Starcoder2Config",
         GROUPED | {"sliding_window": 8},
@@ -269,7 +274,7 @@ def test_older_files_leave_fields_out():
         ({"hidden_act": "xielu"}, "hidden_act = 'xielu' is not handled. Legal values: silu"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "'dynamic' is not handled. Legal values of rope_type: default, linear, llama3, yarn",
+            "rope_scaling.rope_type = 'dynamic' is not handled. Legal values: default, linear, llama3, yarn.",
         ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 3}}, "rope_scaling.beta = 3 is not handled"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not handled"),
@@ -299,7 +304,8 @@ def test_older_files_leave_fields_out():
         ),
         ({"sliding_window": 128}, "sliding_window = 128 is not handled by the llama family"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
-        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "'longrope' is not handled. Legal values of rope_type: default."),
+        ({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn' is not handled. Legal values: default, longrope."),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "mscale": 2}}, "rope_scaling.mscale = 2 is not handled"),
         ({"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not handled by the llama family"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": "16"}, "a value of it has the wrong type or length"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "a value of it has the wrong type or length"),

@@ -26,6 +26,9 @@ class Row:
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, "attention_factor": 1.2}
+LONGROPE |= {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
+
 # option: (the nearest illegal value, a legal value next to it)
 BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)),
@@ -119,6 +122,12 @@ ROWS = [
     Row("rope_scaling values", {"model.rope_scaling": LLAMA3 | {"factor": 0}}, {"model.rope_scaling": LLAMA3}, ("not a positive number",)),
     Row(
         "rope_scaling values", {"model.rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, {"model.rope_scaling": LLAMA3}, ("interpolates",)
+    ),
+    Row(
+        "rope_scaling values",
+        {"model.head_dim": 4, "model.rope_scaling": LONGROPE | {"long_factor": [1.0]}},
+        {"model.rope_scaling": LONGROPE},
+        ("needs 2 numbers, one for each pair",),
     ),
     Row("no_rope_layers exist", {"model.no_rope_layers": [3, 4]}, {"model.no_rope_layers": [0, 3]}, ("0 to 3",)),
     Row("no_rope_layers needs rope", {"model.no_rope_layers": [1], "model.position": "learned"}, {"model.no_rope_layers": None}),

@@ -95,6 +95,19 @@ def test_tokens_and_logits_are_those_of_transformers(name: str, sources: dict[st
         assert (cached[:, row] - whole[len(prompt) - 1 : len(prompt) - 1 + COUNT, row]).abs().max() <= 1e-5
 
 
+def test_a_row_that_grows_beyond_longropes_original_context_is_read_again(tmp_path: Path) -> None:
+    """transformers does the same: all keys have the long factors then. Padding does not count."""
+    source = f"hf:{write(CASES['phi3, longrope']._replace(dtype=torch.float32), tmp_path / 'phi')}"
+    prompt, model = random_ids(1, 9)[0].tolist(), LanguageModel(source)
+    assert model.config.model.longrope_context == 16
+    tokens = list(model.continuation(prompt, COUNT, Sampling(temperature=0.0)))
+    their_tokens, their_logits = theirs(source, prompt, COUNT)
+    assert tokens == their_tokens
+    for length in (9, 16, 17, 20):
+        logits = model.logits([[*prompt, *tokens][:length]])
+        assert logits is not None and (logits[-1, 0] - their_logits[length - 9]).abs().max() <= 1e-4
+
+
 def test_a_row_is_the_same_in_a_batch_as_alone(sources: dict[str, str], prompts: list[list[int]]) -> None:
     model = LanguageModel(sources["gemma2, caps that act"])
     tokens = [[5] * len(prompts), [7] * len(prompts), [11] * len(prompts)]

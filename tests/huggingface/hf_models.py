@@ -18,6 +18,8 @@ GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 BF16 = torch.bfloat16
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
+LONG = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
 ALL_HEADS = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4.0}
@@ -58,6 +60,7 @@ CASES = {
     "smollm3": Case("SmolLM3", SIZES | TIED | {"no_rope_layer_interval": 2}),
     "smollm3, windows": Case("SmolLM3", SIZES | UNTIED | {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
     "phi3, partial rope, window": Case("Phi3", SIZES | UNTIED | {"head_dim": 8, "partial_rotary_factor": 0.75, "sliding_window": 7}),
+    "phi3, longrope": Case("Phi3", SIZES | TIED | {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE} | LONG, BF16),
     "starcoder2, window": Case("Starcoder2", SIZES | TIED | {"sliding_window": 5}, shard="20KB"),
     "starcoder2, no biases, head_dim": Case("Starcoder2", SIZES | UNTIED | {"use_bias": False, "head_dim": 12}, BF16),
     "granite": Case("Granite", SIZES | TIED | GRANITE),

@@ -64,12 +64,14 @@ def test_residual_addition_with_rms_norm(shape, offset, dtype, device):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer_norm_is_as_accurate_as_torch(shape, dtype, device):
     x, weight, bias, dy = (randn(*s, dtype=dtype, device=device) for s in (shape, shape[-1:], shape[-1:], shape))
-    x = x + 3
-    y, mean, rstd = norm.layer_norm(x, weight, bias, EPS)
-    dx, dweight, dbias = norm.layer_norm_backward(dy, x, weight, mean, rstd)
+    x, offset = x + 3, float(shape[-1] % 2)
+    y, mean, rstd = norm.layer_norm(x, weight, bias, EPS, offset)
+    dx, dweight, dbias = norm.layer_norm_backward(dy, x, weight, mean, rstd, offset)
+    zero = torch.zeros_like(bias)
+    torch.testing.assert_close(norm.layer_norm(x, weight, None, EPS, offset)[0], norm.layer_norm(x, weight, zero, EPS, offset)[0])
 
     def reference(x, weight, bias):
-        return F.layer_norm(x, shape[-1:], weight, bias, EPS)
+        return F.layer_norm(x, shape[-1:], weight + offset, bias, EPS)
 
     torchs, exact = (autograd(reference, wide, dy) for wide in ((x, weight, bias), (x.double(), weight.double(), bias.double())))
     for got, torch_result, true in zip((y, dx, dweight.to(dtype), dbias.to(dtype)), torchs, exact, strict=True):

@@ -41,15 +41,20 @@ def _scaling_problem(c: RuleContext) -> str | None:
     required = ROPE_SCALING_KEYS[kind]
     if set(scaling) != set(required):
         return f"does not have the keys of rope_type {kind}"
-    if not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in scaling.values()):
+    lists = [value for value in scaling.values() if isinstance(value, list)]
+    numbers = [value for value in scaling.values() if not isinstance(value, list)] + [value for each in lists for value in each]
+    if not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in numbers):
         return "holds a value that is not a positive number"
+    if [len(each) for each in lists] != ([c.model.rotary_dim // 2] * 2 if kind == "longrope" else []):
+        return f"needs {c.model.rotary_dim // 2} numbers, one for each pair of channels, in longrope's short_factor and long_factor"
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         return "has high_freq_factor <= low_freq_factor, between which it interpolates"
     return None
 
 
 def _scaling_example(c: RuleContext) -> str:
-    keys = [f"rope_type: {_rope_type(c)}", *(f"{key}: N" for key in ROPE_SCALING_KEYS[_rope_type(c)])]
+    lists = {"short_factor": "[N, …]", "long_factor": "[N, …]"}
+    keys = [f"rope_type: {_rope_type(c)}", *(f"{key}: {lists.get(key, 'N')}" for key in ROPE_SCALING_KEYS[_rope_type(c)])]
     return f"Write {{{', '.join(keys)}}}, every N a positive number."
 
 
