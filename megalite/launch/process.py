@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from megalite.config.load import tell_torchrun
 from megalite.config.rules.training import duration_seconds
 
 GRACE = 2.0  # seconds that a failed rank stays alive, so that others can learn the reason
@@ -108,7 +109,9 @@ def exit_after_failure(error: Exception | str, reason: str = "") -> NoReturn:
     failed first, with the `reason` that it gave.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended; this one ends by itself
-    print(f"{error}{_origin(error, reason)}\n", end="", file=sys.stderr, flush=True)  # one write: other ranks print, too
+    message = f"{error}{_origin(error, reason)}"
+    print(f"{message}\n", end="", file=sys.stderr, flush=True)  # one write: other ranks print, too
+    tell_torchrun(message)
     sleep(GRACE)  # until the ranks that wait for this one have read its reason
     os._exit(1)
 
