@@ -104,8 +104,7 @@ def train(layout: Layout) -> None:
     """Train, or resume an interrupted run; a finished run returns at once."""
     heading(f"Training: TP{layout.tp} × PP{layout.pp} × DP{layout.dp} ({layout.why})")
     sizes = ["--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.ranks)]
-    run([*launch, command("train"), "--config", str(CONFIG), *sizes], OMP_NUM_THREADS="1")
+    run([sys.executable, command("train"), "--nproc", str(layout.ranks), "--config", str(CONFIG), *sizes])
 
 
 # ---- results
@@ -158,12 +157,11 @@ def heading(text: str) -> None:
     print(f"\n=== {text}", flush=True)
 
 
-def run(words: list[str], quiet: bool = False, **environment: str) -> None:
+def run(words: list[str], quiet: bool = False) -> None:
     """Print and run a command. Raises CalledProcessError if it fails."""
     if not quiet:
-        typed = shlex.join(words).replace(f"{sys.executable} -m torch.distributed.run", "torchrun").replace(sys.executable, "python")
-        print(f"$ {typed}", flush=True)
-    child = subprocess.Popen(words, env={**os.environ, **marked(), **environment})
+        print(f"$ {shlex.join(words).replace(sys.executable, 'python')}", flush=True)
+    child = subprocess.Popen(words, env={**os.environ, **marked()})
     try:
         status = child.wait()
     except Interrupt as interrupt:  # training saves; the same Ctrl-C from the terminal does not count twice

@@ -9,15 +9,13 @@ from pathlib import Path
 
 from megalite.checkout import command
 from megalite.commands.parser import Parser, positive
-from megalite.config.load import load_config
+from megalite.config.load import LAUNCH, load_config
 from megalite.config.rules.training import duration_seconds
-
-OPTIONS = ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts")
 
 
 def wanted(words: Sequence[str]) -> bool:
     """Whether a command line asks to start ranks."""
-    return any(word.partition("=")[0] in {f"--{name}" for name in OPTIONS} for word in words)
+    return any(word.partition("=")[0] in {f"--{name}" for name in LAUNCH} for word in words)
 
 
 def main(words: Sequence[str]) -> int:
@@ -43,13 +41,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
+    """`megalite train --help` describes the options, from `LAUNCH`."""
     made = Parser(prog=command("train"), description=__doc__, add_help=False, allow_abbrev=False)
     add = made.add_argument
-    add("--nproc", type=number_of_ranks, metavar="N|gpu", help="start N ranks on this machine; gpu: one for each GPU")
-    add("--nnodes", type=positive, default=1, metavar="M", help="number of nodes, each of which runs this command with the same N")
-    add("--node_rank", type=int, metavar="R", help="place of this node, 0 to M - 1 (default: in the order of arrival)")
-    add("--rdzv_endpoint", metavar="HOST:PORT", help="where the nodes meet: an address of the first node, and a free port there")
-    add("--max_restarts", type=int, default=0, metavar="K", help="start all ranks again up to K times after one has failed (default 0)")
+    add("--nproc", type=number_of_ranks)
+    add("--nnodes", type=positive, default=1)
+    add("--node_rank", type=int)
+    add("--rdzv_endpoint")
+    add("--max_restarts", type=int, default=0)
     return made
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 COMMANDS = {
-    "train": "train a model, on one process or under torchrun",
+    "train": "train a model, on one process or on many",
     "plan": "choose a layout for a number of GPUs: memory, step time, throughput",
     "bubble": "cost of a pipeline schedule: bubble, memory, messages, timeline",
     "prepare": "turn text or conversations into a token file",

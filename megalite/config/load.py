@@ -4,10 +4,14 @@ jsonargparse checks and converts the values. An unknown key, a broken file or a 
 jsonargparse and yaml are imported on first use: code that only uses a Config does not need them.
 """
 
+import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -28,9 +32,17 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 USAGE = (
-    f"torchrun --nproc-per-node N {torchrun_target()} --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --zero N] "
-    "[--section.key VALUE ...]"
+    f"{command('train')} [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --zero N] [--section.key VALUE ...], "
+    f"or: torchrun --nproc-per-node N {torchrun_target()} --config ..."
 )
+LAUNCH = {
+    "nproc": "Start N ranks on this machine; gpu: one for each GPU. Without it this process is the only one, or one of torchrun's.",
+    "nnodes": "Number of nodes (default 1), each of which runs this command with the same --nproc.",
+    "node_rank": "Place of this node, from 0. Default: the nodes' order of arrival.",
+    "rdzv_endpoint": "HOST:PORT where several nodes meet: an address of the first one, and a free port there.",
+    "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
+}
+"""What `megalite.commands.launch` takes, which is no part of the configuration → help."""
 SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero")}, "faults": "faults.inject"}
 SECTIONS = [section.name for section in fields(Config)]
 OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
@@ -83,9 +95,25 @@ def exit_with(message: str, status: int = 2) -> NoReturn:
     """Exit with a status; only local rank 0 prints the message, to stderr for a status other than 0."""
     if _is_local_rank_0():
         print(message.rstrip("\n"), file=sys.stderr if status else sys.stdout, flush=True)
+        if status:
+            tell_torchrun(message)
     elif status:
+        if threading.current_thread() is threading.main_thread():  # local rank 0 fails for all: torchrun's report need not list every rank
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(WAIT_FOR_LOCAL_RANK_0)
     raise SystemExit(status)
+
+
+def tell_torchrun(message: str) -> None:
+    """Let torchrun's report, which is the last thing on the screen, end with a message instead of a hint at a traceback.
+
+    The format is that of torch.distributed.elastic.multiprocessing.errors.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": {"message": message.rstrip("\n"), "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps(content))
 
 
 def _is_local_rank_0() -> bool:
@@ -191,7 +219,7 @@ def read_arguments(argv: list[str]) -> Arguments:
                 raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE; lists as '[a, b]'.")
             if option != "config" and option not in OPTIONS:
                 raise unknown(
-                    name, "on the command line", [*SHORT, *OPTIONS, "config", "list_configs", "print_config", "help"], dashes="--"
+                    name, "on the command line", [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"], dashes="--"
                 )
             following = value if equals else next(words, None)
             if following is None or (not equals and following.startswith("--")):
@@ -317,9 +345,11 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
         parser.add_argument("--list_configs", action="store_true", help="Print the configurations shipped with megalite, and exit.")
         parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration as YAML, and exit.")
         parser.add_argument("--dry_run", action="store_true", help="Print what --world_size W ranks would need, and exit.")
-        parser.add_argument(
-            "--help", "-h", action="store_true", help="Show this text, or that of the section whose name follows, and exit."
-        )
+        what = "Show this text, or that of the section whose name follows, and exit."
+        parser.add_argument("--help", "-h", action="store_true", help=what)
+        launcher = parser.add_argument_group("launcher")
+        for name, text in LAUNCH.items():
+            launcher.add_argument(f"--{name}", help=text)
     groups = {section.name: parser.add_argument_group(section.name) for section in fields(Config)}
     for option, key in OPTIONS.items():
         default = key.default if key.default_factory is MISSING else key.default_factory()

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from megalite.config.load import tell_torchrun
 from megalite.config.rules.training import duration_seconds
 from megalite.messages import say
 
@@ -109,7 +110,9 @@ def exit_after_failure(error: Exception | str, reason: str = "") -> NoReturn:
     failed first, with the `reason` that it gave.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended; this one ends by itself
-    say(f"{error}{_origin(error, reason)}")
+    message = f"{error}{_origin(error, reason)}"
+    say(message)
+    tell_torchrun(message)
     sleep(GRACE)  # until the ranks that wait for this one have read its reason
     os._exit(1)
 
