@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from megalite.checkout import command
 from megalite.commands.parser import Parser, positive
@@ -35,7 +34,7 @@ def main(words: Sequence[str]) -> int:
         endpoint=options.rdzv_endpoint,
         restarts=options.max_restarts,
         patience_s=duration_seconds(config.run.timeout) or 0.0,
-        newest=lambda: checkpoint.latest(Path(config.run.dir, config.run.name, "checkpoints")),
+        newest=lambda: checkpoint.latest(config.run.directory / "checkpoints"),
     )
     return launch(settings, ["-m", "megalite", "train", *rest])
 
