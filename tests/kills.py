@@ -46,11 +46,11 @@ KILLS = [  # what is killed, whose process, when
 IN_THE_SUITE = [
     ("train", "launcher", "start"),
     ("prepare", "launcher", "writing"),
+    ("train", "launcher", "save"),
     ("prepare", "group", "writing"),
+    ("train", "rank", "step"),
     ("train", "group", "start"),
     ("export", "launcher", "writing"),
-    ("train", "rank", "step"),
-    ("train", "launcher", "save"),
     ("prepare", "launcher", "writing"),
 ]
 
@@ -99,7 +99,7 @@ class Scene:
         return (self.directory / "output").read_text(errors="replace")[-3000:]
 
 
-def kill(scene: Scene, what: str, whom: str, when: str) -> str:
+def kill(scene: Scene, what: str, whom: str, when: str, within: float = WITHIN) -> str:
     """One kill. Returns a line about it; raises Failed."""
     if what == "export" and latest(scene.checkpoints) is None:
         make_checkpoint(scene)
@@ -116,14 +116,14 @@ def kill(scene: Scene, what: str, whom: str, when: str) -> str:
             os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(WITHIN)
-    while (left := living(mark)) and time.monotonic() < killed + WITHIN:
+        process.wait(within)
+    while (left := living(mark)) and time.monotonic() < killed + within:
         time.sleep(0.05)
     took = time.monotonic() - killed
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     if left:
-        raise Failed(f"{what}, {whom}, {when}: {len(left)} processes were left after {WITHIN:.0f} s\n{scene.output()}")
+        raise Failed(f"{what}, {whom}, {when}: {len(left)} processes were left after {within:.0f} s\n{scene.output()}")
     check(scene, before)
     for path in scene.directory.glob(".prepared.*"):  # left by the kill, under a name that no later one takes
         path.unlink()
