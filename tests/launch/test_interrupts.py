@@ -93,6 +93,15 @@ def test_while_training_a_run_saves_although_its_output_is_not_read_any_more(tmp
     assert summary["checkpoint"] == f"step_{summary['step']:08d}" and not (run / "lock").exists()
 
 
+def test_ranks_that_wait_for_the_message_of_local_rank_0_are_not_listed_as_failures_by_torchrun():
+    """torchrun ends them by SIGTERM once local rank 0 has failed, and lists those that end with another status than 0."""
+    code = "from megalite.config.load import exit_with; exit_with('wrong')"
+    process = start("-c", code, env={**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": ""})
+    wait_until(lambda: handles(process, signal.SIGTERM), process)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (0, "")
+
+
 STUCK = """
 import ctypes
 from megalite.training.signals import StopRequest

@@ -60,7 +60,6 @@ def runnable(words: list[str]) -> list[str]:
     programs = {
         "megalite": [sys.executable, "-m", "megalite"],
         "python": [sys.executable],
-        "torchrun": [str(Path(sys.executable).parent / "torchrun")],
     }
     return [*programs[words[0]], *words[1:]]
 
@@ -73,7 +72,7 @@ def shortened(words: list[str]) -> list[str]:
 
 def test_every_other_command_than_these_is_run():
     programs = {shlex.split(command)[0] for command in COMMANDS if command not in (*INSTALL, *MAKE)}
-    assert programs == {"megalite", "python", "torchrun"}
+    assert programs == {"megalite", "python"}
 
 
 def test_the_table_has_every_command():
