@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import resource
 from array import array
-from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -100,24 +99,24 @@ def datatrove_loop(spec: dict[str, Any]) -> int:
         return sum(pool.starmap(_encode_shard, [(spec, shard) for shard in shards]))
 
 
-def _texts(path: str, limit: int) -> Iterator[str]:
+def _sample(path: str) -> tuple[list[str], int]:
+    """Texts at even distances, about ALONE_BYTES of input, and its bytes."""
+    every = -(-Path(path).stat().st_size // ALONE_BYTES)
     with Path(path).open(encoding="utf-8") as lines:
-        for line in lines:
-            limit -= len(line)
-            yield json.loads(line)["text"]
-            if limit <= 0:
-                return
+        chosen = list(islice(lines, 0, None, every))
+    return [json.loads(line)["text"] for line in chosen], sum(len(line.encode()) for line in chosen)
 
 
 def alone(spec: dict[str, Any]) -> tuple[float, float, int]:
     """The tokenizer in one process on texts in memory: seconds of the clock and of the processor for ALONE_BYTES of input, and these."""
     from tokenizers import Tokenizer
 
-    tokenizer, texts = Tokenizer.from_file(str(Path(spec["tokenizer"], "tokenizer.json"))), list(_texts(spec["input"], ALONE_BYTES))
+    tokenizer = Tokenizer.from_file(str(Path(spec["tokenizer"], "tokenizer.json")))
+    texts, size = _sample(spec["input"])
     started, before = perf_counter(), _processor_seconds()
     for first in range(0, len(texts), 32):
         tokenizer.encode_batch_fast(texts[first : first + 32], add_special_tokens=False)
-    return perf_counter() - started, _processor_seconds() - before, min(ALONE_BYTES, Path(spec["input"]).stat().st_size)
+    return perf_counter() - started, _processor_seconds() - before, size
 
 
 def has_datatrove() -> bool:

@@ -120,8 +120,8 @@ def test_preparation_stands_beside_what_others_do(run: Callable[..., dict[str, A
     assert datatrove["million_tokens"] == pytest.approx(megalite["million_tokens"], rel=1e-3)
     for row in content["results"]:
         assert row["ratio"] == pytest.approx(megalite["mb_per_second"] / row["mb_per_second"])
-    rows = [{"ratio": ratio} for ratio in (1.0, 1.2, 0.9, 1.8)]
-    assert [(target["measured"], target["met"]) for target in prepare.targets(rows, 2)] == [(0.9, True), (1.2, True), (0.9, False)]
+    rows = [{"mb_per_cpu_second": speed} for speed in (1.8, 1.5, 2.0, 2.0)]
+    assert [(target["measured"], target["met"]) for target in prepare.targets(rows)] == [(1.2, True), (0.9, False), (0.9, True)]
 
 
 def test_bubble_stands_beside_what_the_simulator_predicts(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
