@@ -84,7 +84,7 @@ _FALCON = Names(
     grouped="query_key_value",
 )
 FAMILY_NAMES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral"), _LLAMA),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"), _LLAMA),
     "qwen3": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM),
     **dict.fromkeys(("olmo2", "olmo3"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)),
     "gemma2": Names(_ENDS, "model.layers", _LINEARS | _AROUND),

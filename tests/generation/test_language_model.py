@@ -26,6 +26,10 @@ SPREAD = ["llama, one key-value head", "gemma2, caps that act", "qwen3, tied", "
 NAMES = [
     *SPREAD,
     "llama, yarn rope",
+    "mistral, window",
+    "qwen2, tied",
+    "gemma",
+    "arcee",
     "olmo2",
     "smollm3, windows",
     "phi3, partial rope, window",

@@ -100,6 +100,8 @@ CASES = {
     "falcon, in sequence, biases": Case("Falcon", FALCON | TIED | {"multi_query": False, "parallel_attn": False, "bias": True}),
     "ministral": Case("Ministral", SIZES | UNTIED | {"head_dim": 8, "sliding_window": 5}, shard="20KB"),
     "ministral, some windows": Case("Ministral", SIZES | TIED | {"head_dim": 12, "sliding_window": 5, "layer_types": MIXED}, BF16),
+    "arcee": Case("Arcee", SIZES | UNTIED | {"head_dim": 12}, shard="20KB"),
+    "arcee, tied, biases": Case("Arcee", SIZES | TIED | {"attention_bias": True, "mlp_bias": True}, BF16),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }

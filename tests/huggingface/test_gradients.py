@@ -28,7 +28,16 @@ NAMES = [
     "gemma",
     "gemma2",
 ]
-NAMES += ["smollm3, windows", "gpt2", "starcoder2, window", "granite", "nemotron, tied, biases", "stablelm, norms of each head", "gpt_neox"]
+NAMES += [
+    "smollm3, windows",
+    "arcee",
+    "gpt2",
+    "starcoder2, window",
+    "granite",
+    "nemotron, tied, biases",
+    "stablelm, norms of each head",
+    "gpt_neox",
+]
 NAMES += ["olmo3, yarn rope", "gemma3, linear rope, cap", "glm", "glm4", "cohere, norms of each head", "cohere2", "ministral, some windows"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "falcon, in sequence, biases"]
 
