@@ -143,6 +143,8 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no_rope_layers": _without_rope,
     "no_rope_layers=global": _global_layers,
     "num_key_value_heads": _falcon_kv_heads,
+    "qk_norm=qk_layernorm": lambda given: "each_head" if given["qk_layernorm"] else "none",
+    "qk_norm=use_qk_norm": lambda given: "each_head" if given["use_qk_norm"] else "none",
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",

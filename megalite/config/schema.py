@@ -99,8 +99,9 @@ class ModelConfig:
     attention; shared_norm: in parallel, with one norm for both (Falcon-7B); two_norms: in parallel, each with its norm (GPT-NeoX)."""
     rms_norm_eps: float = 1e-5
     """Epsilon of every norm, RMSNorm and LayerNorm."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm of queries and keys: per head (Qwen3), over the full width (OLMo-2), or none."""
+    qk_norm: Literal["none", "head", "full", "each_head"] = "none"
+    """Norm of queries and keys: RMSNorm per head (head, Qwen3) or over the full width (full, OLMo-2), LayerNorm without bias per head with
+    weights of its own for each head (each_head, Command-R+), or none."""
     hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"] = "silu"
     """Activation of the feed-forward block; gelu_new, gelu_fast and gelu_pytorch_tanh are all the tanh approximation of GELU, relu2 is the
     square of relu."""

@@ -98,6 +98,8 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     "no_rope_layers=global": lambda values: {},
     "num_key_value_heads": lambda values: {"num_kv_heads": values["num_key_value_heads"]},
+    "qk_norm=qk_layernorm": lambda values: {"qk_layernorm": values["qk_norm"] == "each_head"},
+    "qk_norm=use_qk_norm": lambda values: {"use_qk_norm": values["qk_norm"] == "each_head"},
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,

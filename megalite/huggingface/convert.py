@@ -84,7 +84,8 @@ class Source:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A rectangle of one of our tensors; only its bytes are read."""
         place = self.places[name]
-        return place.read(self.weights[place.theirs], offsets, sizes)
+        pieces = [self.weights[theirs] for theirs in place.tensors]
+        return place.read(pieces[0].view(place.shape) if len(pieces) == 1 else torch.cat(pieces), offsets, sizes)
 
 
 def _check(model: ModelConfig) -> None:
@@ -104,7 +105,7 @@ def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -
     def stored(name: str) -> str:
         return name.removeprefix(base) if bare else name
 
-    expected = {stored(place.theirs): place.shape for place in found.values()}
+    expected = {stored(theirs): shape for place in found.values() for theirs, shape in place.tensors.items()}
     problems = [f"{name} is missing" for name in expected if name not in weights]
     for name in weights:
         shape = weights.shape(name)
@@ -175,7 +176,7 @@ def _store(path: Path, source: Source) -> dict[str, StoredTensor]:
     shapes = {segment.name: segment.shape for spec in model_specs(source.model) for segment in spec.segments}
     with open(path, "wb") as file:
         for name, (length, *others) in ((name, shapes[name]) for name in source.places):
-            dtype = source.weights[source.places[name].theirs].dtype
+            dtype = source.weights[next(iter(source.places[name].tensors))].dtype
             rows = max(1, BLOCK // (prod(others) * dtype.itemsize))
             offsets = [(start, *(0 for _ in others)) for start in range(0, length, rows)]
             chunks = [append(file, at, source.read(name, at, (min(rows, length - at[0]), *others)).contiguous()) for at in offsets]
@@ -306,13 +307,13 @@ def _write_weights(
     """Write the safetensors files and, if there are several, their index."""
     adapters, shards = Adapters(manifest), list(_shards(found, dtypes, limit))
     names = [SAFETENSORS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    index = {}
+    index: dict[str, str] = {}
     for file_name, own in zip(names, shards, strict=True):
-        tensors = {theirs: (dtypes[parts[0]], found[parts[0]].shape) for theirs, parts in own.items()}
+        tensors = {theirs: (dtypes[parts[0]], shape) for parts in own.values() for theirs, shape in found[parts[0]].tensors.items()}
         with closing(NewFile(directory / file_name, tensors)) as file:
-            for theirs, parts in own.items():
+            for parts in own.values():
                 _write_tensor(file, adapters, {name: stored[name] for name in parts}, found, dtypes[parts[0]])
-                index[theirs] = file_name
+                index |= dict.fromkeys(found[parts[0]].tensors, file_name)
     if len(shards) > 1:
         total = sum(place.numel * dtypes[name].itemsize for name, place in found.items())
         content = {"metadata": {"total_size": total}, "weight_map": index}
@@ -338,8 +339,14 @@ def _shards(found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int)
 def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTensor], found: dict[str, Place], dtype: torch.dtype) -> None:
     """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are consecutive whole rows, else assembled first."""
     place = found[next(iter(parts))]
-    by_rows = not place.transposed and all(
-        isinstance(found[name].rows, range) and chunk.sizes[1:] == each.shape[1:] for name, each in parts.items() for chunk in each.chunks
+    by_rows = (
+        place.theirs in place.tensors
+        and not place.transposed
+        and all(
+            isinstance(found[name].rows, range) and chunk.sizes[1:] == each.shape[1:]
+            for name, each in parts.items()
+            for chunk in each.chunks
+        )
     )
     whole = None if by_rows else torch.empty(place.shape, dtype=dtype)
     for name, tensor in parts.items():
@@ -351,4 +358,5 @@ def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTens
             else:
                 found[name].write(whole, chunk.offsets, values.to(dtype))
     if whole is not None:
-        file.write(place.theirs, whole)
+        for theirs, piece in zip(place.tensors, whole.chunk(len(place.tensors)), strict=True):
+            file.write(theirs, piece)

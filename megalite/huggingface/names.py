@@ -51,6 +51,8 @@ _QKV = {"self_attn.q_proj": "attention.q", "self_attn.k_proj": "attention.k", "s
 _GATE_UP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up"}
 _OUT = {"self_attn.o_proj": "attention.out", "mlp.down_proj": "mlp.down"}
 _LINEARS = _QKV | _GATE_UP | _OUT
+_EACH_HEAD = ("q_norm", "k_norm", "layernorm.norms.{}")
+_STABLELM_NORM = {"self_attn.q_layernorm.norms.{}": "attention.q_norm", "self_attn.k_layernorm.norms.{}": "attention.k_norm"}
 _QK_NORM = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 _BEFORE = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
 _AFTER = {"post_attention_layernorm": "attention.output_norm", "post_feedforward_layernorm": "mlp.output_norm"}
@@ -82,12 +84,13 @@ _FALCON = Names(
     grouped="query_key_value",
 )
 FAMILY_NAMES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "stablelm", "ministral"), _LLAMA),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"), _LLAMA),
     "qwen3": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM),
     **dict.fromkeys(("olmo2", "olmo3"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)),
     "gemma2": Names(_ENDS, "model.layers", _LINEARS | _AROUND),
     "gemma3_text": Names(_ENDS, "model.layers", _LINEARS | _AROUND | _QK_NORM),
-    **dict.fromkeys(("cohere", "cohere2"), replace(_LLAMA, interleaved=True)),
+    **dict.fromkeys(("cohere", "cohere2"), Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM, interleaved=True)),
+    "stablelm": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _STABLELM_NORM),
     "starcoder2": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}),
     "glm": Names(_ENDS, "model.layers", _QKV | _GATE_UP_FUSED | _OUT | _BEFORE, interleaved=True),
     "glm4": Names(
@@ -124,12 +127,26 @@ FAMILY_NAMES = {
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one of our tensors: rows of a Hugging Face tensor, in our order, or columns if it is transposed."""
+    """The place of one of our tensors: rows of a Hugging Face tensor, in our order, or columns if it is transposed.
+
+    Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {} where their numbers are.
+    """
 
     theirs: str
-    shape: tuple[int, ...]  # of the Hugging Face tensor
+    shape: tuple[int, ...]  # of the Hugging Face tensor, flattened if it has `columns`
     rows: range | tuple[int, ...]
     transposed: bool
+    columns: int | None = None
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of the Hugging Face tensors."""
+        if self.columns is None:
+            return {self.theirs: self.shape}
+        heads = self.shape[0] // self.columns
+        if "{}" in self.theirs:
+            return {self.theirs.format(head): (self.columns,) for head in range(heads)}
+        return {self.theirs: (heads, self.columns)}
 
     @property
     def numel(self) -> int:
@@ -137,7 +154,7 @@ class Place:
         return len(self.rows) * prod(self.shape) // self.shape[1 if self.transposed else 0]
 
     def read(self, theirs: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A rectangle of our tensor, given the Hugging Face tensor: a view of it if the rows are consecutive."""
+        """A rectangle of our tensor, given the Hugging Face tensor of this `shape`: a view of it if the rows are consecutive."""
         rows, others = self._select(offsets, sizes)
         return (theirs.t() if self.transposed else theirs)[rows][(slice(None), *others)]
 
@@ -169,6 +186,8 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
             if own:
                 transposed = suffix == "weight" and theirs.endswith(names.transposed)
                 joined = _joined(f"{theirs}.{suffix}", {name: shapes[name] for name in own}, transposed)
+                if theirs.endswith(_EACH_HEAD) and model.qk_norm == "each_head":
+                    joined = {name: replace(place, columns=model.head_size) for name, place in joined.items()}
                 found |= {name: _ordered(name.removesuffix(f".{suffix}"), place, model, names) for name, place in joined.items()}
     if homeless := shapes.keys() - found.keys():
         raise AssertionError(f"the table of {family} has no place for {sorted(homeless)}")

@@ -21,7 +21,7 @@ from megalite.model.forward_state import ForwardState, Site
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import kv_replicas
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.tensor.norm import FullWidthRMSNorm, RMSNorm
+from megalite.parallel.tensor.norm import EachHeadLayerNorm, FullWidthRMSNorm, RMSNorm
 from megalite.parallel.weight import Weight
 
 
@@ -98,6 +98,8 @@ class Attention(nn.Module):
             return None
         if model.qk_norm == "head":
             return RMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, self.options.ops)
+        if model.qk_norm == "each_head":
+            return EachHeadLayerNorm(weights[name], model.rms_norm_eps, model.norm_offset)
         return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:

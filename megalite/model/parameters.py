@@ -76,7 +76,7 @@ class _Specs:
         return [ParamSpec(f"{name}.weight", unit, weights), *([ParamSpec(f"{name}.bias", unit, biases)] if bias else [])]
 
     def qk_norm(self, name: str, unit: int, q: int, kv: int) -> list[ParamSpec]:
-        """Per head: one weight [head_dim] for all heads. Full width: weights [width], split as the heads are."""
+        """Per head: one weight [head_dim] for all heads. Full width and each head: weights [width], split as the heads are."""
         if self.model.qk_norm == "head":
             axis, parts = "tp" if self.tp > 1 else None, ("q_norm", "k_norm")  # each rank's gradient is of its own heads only
             return [spec for part in parts for spec in self.norm(f"{name}.{part}", unit, self.model.head_size, axis=axis, rms=True)]

@@ -153,6 +153,7 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         FALCON | {"multi_query": False, "parallel_attn": False, "bias": True},
         {"num_key_value_heads": 6, "parallel_block": "none", "attention_out_bias": True},
     ),
+    ("ArceeConfig", GROUPED, {"gated_mlp": False, "hidden_act": "relu2", "rms_norm_eps": 1e-5}),
     (
         "MinistralConfig",
         GROUPED | {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
@@ -194,6 +195,8 @@ PUBLISHED = {
     "SmolLM2": {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
     "Qwen2.5": {"model_type": "qwen2", "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28},
     "Phi-3-mini": {"model_type": "phi3", "attention_bias": False, "original_max_position_embeddings": 4096, "rope_scaling": None},
+    "Phi-4-mini": {"model_type": "phi3", "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+    "nemotron-4-mini": {"model_type": "nemotron", "kv_channels": 128},
     "gemma-2b": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "attention_bias": False},
     "gemma-2-2b": {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
     "gemma-3-1b": {

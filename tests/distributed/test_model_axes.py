@@ -43,7 +43,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "parallel, one norm, multipliers": {
         "model": {
             **{"parallel_block": "shared_norm", "norm": "layer", "norm_bias": False, "residual_multiplier": 0.3, "logit_scale": 0.4},
-            **{"partial_rotary_factor": 0.5, "gated_mlp": False, "hidden_act": "relu2", "num_key_value_heads": 1},
+            **{"partial_rotary_factor": 0.5, "gated_mlp": False, "hidden_act": "relu2", "num_key_value_heads": 1, "qk_norm": "each_head"},
         }
     },
     "parallel, two norms with offset, two thetas": {

@@ -26,6 +26,10 @@ SPREAD = ["llama, one key-value head", "gemma2, caps that act", "qwen3, tied", "
 NAMES = [
     *SPREAD,
     "llama, yarn rope",
+    "mistral, window",
+    "qwen2, tied",
+    "gemma",
+    "arcee",
     "olmo2",
     "smollm3, windows",
     "phi3, partial rope, window",
@@ -33,7 +37,7 @@ NAMES = [
     "granite",
     "nemotron",
 ]
-NAMES += ["stablelm, parallel, biases", "gpt_neox", "olmo3, yarn rope", "gemma3", "glm", "glm4", "cohere", "cohere2"]
+NAMES += ["stablelm, parallel, biases", "gpt_neox", "olmo3, yarn rope", "gemma3", "glm", "glm4", "cohere, norms of each head", "cohere2"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "ministral, some windows"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
 

@@ -50,6 +50,7 @@ ALONE = {
     "norms after, of queries and keys": {"model": {"norm_placement": "post", "qk_norm": "full", "sliding_window": 16}},
     "parallel, one norm, multipliers": {
         "model": {"parallel_block": "shared_norm", "norm": "layer", "norm_bias": False, "residual_multiplier": 0.5, "logit_scale": 0.25}
+        | {"qk_norm": "each_head"}
     },
     "parallel, two norms, plain": {"model": GPT2 | {"parallel_block": "two_norms", "position": "rope", "partial_rotary_factor": 0.25}},
     "two rotary tables": {"model": {"rope_local_theta": 100.0, "sliding_window": 16, "sliding_window_layers": [0, 1]}},

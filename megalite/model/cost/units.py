@@ -109,7 +109,7 @@ class Units:
         query = heads * model.head_size
         normed: tuple[Buffer, ...] = ()
         if model.qk_norm != "none":
-            statistics = heads + kv_heads if model.qk_norm == "head" else 2
+            statistics = {"full": 2, "head": heads + kv_heads, "each_head": 2 * (heads + kv_heads)}[model.qk_norm]
             normed = (
                 Buffer("normed queries and keys", tokens * (heads + kv_heads) * model.head_size),
                 Buffer("their statistics", tokens * statistics, "accumulate"),

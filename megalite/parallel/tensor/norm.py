@@ -115,6 +115,28 @@ class LayerNorm(Norm):
         return dx
 
 
+class EachHeadLayerNorm(Norm):
+    """LayerNorm without bias of each head of [seq, batch, heads/tp, head_dim]; each head has its own weights. No communication."""
+
+    def __init__(self, weight: Weight, eps: float, offset: float):
+        super().__init__(weight, eps)
+        self.offset = offset
+
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed, mean, rstd = torch.native_layer_norm(upcast, x.shape[-1:], None, None, self.eps)
+        return (normed * (self.weight.tensor.view(x.shape[-2:]) + self.offset)).to(x.dtype), mean, rstd
+
+    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
+        mean, rstd = statistics
+        upcast, grad = x.to(rstd.dtype), dy.to(rstd.dtype)
+        self.weight.accumulate((grad * (upcast - mean) * rstd).sum((0, 1)).flatten())  # [heads/tp · head_dim]
+        grad = grad * (self.weight.tensor.view(x.shape[-2:]) + self.offset)
+        only_input = (True, False, False)
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(grad, upcast, x.shape[-1:], mean, rstd, None, None, only_input)
+        return dx.to(x.dtype)
+
+
 class FullWidthRMSNorm(Norm):
     """RMSNorm over the width of all heads, of which this rank holds [seq, batch, width · replicas / tp].
 

@@ -126,7 +126,7 @@ def _model(random: Random, tp: int, layers: int) -> Options:
         "model.parallel_block": choose(("none", "none", "shared_norm", "two_norms")) if placement == "pre" else "none",
         "model.norm_offset": choose((0.0, 1.0)),
         "model.rms_norm_eps": choose((1e-5, 1e-6)),
-        "model.qk_norm": choose(("none", "head", "full")),
+        "model.qk_norm": choose(("none", "head", "full", "each_head")),
         "model.hidden_act": choose(("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")),
         "model.gated_mlp": choose((True, False)),
         **{f"model.{part}_bias": choose((True, False)) for part in ("attention", "attention_out", "mlp")},
