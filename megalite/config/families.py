@@ -192,6 +192,8 @@ def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any], sh
     local = dict(parameters.pop("sliding_attention", None) or {})
     if "full_attention" in parameters:
         parameters = dict(parameters["full_attention"] or {})
+    elif config.get("rope_parameters") and "rope_theta" in parameters:
+        raise _refuse("rope_parameters", parameters, "has no entries full_attention and sliding_attention: transformers would not read it.")
     found = _read_frequencies(parameters, family, given, shape)
     theta = float(local.pop("rope_theta", None) or given.get("rope_local_base_freq") or family.local_rope_theta)
     if local.get("rope_type", "default") != "default":

@@ -96,7 +96,7 @@ class RecordReader:
             raise BadRecord(where, f" is a {type(record).__name__}, not an object.", f"A conversation is one of {FORMS}.")
         record = self._renamed(record, KEYS_OF_RECORDS)
         for key in ("messages", "conversations"):
-            if record.get(key) is not None:
+            if record.get(key):
                 read = self._messages(record[key], key, where)
                 first = _system(record, read, where)
                 unweighted = frozenset(len(first) + number for number in read.unweighted)
@@ -105,6 +105,9 @@ class RecordReader:
             return self._from_pair(record, where)
         if "instruction" in record and "output" in record:
             return Conversation("alpaca", _from_alpaca(record, where))
+        for key in ("messages", "conversations"):
+            if record.get(key) is not None:
+                self._messages(record[key], key, where)  # says what is wrong with it
         raise BadRecord(where, f" holds no conversation: its keys are {', '.join(map(str, record)) or 'none'}.", WAY_OUT)
 
     def _renamed(self, item: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -133,7 +136,7 @@ class RecordReader:
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise BadRecord(where, f": {key} is not a list of messages.", WAY_OUT)
         turns = [self._renamed(turn, KEYS_OF_MESSAGES) for turn in turns]
-        found = _Messages("sharegpt" if "from" in turns[0] else "messages")
+        found = _Messages("sharegpt" if turns[0].get("from") is not None else "messages")
         who, what = ("from", "value") if found.form == "sharegpt" else ("role", "content")
         for number, turn in enumerate(turns):
             place = MessageAt(where, number + 1, key)
@@ -146,7 +149,7 @@ class RecordReader:
                 raise BadRecord(place, f" is by {turn[who]}.", f"Known roles: {', '.join((*KNOWN_ROLES, *ROLES))}.")
             if not _weight(turn, role, place):
                 found.unweighted.add(number)
-            others = {name: value for name, value in turn.items() if name not in (who, what, "weight")}
+            others = {name: value for name, value in turn.items() if name not in ("role", "content", "from", "value", "weight")}
             found.messages.append({"role": role, "content": content, **others})
         return found
 

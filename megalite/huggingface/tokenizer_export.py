@@ -161,7 +161,9 @@ def token_ids(found: ExportedTokenizer, config: Config, base: Path | None) -> di
     if tokenizer is None:
         eos = next((metadata(prefix).get("eos") for prefix in prefixes(config.data.train)), None)
         own = {name: shape.get(name) for name in IDS}
-        return own | ({"eos_token_id": eos} if own["eos_token_id"] is None else {})
+        theirs = own["eos_token_id"]
+        known = eos is None or eos == theirs or (isinstance(theirs, list) and eos in theirs)
+        return own | ({} if known else {"eos_token_id": eos})  # the documents that it was trained on ended in this one
     own = {name: (shape | _settings(base)).get(name) for name in IDS}
     if base is None or found.name is None or not _is_same(of_tokenizer(base), of_tokenizer(found.name)):
         own = dict.fromkeys(IDS)

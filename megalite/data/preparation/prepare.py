@@ -133,7 +133,7 @@ def prepare(
         identity: list[Any] = [vocabulary.vocab_size, vocabulary.eos, vocabulary.chat_template, *map(digest, vocabulary.files)]
     else:
         identity = [train_tokenizer, TRAINING_BYTES]
-    key = key_of(str(prefix), tokenizer, identity, repr(encoder), [source.identity for source in sources])
+    key = key_of(str(prefix), tokenizer, identity, repr(encoder), [(type(source).__name__, source.identity) for source in sources])
     workers = workers or default_workers(sum(source.size for source in sources))
     with locked(prefix), Journal(prefix, key) as journal:
         if journal.foreign:

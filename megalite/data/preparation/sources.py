@@ -39,6 +39,15 @@ class Source(Protocol):
     def tasks(self) -> Iterator[Task]: ...
 
 
+def _unreadable(path: Path, size: int) -> Task | None:
+    """The only task of a file that cannot be opened, which counts as one bad record; None if it can."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        return Task(size, damage=(BadRecord(f"--input {path}", f" can not be read: {error.strerror}."),))
+    return None
+
+
 class TextFiles:
     """Text files, one document each."""
 
@@ -51,7 +60,10 @@ class TextFiles:
         for long, group in groupby(self._sizes, lambda item: item[1] >= LONG_TEXT):
             if long:
                 for path, size in group:
-                    yield from (Task(span.stop - span.start, piece=span) for span in _spans(path, size, PIECE_BYTES))
+                    if problem := _unreadable(path, size):
+                        yield problem
+                    else:
+                        yield from (Task(span.stop - span.start, piece=span) for span in _spans(path, size, PIECE_BYTES))
             else:
                 for chunk in _chunks(group, lambda item: item[1]):
                     yield Task(sum(size for _, size in chunk), files=tuple(path for path, _ in chunk))
@@ -64,7 +76,10 @@ class JsonLines:
         self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
 
     def tasks(self) -> Iterator[Task]:
-        return (Task(span.stop - span.start, span=span) for span in _spans(self._path, self.size, TASK_BYTES))
+        if problem := _unreadable(self._path, self.size):
+            yield problem
+        else:
+            yield from (Task(span.stop - span.start, span=span) for span in _spans(self._path, self.size, TASK_BYTES))
 
 
 class JsonArray:
@@ -99,7 +114,8 @@ class Csv:
         """The rows as records; the first one after the header is row 1."""
         csv.field_size_limit(LONGEST_FIELD)
         with self._path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            rows = csv.reader(file, delimiter="\t" if self._path.suffix.lower() == ".tsv" else ",")
+            # strict: a quote without its end is an error, where it would take all that follows into one field
+            rows = csv.reader(file, delimiter="\t" if self._path.suffix.lower() == ".tsv" else ",", strict=True)
             names = next(rows, [])
             if not names:
                 raise DataError(f"--input {self._path} has no first row that names its columns. Add one, or --format text.")
@@ -144,11 +160,15 @@ class Parquet:
         return str(self._file.metadata.schema.column(column).path).split(".")[0]
 
     def tasks(self) -> Iterator[Task]:
-        batches = self._file.iter_batches(batch_size=1024, columns=None if self._key is None else [self._key])
-        if self._key is None:
-            yield from _record_tasks((row for batch in batches for row in batch.to_pylist()), f"{self._path} row")
-        else:
-            yield from _text_tasks(text for batch in batches for text in batch.column(0).to_pylist())
+        try:
+            batches = self._file.iter_batches(batch_size=1024, columns=None if self._key is None else [self._key])
+            if self._key is None:
+                yield from _record_tasks((row for batch in batches for row in batch.to_pylist()), f"{self._path} row")
+            else:
+                yield from _text_tasks(text for batch in batches for text in batch.column(0).to_pylist())
+        except (ValueError, OSError) as error:  # pyarrow's errors are one of the two
+            reason = f" is damaged, and the rest of it can not be read ({str(error).splitlines()[0]})."
+            yield Task(0, damage=(BadRecord(f"--input {self._path}", reason, ""),))
 
 
 class HuggingFace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -148,9 +149,9 @@ def _lines(task: Task, bad: BadRecords) -> Iterator[tuple[object, bytes]]:
     if task.span is not None:
         try:
             for offset, line in lines_of(task.span):
-                yield LineAt(task.span.path, offset), line
-        except OSError as error:
-            bad.add(BadRecord(f"--input {task.span.path}", f" can not be read: {error.strerror}."))
+                yield LineAt(task.span.path, offset), line if offset else line.removeprefix(codecs.BOM_UTF8)
+        except OSError as error:  # a part of the file: no record to skip
+            raise DataError(f"--input {task.span.path} can not be read any more: {error.strerror}.") from None
 
 
 def decoded(raw: bytes) -> tuple[str, bool]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.chat_records import BadRecord
+from megalite.data.indexed import DataError
 from megalite.data.preparation.cuts import continued, read_piece
 from megalite.data.preparation.encoded import Encoded, token_dtype
 from megalite.data.preparation.tasks import BadRecords, Span, Task, decoded, documents
@@ -32,7 +32,7 @@ class Texts:
         bad = BadRecords(self.skip_bad > 0)
         done = Encoded(input_bytes=task.size)
         if task.piece is not None:
-            self._encode_piece(task.piece, tokenizer, done, bad)
+            self._encode_piece(task.piece, tokenizer, done)
         else:
             texts = []
             for text, invalid in documents(task, self.text_key, bad):
@@ -43,12 +43,11 @@ class Texts:
         done.bad, done.bad_first = bad.count, bad.first
         return done
 
-    def _encode_piece(self, span: Span, tokenizer: Tokenizer, done: Encoded, bad: BadRecords) -> None:
+    def _encode_piece(self, span: Span, tokenizer: Tokenizer, done: Encoded) -> None:
         try:
             raw, last = read_piece(span, tokenizer)
-        except OSError as error:
-            bad.add(BadRecord(f"--input {span.path}", f" can not be read: {error.strerror}."))
-            return
+        except OSError as error:  # a part of a document
+            raise DataError(f"--input {span.path} can not be read any more: {error.strerror}.") from None
         if raw:
             text, invalid = decoded(raw)
             done.replaced, done.continues = int(invalid), span.start > 0
