@@ -70,6 +70,8 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
         tool.error(f"--rdzv_endpoint {options.rdzv_endpoint or 'is missing'}: {options.nnodes} nodes meet there. Give HOST:PORT.")
     if options.nnodes == 1 and (options.rdzv_endpoint is not None or options.node_rank is not None):
         tool.error("--rdzv_endpoint and --node_rank belong to several nodes. Give --nnodes M, or leave them out.")
+    if options.node_rank is not None and options.max_restarts:  # the store of fixed places keeps the entries of ended ranks
+        tool.error("--max_restarts needs nodes that take places as they arrive. Leave --node_rank out, or --max_restarts.")
     if options.node_rank is not None and not 0 <= options.node_rank < options.nnodes:
         tool.error(f"--node_rank {options.node_rank} is not a place among {options.nnodes} nodes. Give 0 to {options.nnodes - 1}.")
 

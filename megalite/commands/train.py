@@ -54,10 +54,11 @@ def main() -> int:
     job, environment, mesh, notes = start(config, device)
     failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError, OSError)
     try:
-        trainer = Trainer(config, mesh, device)
+        trainer = Trainer(config, mesh, device, job.restarted)
     except failures as error:  # a checkpoint that this run must not continue is found alike by every rank
         agreed = isinstance(error, ConfigError | CheckpointError)
         end_run(error, config, device, mesh, job, ExitStatus.CONFIGURATION if agreed else None)
+    job.running()
     try:
         announce(trainer, remarks + notes)
         status = fit(trainer, observers(trainer, environment, hardware))
@@ -66,6 +67,9 @@ def main() -> int:
     except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
         agreed = isinstance(error, CheckpointError | FaultLimit)
         end_run(error, config, device, mesh, job, ExitStatus.FAILED if agreed else None)
+    except Exception as error:  # a fault of ours, or one of the device: its traceback is wanted
+        job.end(ExitStatus.FAILED, str(error))
+        raise
     job.end(status)
     return process_status(status)
 
@@ -110,9 +114,12 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
 
     def meet(store: Store | None = None, rank: int = 0, size: int = 1) -> None:
         """Before the process group exists: ranks that differ could not communicate, and a job that is refused must not wait for others."""
+        restarted = restarts() > 0
         if store is not None:
-            notes.extend(compare_ranks(environment, store, rank, size, tp=config.parallel.tp))
-        job, lines = begin(config, restarted=restarts() > 0, rank=rank, store=store)
+            store.add("restarted", int(restarted))  # a rank of a new node counts no restart: all agree
+            notes.extend(compare_ranks(environment, store, rank, size, tp=config.parallel.tp))  # waits for all ranks
+            restarted = store.add("restarted", 0) > 0
+        job, lines = begin(config, restarted=restarted, rank=rank, store=store)
         jobs.append(job)
         notes.extend(lines)
 

@@ -31,9 +31,12 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from megalite.launch.exit_status import END_FILE, ExitStatus, training_status
 from megalite.launch.interrupts import SIGNALS, Listener, Second, end, line_of
 from megalite.launch.local_ranks import package_path
+from megalite.messages import say
 from megalite.processes import blocked, marked
 
+MEETING_FAILED = (DistError, RendezvousError, SignalException, OSError)  # no meeting with the other nodes
 REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)  # the same again after a restart; the rank has said why
+ENDED_BY_AGENT = (-signal.SIGTERM, ExitStatus.STOPPED)
 AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
 
 
@@ -65,12 +68,16 @@ def launch(options: Launch, command: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="megalite_launch_") as scratch:
         end_file = Path(scratch, "end")
         os.environ |= _environment(options, end_file)
-        agent = _Agent(options, command, scratch, end_file)
+        try:
+            agent = _Agent(options, command, scratch, end_file)
+        except MEETING_FAILED as error:
+            say(f"the ranks could not be started: {error}")
+            return int(ExitStatus.FAILED)
         listener = Listener(agent.forward, (*SIGNALS, signal.SIGUSR1))
         try:
             return agent.outcome(agent.run())
-        except (DistError, RendezvousError, SignalException, OSError) as error:  # no meeting with the other nodes
-            print(f"the ranks could not be started: {error}", file=sys.stderr, flush=True)
+        except MEETING_FAILED as error:
+            say(f"the ranks could not be started: {error}")
             return int(ExitStatus.FAILED)
         finally:
             agent.finish()
@@ -92,7 +99,7 @@ def _meeting(options: Launch) -> RendezvousParameters:
     """How the agents of all nodes meet: with node ranks at a fixed store, without them in the order of arrival."""
     job = os.environ.get("SLURM_JOB_ID", "megalite")
     common: dict[str, Any] = {"run_id": job, "min_nodes": options.nodes, "max_nodes": options.nodes}
-    waits: dict[str, Any] = {"timeout": int(options.patience_s), "join_timeout": int(options.patience_s)}
+    waits: dict[str, Any] = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), int(options.patience_s))
     if options.nodes == 1:
         common["run_id"] = str(uuid.uuid4())
         return RendezvousParameters("c10d", "localhost:0", **common, local_addr="localhost", **waits)
@@ -141,7 +148,7 @@ class _Agent(LocalElasticAgent):
             if self.received or failure.exitcode in REFUSED:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
-                print(f"{_described(rank, failure)}: starting all ranks again", file=sys.stderr, flush=True)
+                say(f"{_described(rank, failure)}: starting all ranks again")
         return result
 
     def forward(self, number: int) -> None:
@@ -163,7 +170,7 @@ class _Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     def _kill(self) -> None:
-        print("the ranks have not ended in time after the signal and are killed (run.timeout)", file=sys.stderr, flush=True)
+        say("the ranks have not ended in time after the signal and are killed (run.timeout)")
         self._send(signal.SIGKILL)
 
     def finish(self) -> None:
@@ -172,22 +179,26 @@ class _Agent(LocalElasticAgent):
         with suppress(Exception):  # the store's node may have ended
             self._rdzv_handler.shutdown()
 
-    def outcome(self, result: RunResult) -> int:
+    def outcome(self, result: RunResult | None) -> int:
         """The exit status of the run. Prints a line about a rank that has failed, unless it has said itself why."""
+        if result is None:  # another node has closed the meeting
+            say("the other nodes have ended")
+            return int(ExitStatus.FAILED)
         if not result.is_failed():
             return int(self.end_file.read_text()) if self.end_file.exists() else int(ExitStatus.DONE)
         rank, failure = _first(result)
-        if self.received or failure.exitcode in REFUSED:
+        if failure.exitcode in REFUSED or (self.received and (failure.exitcode > 0 or -failure.exitcode in self.received)):
             return int(failure.exitcode) if failure.exitcode > 0 else int(training_status(self.received[0]))
         newest = self.options.newest()
         place = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
-        print(f"{_described(rank, failure)}; {place}", file=sys.stderr, flush=True)
+        say(f"{_described(rank, failure)}; {place}")
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
 
 
 def _first(result: RunResult) -> tuple[int, ProcessFailure]:
-    """The rank that failed first. Those that the agent ended afterwards have failed as well."""
-    return min(result.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp, item[0]))
+    """The rank that failed first. Those that the agent ended afterwards have failed as well, within the same second; before the first step
+    they end with a status of their own."""
+    return min(result.failures.items(), key=lambda item: (item[1].exitcode in ENDED_BY_AGENT, item[1].timestamp, item[0]))
 
 
 def _described(rank: int, failure: ProcessFailure) -> str:

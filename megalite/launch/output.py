@@ -39,5 +39,5 @@ def _reopened(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     stream.flush()
     descriptor = _Descriptor(stream.fileno(), "w", closefd=False)
     descriptor.name = stream.name
-    buffer, line = io.BufferedWriter(descriptor), stream.line_buffering
+    buffer, line = io.BufferedWriter(descriptor), stream.line_buffering or stream.write_through
     return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=line, write_through=stream.write_through)

@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 from megalite.config.schema import ConfigError
+from megalite.launch.exit_status import ExitStatus
 from megalite.messages import say
 from megalite.processes import look
 
@@ -41,7 +42,7 @@ class Holder:
     Attributes:
         machine: identifies the running kernel and the namespace of its process numbers; containers of one host have several.
         pid, started: number and start of the process, the latter in ticks since the kernel's start; None where /proc does not exist.
-        job, restart: the scheduler's or torchrun's name of the job, None without one, and how often it has been restarted.
+        job, restart: the scheduler's name of the job, None without one, and how often the scheduler has started it again.
         since: when the lock was taken, for people.
     """
 
@@ -56,9 +57,8 @@ class Holder:
 
     @staticmethod
     def own() -> Holder:
-        scheduler, torchrun = os.environ.get("SLURM_JOB_ID"), os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        job = f"SLURM {scheduler}" if scheduler else None if torchrun == "none" else f"torchrun {torchrun}"
-        restart = sum(int(os.environ.get(name, 0)) for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+        scheduler = os.environ.get("SLURM_JOB_ID")
+        job, restart = f"SLURM {scheduler}" if scheduler else None, int(os.environ.get("SLURM_RESTART_COUNT", 0))
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         return Holder(os.uname().nodename, _machine(), os.getpid(), start_of(os.getpid()), job, restart, since, uuid.uuid4().hex)
 
@@ -132,9 +132,12 @@ class RunLock:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-        holder = read(self.path)
-        if holder is not None and holder.token == self.holder.token:
-            self.path.unlink(missing_ok=True)
+        try:
+            holder = read(self.path)
+            if holder is not None and holder.token == self.holder.token:
+                self.path.unlink(missing_ok=True)
+        except OSError as error:  # it is stale once this process has ended
+            say(f"the lock of this run, {self.path}, can not be removed: {error.strerror}")
 
     def _create(self, path: Path) -> bool:
         """Create a file that names this job, unless it exists. A reader never sees a part of it."""
@@ -143,7 +146,7 @@ class RunLock:
         try:
             os.link(own, path)
         except FileExistsError:
-            return False
+            return own.stat().st_nlink == 2  # a reply of NFS that was lost and asked for again
         except OSError:  # a file system without hard links: still exclusive, but a reader may find it empty for a moment
             return _create_exclusively(path, own.read_text())
         finally:
@@ -217,8 +220,9 @@ class RunLock:
             if holder is None:
                 self._create(self.path)
                 return "was removed, and was created again"
-            if holder.token != self.holder.token:
-                return f"is now held by {holder}"
+            if holder.token not in ("", self.holder.token):  # this process was suspended for longer than a lock lives
+                say(f"the lock of this run, {self.path}, is now held by {holder}: this job ends without saving")
+                os._exit(ExitStatus.IN_USE)
             os.utime(self.path)
         except OSError as error:
             return f"can not be renewed: {error.strerror}"

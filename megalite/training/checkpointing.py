@@ -19,17 +19,16 @@ from megalite.config.load import to_dict
 from megalite.launch.environment import software
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
-from megalite.training.faults import restarts
 from megalite.training.resume_checks import changed_compression, changes, check_resume, is_same_run, without_adapters
 
 if TYPE_CHECKING:
     from megalite.training.trainer import StepResult, Trainer
 
 
-def start_weights(trainer: Trainer) -> None:
+def start_weights(trainer: Trainer, restarted: bool) -> None:
     """Resume, warm-start or initialize the weights, as `checkpoint.load` and `model.init_from` say."""
     option = trainer.config.checkpoint.load
-    if restarts() and _has_saved(trainer):  # a restarted job continues from its own checkpoint, not again from the one it first started at
+    if restarted and _has_saved(trainer):  # a restarted job continues from its own checkpoint, not again from the one it first started at
         option = "auto"
     if option not in ("auto", "none"):
         resume(trainer, on_rank_0(trainer.mesh, lambda: find(Path(option))))
@@ -73,7 +72,9 @@ def _resume_newest(trainer: Trainer) -> bool:
             return True
     if problems:
         listed = "\n  ".join(problems)
-        way_out = "Restore one of them, or start from step 0 with another run.name, or with checkpoint.load = none, which overwrites them."
+        way_out = (
+            "Restore one of them, or start from step 0 with another run.name, or with checkpoint.load = none and run.overwrite = true."
+        )
         raise DamagedError(f"no checkpoint in {checkpoints} can be used:\n  {listed}\n{way_out}")
     return False
 

@@ -27,17 +27,30 @@ class JobEnd(Exception):
 
 
 class Job:
-    """One rank's view of the job. Only rank 0 has a lock."""
+    """One rank's view of the job. Only rank 0 has a lock.
 
-    def __init__(self, config: Config, lock: RunLock | None):
-        self._lock = lock
-        self._summary = None if lock is None else SummaryWriter(config)
+    Attributes:
+        restarted: torchrun or SLURM has started the job again.
+    """
+
+    def __init__(self, config: Config, lock: RunLock | None, restarted: bool = False):
+        self._config, self._lock, self.restarted = config, lock, restarted
+        self._summary: SummaryWriter | None = None
+
+    def running(self) -> None:
+        """Record that the job trains. Until then it has changed nothing."""
+        if self._lock is not None:
+            self._summary = SummaryWriter(self._config)
 
     def end(self, status: ExitStatus, reason: str | None = None) -> None:
-        """Record how the job ended, and let others use the directory."""
-        if self._lock is not None and self._summary is not None:
+        """Record how the job ended, if it has trained or failed, and let others use the directory."""
+        if self._lock is None:
+            return
+        if self._summary is None and status == ExitStatus.FAILED:
+            self.running()
+        if self._summary is not None:
             self._summary.end(status, reason)
-            self._lock.release()
+        self._lock.release()
 
 
 def begin(config: Config, *, restarted: bool, rank: int = 0, store: Store | None = None) -> tuple[Job, list[str]]:
@@ -57,7 +70,7 @@ def begin(config: Config, *, restarted: bool, rank: int = 0, store: Store | None
         verdict = json.loads(store.get("claim"))
     if verdict["message"] is not None:
         raise JobEnd(ExitStatus(verdict["status"]), verdict["message"])
-    return Job(config, lock), verdict["notes"]
+    return Job(config, lock, restarted), verdict["notes"]
 
 
 def _claimed(config: Config, restarted: bool) -> tuple[RunLock | None, dict[str, Any]]:

@@ -12,11 +12,14 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.run_lock import RunLock
 from megalite.monitoring.metrics import FILE as METRICS
+from megalite.training.resume_checks import is_same_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +43,7 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
     """Lock the run's directory for this job.
 
     Args:
-        restarted: the job was started again and may find a run that it began itself.
+        restarted: the job was started again and may find a run that it began itself, with the same options.
 
     Raises:
         InUseError: another job uses the directory.
@@ -56,13 +59,21 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
         ) from None
     claimed = Claim(held, [note] if note else [])
     try:
-        if starts_anew(config) and has_run(directory) and not restarted:
+        if starts_anew(config) and has_run(directory) and not (restarted and _is_own(config)):
             claimed.notes.append(_move_aside(config, directory, held))
         claimed.complete = _nothing_to_do(config)
     except BaseException:
         held.release()
         raise
     return claimed
+
+
+def _is_own(config: Config) -> bool:
+    """Whether the run in the directory was begun with the same options, the layout excepted."""
+    try:
+        return is_same_run(config, yaml.safe_load((config.run.directory / "config.yaml").read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, ConfigError, TypeError):
+        return False
 
 
 def has_run(directory: Path) -> bool:
@@ -90,7 +101,10 @@ def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:
             f"{_free(directory).name}. To continue the old one, leave checkpoint.load out."
         )
     target = _free(directory)
-    lock.move_directory(target)
+    try:
+        lock.move_directory(target)
+    except OSError as error:
+        raise ConfigError(f"run.overwrite = true: {directory} can not be renamed to {target.name} ({error.strerror}).") from None
     return f"the run that was in {directory} is now {target}"
 
 

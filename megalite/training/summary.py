@@ -79,17 +79,21 @@ class SummaryWriter:
 
     def _write(self) -> None:
         summary, path = self.summary, self._directory / FILE
+        fresh = path.with_name(f".{FILE}.new")
+        try:
+            self._measure(summary)
+            fresh.write_text(json.dumps(asdict(summary), indent=2) + "\n")
+            fresh.replace(path)
+        except OSError as error:
+            say(f"{path} can not be written: {error.strerror}")
+
+    def _measure(self, summary: Summary) -> None:
+        """Read from the run's files how far it is."""
         for record in last_records(self._directory / METRICS):  # also lines that a resume has cut since the last time
             summary.step = record.get("step", summary.step)
             summary.loss, summary.val_loss = record.get("loss", summary.loss), record.get("val_loss", summary.val_loss)
         newest = checkpoint.latest(self._directory / "checkpoints")
         summary.checkpoint = newest.name if newest else None
-        fresh = path.with_name(f".{FILE}.new")
-        try:
-            fresh.write_text(json.dumps(asdict(summary), indent=2) + "\n")
-            fresh.replace(path)
-        except OSError as error:
-            say(f"{path} can not be written: {error.strerror}")
 
 
 def last_records(metrics: Path) -> Iterator[dict[str, Any]]:

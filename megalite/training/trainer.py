@@ -65,9 +65,10 @@ class Trainer:
         config: resolved and validated (`megalite.config.load`).
         mesh: from `build.make_mesh(config)`.
         device: where weights, gradients and activations are stored.
+        restarted: the job was started again: it continues from its own checkpoint, whatever checkpoint.load says.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", restarted: bool = False):
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
         self.run_dir = config.run.directory
         self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
@@ -86,7 +87,7 @@ class Trainer:
         self.samples = 0  # global index of the first sample of the next batch
         self.notes: list[str] = []  # messages for the user about how the run was resumed
         self.loader = self._loader(self.train_data)
-        checkpointing.start_weights(self)  # may resume: sets step_done and samples
+        checkpointing.start_weights(self, restarted)  # may resume: sets step_done and samples
         self._check_plan()  # before the first pipeline message: a mismatch would hang
         self.saver.reserve(checkpointing.to_save(self))
 

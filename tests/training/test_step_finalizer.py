@@ -21,7 +21,7 @@ from tests.distributed.support.jobs import mesh_of
 from tests.distributed.support.jobs_saving import fit_to_the_end
 from tests.distributed.support.layouts import Case
 
-STEPS = 5
+STEPS = 6
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {
     "pp 4": {"pp": 4, "layers": 8, "microbatches": 4},
