@@ -63,7 +63,7 @@ def compare(*, megabytes: int, workers: int | None, rounds: int, smoke: bool, pr
         "threads": 1,
         "workers": workers,
         "packages": {name: report.version(name) for name in ("tokenizers", "datatrove")},
-        "load_before": [round(load, 2) for load in os.getloadavg()],
+        "load_average": [round(load, 2) for load in os.getloadavg()],
         "config": {"bytes": size, "text": "Python's standard library, repeated with other names", "vocabulary": VOCABULARY},
         "protocol": {"rounds": rounds, "seconds": "from reading the first byte to the published files, workers' start included"},
         "results": rows,
