@@ -29,11 +29,11 @@ def other_prefix(tmp_path_factory) -> str:
     return write_tokens(tmp_path_factory.mktemp("other"), 96, seed=9)
 
 
-def trainer(prefix: str, run: dict[str, Any], **changes: dict[str, Any]) -> Trainer:
+def trainer(prefix: str, run: dict[str, Any], restarted: bool = False, **changes: dict[str, Any]) -> Trainer:
     config = config_of(CASE, prefix, run=run)
     config["checkpoint"] = {}
     made = from_dict({section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}})
-    return Trainer(made, build.make_mesh(made))
+    return Trainer(made, build.make_mesh(made), restarted=restarted)
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +60,10 @@ def test_auto_takes_the_newest_none_starts_afresh_and_a_path_is_a_path(prefix, r
     assert fresh.step_done == 0
 
 
-def test_a_restarted_job_goes_on_with_its_own_checkpoint_and_not_once_more_with_that_of_its_first_start(prefix, run, monkeypatch):
+def test_a_restarted_job_goes_on_with_its_own_checkpoint_and_not_once_more_with_that_of_its_first_start(prefix, run):
     older = f"{run['dir']}/first/checkpoints/step_00000002"
     for load, start in (("none", 0), (older, 2)):
         own, options = {**run, "name": f"from {start}"}, {"load": load}
-        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
         first = trainer(prefix, own, checkpoint=options)
         assert first.step().step == start + 1
         first.save()
@@ -72,9 +71,8 @@ def test_a_restarted_job_goes_on_with_its_own_checkpoint_and_not_once_more_with_
         again = trainer(prefix, own, checkpoint=options)
         again.close()
         assert again.step_done == start, "started by hand"
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         for changes, step in (({}, start + 1), ({"optimizer": {"lr": 1e-4}}, start)):
-            restarted = trainer(prefix, own, checkpoint=options, **changes)
+            restarted = trainer(prefix, own, restarted=True, checkpoint=options, **changes)
             restarted.close()
             assert restarted.step_done == step, "a checkpoint with other options is of another job"
 
@@ -100,8 +98,7 @@ def test_a_restarted_job_compares_options_with_their_defaults_filled_in(stored, 
         first.step()
         first.save()
         first.close()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    restarted = trainer(prefix, own, checkpoint=options)
+    restarted = trainer(prefix, own, restarted=True, checkpoint=options)
     restarted.close()
     assert restarted.step_done == step
 

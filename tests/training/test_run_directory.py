@@ -12,7 +12,7 @@ import pytest
 from megalite.checkpoint import step_name
 from megalite.checkpoint.directories import begin, publish
 from megalite.checkpoint.manifest import encode
-from megalite.config.load import from_dict, to_dict
+from megalite.config.load import from_dict, to_dict, write_config
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import END_FILE, ExitStatus, process_status
 from megalite.launch.run_lock import FILE as LOCK
@@ -31,7 +31,7 @@ def write_run(directory: Path, step: int = 40, steps: int = 40) -> Path:
     run = directory / "a"
     (run / "checkpoints").mkdir(parents=True)
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {each}, "loss": 1.5}}\n' for each in range(1, step + 1)))
-    (run / "config.yaml").write_text("run: {name: a}\n")
+    write_config(config(directory, steps, checkpoint={"load": "none"}), run)
     place = run / "checkpoints" / step_name(step)
     publish(begin(place), place, encode({"step": step, "config": to_dict(config(directory, steps))}, {}))
     return run
@@ -74,6 +74,8 @@ def test_what_continues_a_run_needs_no_permission(tmp_path):
     run = write_run(tmp_path, 20)
     before = content(run)
     own = str(run / "checkpoints" / step_name(20))
+    with pytest.raises(ConfigError, match="holds one already"):  # of other options: not what this job began
+        claim(config(tmp_path, 50, checkpoint={"load": "none"}), restarted=True)
     for load, restarted in (("auto", False), (own, False), (str(run), False), ("none", True)):
         claimed = claim(config(tmp_path, checkpoint={"load": load}), restarted)
         claimed.lock.release()
@@ -133,6 +135,8 @@ def test_summary_json_tells_how_the_run_stands(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 20, "val_loss": 2.5}\n{"step": 21, "lo')  # a killed run's last line
     job, _ = begin_job(config(tmp_path), restarted=False)
+    assert not (run / "summary.json").exists(), "nothing has been changed yet"
+    job.running()
     found = json.loads((run / "summary.json").read_text())
     assert (found["state"], found["exit_status"], found["step"], found["loss"], found["val_loss"]) == ("running", None, 20, 1.5, 2.5)
     assert found["checkpoint"] == step_name(20) and found["pid"] == os.getpid()
