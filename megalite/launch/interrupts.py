@@ -15,7 +15,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from threading import Thread
+from threading import Thread, stack_size
 from time import monotonic
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from megalite.processes import launched
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STACK = 1 << 19  # bytes
 SAME_PRESS_S = 1.0
 """Under a launcher, repeats within this time of the first signal are the same Ctrl-C: from the terminal, and forwarded by the launcher."""
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
@@ -52,7 +53,9 @@ class Listener:
         self._heard = [each for each in signals if not (each == signal.SIGHUP and signal.getsignal(each) is signal.SIG_IGN)]
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        before = stack_size(STACK)  # not the usual 8 MB, which counts where a process may not allocate more
         Thread(target=self._run, name="megalite-signals", daemon=True).start()
+        stack_size(before)
         self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._before: dict[int, Any] = {each: signal.signal(each, handler) for each in self._heard}
 

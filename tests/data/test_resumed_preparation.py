@@ -58,6 +58,7 @@ def killed(after: int, how: signal.Signals = signal.SIGKILL, **options: Any) -> 
     """Run a preparation that is killed after the results of so many tasks."""
 
     def target() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another test may have left a handler in this process
         tasks = []
 
         def progress(what: str, done: int, total: int) -> None:

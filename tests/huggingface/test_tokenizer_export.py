@@ -126,7 +126,7 @@ def test_transformers_gives_every_text_the_ids_of_the_training_data(kind, tmp_pa
 def conversations(place: Path, tokenizer: str, template: str | None) -> str:
     write_lines(place / "chats.jsonl", [{"messages": SHORT}] * 20)
     sources = open_inputs([str(place / "chats.jsonl")], exclude=[], file_format="auto", text_key=None, split="train")
-    prepare(sources, place / "chats", tokenizer, chat=Chats(template=template))
+    prepare(sources, place / "chats", tokenizer, Chats(template=template))
     return str(place / "chats")
 
 
