@@ -15,10 +15,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Thread
+from threading import Thread, current_thread, main_thread
+from types import FrameType
 from typing import NoReturn
 
 LAUNCHER = "MEGALITE_LAUNCHER"
@@ -87,13 +88,25 @@ def watch_parent() -> None:
 def blocked(signals: Sequence[int]) -> Iterator[None]:
     """Processes that are started inside have the signals blocked from their first instruction on, until they unblock them.
 
-    In this process such a signal is delayed until the end of the block.
+    In this process, signals that end a command are handled at the end of the block, so that no process is left half started. Handlers of
+    Python run in the main thread whichever thread receives the signal, also if the main thread has it blocked: so they are replaced.
     """
+    delayed: list[int] = []
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if current_thread() is main_thread() else ()
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {
+        each: handler for each in heard if callable(handler := signal.getsignal(each))
+    }
+    for each in handlers:
+        signal.signal(each, lambda number, frame: delayed.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number in delayed:
+            handlers[number](number, None)
 
 
 def _die_with_parent() -> None:

@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
 from megalite.launch.interrupts import SAME_PRESS_S
+from megalite.processes import blocked
 from tests.distributed.support.configs import write_tokens
 from tests.structure.sources import ROOT
 
@@ -140,6 +142,27 @@ def test_a_preparation_removes_what_is_half_written(tmp_path, number, line):
     status, output = finish(process)
     assert status == 128 + number and output.splitlines()[-1] == line and "Traceback" not in output, output
     assert not list(written.glob(".a*.bin")) and not list(written.glob("a*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_being_started_is_started_whole_although_another_thread_receives_the_signal(number):
+    """Otherwise a worker of multiprocessing, whose pipe is closed before anything was written into it, ends with a traceback."""
+    done = []
+    hears, ended = Event(), Event()
+    other = Thread(target=lambda: (hears.set(), ended.wait(TIMEOUT)))
+    other.start()  # before the block: this thread does not block the signal
+    before = signal.signal(number, lambda number, frame: done.append("handled"))
+    try:
+        with blocked([signal.SIGINT]):
+            hears.wait(TIMEOUT)
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)  # a handler would run here
+            done.append("started")
+        assert done == ["started", "handled"]
+    finally:
+        signal.signal(number, before)
+        ended.set()
+        other.join()
 
 
 def test_an_interrupt_that_becomes_another_error_is_one_line(tmp_path):
