@@ -18,6 +18,13 @@ def say(text: str, stream: TextIO | None = None) -> None:
         print(f"{text}\n", end="", file=stream or sys.stderr, flush=True)
 
 
+def flush_output() -> None:
+    """Flush what has been printed, before a process ends by os._exit; what cannot be written is lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
 def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
     """Write an instrument's file; its directory is created. If that fails, one line says so. Returns whether it was written."""
     try:

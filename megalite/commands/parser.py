@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
+from megalite.messages import say
 
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
@@ -35,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 def warn(line: str) -> None:
     """Print a line on stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
+        say(line)
 
 
 def positive(text: str) -> int:

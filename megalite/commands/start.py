@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -91,9 +90,9 @@ def end(name: str, status: int) -> NoReturn:
     if name != "train" and not (distributed and distributed.is_available() and distributed.is_initialized()):
         sys.exit(status)
     if status:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # a full disk, a reader that is gone
-                stream.flush()
+        from megalite.messages import flush_output
+
+        flush_output()
         os._exit(status)  # a regular exit would wait for the other ranks
     from megalite.launch.process import shutdown
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch
 
 from megalite.config.load import tell_torchrun
 from megalite.config.rules.training import duration_seconds
-from megalite.messages import say
+from megalite.messages import flush_output, say
 
 GRACE = 2.0  # seconds that a failed rank stays alive, so that others can learn the reason
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -148,7 +147,5 @@ def shutdown() -> NoReturn:
 
     if dist.is_initialized():
         dist.barrier()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a full disk, a reader that is gone
-            stream.flush()
+    flush_output()
     os._exit(0)

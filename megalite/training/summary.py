@@ -17,7 +17,7 @@ from megalite import checkpoint
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
-from megalite.messages import say
+from megalite.messages import write_or_say
 from megalite.monitoring.metrics import FILE as METRICS
 
 FILE = "summary.json"
@@ -78,14 +78,13 @@ class SummaryWriter:
         self._write()
 
     def _write(self) -> None:
-        summary, path = self.summary, self._directory / FILE
-        fresh = path.with_name(f".{FILE}.new")
-        try:
-            self._measure(summary)
-            fresh.write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        def write(path: Path) -> None:
+            self._measure(self.summary)
+            fresh = path.with_name(f".{FILE}.new")
+            fresh.write_text(json.dumps(asdict(self.summary), indent=2) + "\n")
             fresh.replace(path)
-        except OSError as error:
-            say(f"{path} can not be written: {error.strerror}")
+
+        write_or_say(self._directory / FILE, write)
 
     def _measure(self, summary: Summary) -> None:
         """Read from the run's files how far it is."""
