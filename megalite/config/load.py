@@ -233,6 +233,15 @@ def read_arguments(argv: list[str]) -> Arguments:
 
 def read_tree(path: str, option: str) -> Any:
     """The content of a YAML file; option: the option that names it, for messages. Raises ConfigError if it cannot be read."""
+    try:
+        return parse_yaml(Path(path).read_text(encoding="utf-8"), path, option)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{option} = {path} can not be read: {reason}. {_nearest_file(path)}") from None
+
+
+def parse_yaml(text: str, path: str, option: str) -> Any:
+    """The content of a YAML text. Raises ConfigError if it is none; path, option: where it is from, for messages."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -247,10 +256,7 @@ def read_tree(path: str, option: str) -> Any:
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789"))
     try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{option} = {path} can not be read: {reason}. {_nearest_file(path)}") from None
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
