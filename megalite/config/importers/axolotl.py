@@ -167,7 +167,7 @@ TABLE: Table = {
     "fsdp_version": never("it chooses FSDP's interface, not what is computed"),
     "tensor_parallel_size": sets("parallel.tp"),
     **each("", "context_parallel_size sequence_parallel_degree", sets("parallel.cp")),
-    "dp_shard_size": sets("parallel.dp_shard"),
+    "dp_shard_size": Row(lambda value, source: honoured({"parallel.dp": source.dp, "parallel.dp_shard": value}), "parallel.dp_shard"),
     "dp_replicate_size": Row(lambda value, source: honoured({"parallel.dp": source.dp}), "parallel.dp"),
     "wandb_project": sets("logging.wandb"),
     **each("", "wandb_name wandb_run_id", sets("run.name")),

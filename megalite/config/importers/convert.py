@@ -194,39 +194,44 @@ def _settle_auto(found: Imported) -> None:
 def _check(found: Imported) -> None:
     """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule depends on options that the
     file leaves open, report what is to be set."""
+    found.options |= {option: int(value) for option, value in found.options.items() if _is_whole(option, value)}
     parser = build_parser()
-    for option, value in [*found.options.items()]:
-        whole = int(value) if isinstance(value, float) and value.is_integer() and "int" in str(OPTIONS[option].type) else value
-        try:
-            found.options |= parse_values(parser, {option: whole}, "in it")
-        except ConfigError as error:
-            found.drop(option, str(error))
+    try:
+        found.options |= parse_values(parser, found.options, "in it")
+    except ConfigError:
+        for option, value in [*found.options.items()]:
+            try:
+                found.options |= parse_values(parser, {option: value}, "in it")
+            except ConfigError as error:
+                found.drop(option, str(error))
+    name = found.options.get("model.preset")
+    shape = {f"model.{key}": value for key, value in preset(name).items()} if name else {}
     for rule in RULES:
         if rule.option in found.options:
-            _check_rule(found, rule)
+            _check_rule(found, rule, shape)
 
 
-def _check_rule(found: Imported, rule: Rule) -> None:
-    options = {f"model.{key}": value for key, value in preset(found.options.get("model.preset", "tiny")).items()}
-    config = from_dict(nest((options if "model.preset" in found.options else {}) | found.options))
-    world = ParallelDims.of(config).world
+def _is_whole(option: str, value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer() and "int" in str(OPTIONS[option].type)
+
+
+def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
+    """Drop the rule's option if it is violated, or report what is to be set. shape: the options of the preset that the file chooses."""
+    options = shape | found.options
+    config = from_dict(nest(options))
+    world, cp = ParallelDims.of(config).world, config.parallel.cp
     context = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
     if not rule.broken(context):
         return
-    given = {*found.options, *(options if "model.preset" in found.options else ())}
-    open_options = [other for other in NEEDS.get(rule.option, ()) if other not in given]
-    if rule.option in FILES and not isinstance(found.options[rule.option], float):
-        found.remark(found.setter(rule.option), "open", rule.describe(context))
+    why, open_options = rule.describe(context), [other for other in NEEDS.get(rule.option, ()) if other not in options]
+    if rule.option in FILES and not isinstance(options[rule.option], float):
+        found.remark(found.setter(rule.option), "open", why)
+    elif rule.option == "parallel.cp":
+        found.drop(rule.option, f"{why} Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts.")
     elif not open_options:
-        cp = config.parallel.cp
-        less = (
-            f" Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts"
-            if rule.option == "parallel.cp"
-            else ""
-        )
-        found.drop(rule.option, rule.describe(context) + less)
+        found.drop(rule.option, why)
     elif not _elsewhere(open_options, found):
-        found.remark(found.setter(rule.option), "open", rule.describe(context))
+        found.remark(found.setter(rule.option), "open", why)
 
 
 def _elsewhere(options: list[str], found: Imported) -> bool:

@@ -48,7 +48,7 @@ def parse(text: str) -> dict[str, Any]:
     """
     words, conditional = shell.words(text)
     start = next((place + 1 for place, word in enumerate(words) if word.endswith(".py")), 0)
-    arguments = {f"{LAUNCH}{name}": value for name, value in _options(words[:start]).items()}
+    arguments = {f"{LAUNCH}{name}": value for name, value in _options(words[: max(start - 1, 0)]).items()}
     return arguments | _options(words[start:]) | {f"${name}": "set under a condition" for name in conditional}
 
 
@@ -110,7 +110,7 @@ def _instances(value: Any, source: Source) -> Verdict:
     if value == 1:
         return harmless("it is so here")
     if source.dp and type(value) is int and source.dp % value == 0:
-        return honoured({"parallel.dp_shard": source.dp // value})
+        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value})
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 

@@ -19,7 +19,7 @@ _ASSIGNMENT = re.compile(
 )
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\$\{\w+\})*))?\}|\$(\w+)")
 _ARITHMETIC = re.compile(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)")
-_CONDITION = re.compile(r"^[ \t]*(if|case|for|while|until|fi|esac|done)\b", re.MULTILINE)
+_CONDITION = re.compile(r"(?:^|;)[ \t]*(if|case|for|while|until|fi|esac|done)\b", re.MULTILINE)
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod}
 }
@@ -28,11 +28,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 def words(script: str) -> tuple[list[str], list[str]]:
     """The words of the last command that runs a Python file with options, and the variables that are also assigned under a condition.
 
-    Variables are replaced by their last unconditional assignment or their default (${A:-b}); what has none stays as it is, with its $.
+    Variables are replaced by their last unconditional assignment, or their default (${A:-b}); what has neither stays as it is, with its $.
     Raises ConfigError if there is no such command.
     """
     text = re.sub(r"(^|[ \t])#.*$", r"\1", script, flags=re.MULTILINE).replace("\\\n", " ")
     text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)  # the words of an array, not one word
+    text = re.sub(r";[ \t]+(?=(?:export[ \t]+)?\w+=)", "\n", text)
     conditional: list[str] = []
     variables: dict[str, str] = {}
     for found in _ASSIGNMENT.finditer(text):
@@ -41,6 +42,7 @@ def words(script: str) -> tuple[list[str], list[str]]:
             conditional.append(name)
         else:
             value = value[1:-1] if value[:1] in ("(", '"', "'") and value[-1:] in (")", '"', "'") else value
+            value = expand(value, variables)
             variables[name] = f"{variables.get(name, '')} {value}" if sign == "+=" else value
     commands = [expand(line, variables) for line in _ASSIGNMENT.sub("", text).splitlines()]
     runs = [line for line in commands if re.search(r"\.py['\"]?\s.*--\w|^\s*--\w", line, re.DOTALL)]

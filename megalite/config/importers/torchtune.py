@@ -115,6 +115,10 @@ def _sharded(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.zero": 3} | ({} if value else {"parallel.zero3_reshard": "step"}))
 
 
+def _shards(value: Any, source: Source) -> Verdict:
+    return harmless("all ranks that are left, as here") if value == -1 else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value})
+
+
 def _offload(value: Any, source: Source) -> Verdict:
     return honoured(
         {"parallel.zero": 3, "parallel.offload": "cpu", "parallel.offload_parameters": True} if value else {"parallel.offload": "none"}
@@ -177,9 +181,7 @@ TABLE: Table = {
     "custom_sharded_layers": never("embedding and head are sharded like the layers"),
     "tensor_parallel_dim": sets("parallel.tp"),
     "context_parallel_dim": sets("parallel.cp"),
-    "data_parallel_shard_dim": Row(
-        lambda value, _: harmless("all ranks that are left, as here") if value == -1 else honoured({"parallel.dp_shard": value})
-    ),
+    "data_parallel_shard_dim": Row(_shards, "parallel.dp_shard"),
     "data_parallel_replicate_dim": Row(
         lambda value, source: honoured({"parallel.dp": source.dp}) if source.dp else harmless("parallel.dp_shard")
     ),
