@@ -24,7 +24,7 @@ COMMANDS = {
     "checkpoint": "list, inspect, verify, compare and consolidate checkpoints",
     "report": "write an HTML page about one run or several",
     "timeline": "compare the recorded steps of a run with the simulator's",
-    "import-config": "translate a DeepSpeed or Accelerate configuration",
+    "import-config": "translate another project's configuration",
     "demo": "prepare data and train a small model in minutes (in a checkout only)",
 }
 PRINTS_TABLES = ("plan", "bubble")  # their output may be piped to head, which closes the pipe early
