@@ -13,6 +13,9 @@ import pytest
 from megalite.commands.import_config import main
 from megalite.config.dims import ParallelDims
 from megalite.config.importers import shell
+from megalite.config.importers.convert import PROJECTS, convert
+from megalite.config.load import from_dict, nest
+from megalite.config.schema import ConfigError
 from tests.config.imported import imported
 
 TITAN = """
@@ -222,6 +225,21 @@ def test_values_that_megatron_computes(tmp_path, capsys):
     (tmp_path / "a.bin").touch(), (tmp_path / "a.idx").touch()
     assert options(f"--data-path 2 {tmp_path}/a")["data.train"] == {f"{tmp_path}/a": 2.0}
     assert options("--context-parallel-size 2 --micro-batch-size 1 --global-batch-size 4").get("parallel.cp") is None
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "x", ["a"]], ids=str)
+def test_any_value_of_any_key_is_accounted_for(project, value):
+    """Whatever a file says, no key is dropped silently, and what comes out has the types and ranges of our options."""
+    keys = [key.replace("*", "other") for key in PROJECTS[project].TABLE]
+    for part in (keys[::2], keys[1::2]):
+        try:
+            found = convert(dict.fromkeys(part, value), 2, project=project)
+        except ConfigError as error:
+            assert "Correct one of them" in str(error)
+            continue
+        assert {*part} <= {*found.honoured, *(remark.key for remark in found.remarks)}
+        assert from_dict(nest(found.options))
 
 
 def test_a_script_on_stdin_is_recognized(monkeypatch, capsys):

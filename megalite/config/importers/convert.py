@@ -16,7 +16,7 @@ from megalite.config.importers.verdict import Kind, Source, Table, harmless, los
 from megalite.config.load import OPTIONS, build_parser, from_dict, nest, parse_values
 from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
-from megalite.config.rules import RULES
+from megalite.config.rules import RULES, numbers
 from megalite.config.schema import Config, ConfigError
 
 
@@ -223,10 +223,11 @@ def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
     context = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
     if not rule.broken(context):
         return
-    why, open_options = rule.describe(context), [other for other in NEEDS.get(rule.option, ()) if other not in options]
+    needs = () if rule in numbers.RULES else NEEDS.get(rule.option, ())
+    why, open_options = rule.describe(context), [other for other in needs if other not in options]
     if rule.option in FILES and not isinstance(options[rule.option], float):
         found.remark(found.setter(rule.option), "open", why)
-    elif rule.option == "parallel.cp":
+    elif rule.option == "parallel.cp" and cp > 1:
         found.drop(rule.option, f"{why} Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts.")
     elif not open_options:
         found.drop(rule.option, why)

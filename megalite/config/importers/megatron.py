@@ -109,7 +109,7 @@ def _zero(value: Any, source: Source) -> Verdict:
 def _instances(value: Any, source: Source) -> Verdict:
     if value == 1:
         return harmless("it is so here")
-    if source.dp and type(value) is int and source.dp % value == 0:
+    if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
         return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value})
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 

@@ -65,8 +65,14 @@ def _model(value: Any, source: Source) -> Verdict:
 
 def _targets(value: Any, source: Source) -> Verdict:
     """lora_attn_modules, and all of the feed-forward with apply_lora_to_mlp."""
-    names = source.get("model.lora_attn_modules") or []
-    found = finetuning.targets([*names, *(["gate_proj", "up_proj", "down_proj"] if source.on("model.apply_lora_to_mlp") else [])], source)
+    names = source.get("model.lora_attn_modules")
+    found = finetuning.targets(
+        [
+            *(names if isinstance(names, list) else []),
+            *(["gate_proj", "up_proj", "down_proj"] if source.on("model.apply_lora_to_mlp") else []),
+        ],
+        source,
+    )
     return (
         found._replace(options={}, kind="harmless", why="all projections have adapters")
         if len(found.options.get("lora.targets", ())) == 7
