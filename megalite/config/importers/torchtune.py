@@ -66,18 +66,10 @@ def _model(value: Any, source: Source) -> Verdict:
 def _targets(value: Any, source: Source) -> Verdict:
     """lora_attn_modules, and all of the feed-forward with apply_lora_to_mlp."""
     names = source.get("model.lora_attn_modules")
-    found = finetuning.targets(
-        [
-            *(names if isinstance(names, list) else []),
-            *(["gate_proj", "up_proj", "down_proj"] if source.on("model.apply_lora_to_mlp") else []),
-        ],
-        source,
-    )
-    return (
-        found._replace(options={}, kind="harmless", why="all projections have adapters")
-        if len(found.options.get("lora.targets", ())) == 7
-        else found
-    )
+    names = [*names] if isinstance(names, list) else []
+    if source.on("model.apply_lora_to_mlp"):
+        names += ["gate_proj", "up_proj", "down_proj"]
+    return finetuning.targets(names, source)
 
 
 def _optimizer(value: Any, source: Source) -> Verdict:
@@ -194,7 +186,7 @@ TABLE: Table = {
     "tensor_parallel_plan.*": never("the model is split in one way"),
     "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
     f"metric_logger.{COMPONENT}": Row(
-        lambda value, _: honoured({"logging.tensorboard": True}) if "TensorBoard" in value else harmless("metrics.jsonl")
+        lambda value, _: honoured({"logging.tensorboard": True}) if "TensorBoard" in str(value) else harmless("metrics.jsonl")
     ),
     "metric_logger.project": sets("logging.wandb"),
     "metric_logger.*": never("metrics are in the run's directory"),
