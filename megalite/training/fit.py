@@ -13,7 +13,7 @@ import torch
 from megalite.activity import BETWEEN
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.saver import Saver
-from megalite.config.rules.training import duration_seconds
+from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console

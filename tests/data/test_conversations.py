@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.batch import IGNORE_INDEX
+from megalite.config.samples import best_fit
 from megalite.config.schema import DataConfig
 from megalite.data import dataset as datasets
-from megalite.data.dataset import Dataset, best_fit, build
+from megalite.data.dataset import Dataset, build
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.loader import Loader
 
