@@ -107,6 +107,8 @@ def report_results(
         console.step(metrics, result.fault, numbers)
         assert writer is not None
         writer.step(metrics, numbers)
+        for line in (line for each in observers for line in each.lines(metrics)):
+            console.message(line)
 
 
 def go_back(trainer: Trainer, bad: StepResult, console: Console, writer: MetricsWriter | None) -> None:
