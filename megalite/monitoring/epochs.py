@@ -35,7 +35,10 @@ class Epochs(Observer):
         for name, samples, share in self.members:
             ended = int(after * share // samples)
             if ended > int(before * share // samples) and not str(ended)[1:].strip("0") and metrics.step < config.train.steps:
-                found.append(f"{name}: epoch {ended + 1} of {_times(all_samples * share / samples)} begins after step {metrics.step}")
+                whole = _times(all_samples * share / samples)
+                found.append(
+                    f"{name} has been read to its end after step {metrics.step}, and begins again: epoch {ended} of {whole} is done"
+                )
         return found
 
     def _samples(self, step: int) -> int:
@@ -48,7 +51,7 @@ def repeated(trainer: Trainer) -> list[str]:
     """A line for each member of the data that is read more than once, by more than what rounds up the last step."""
     total, batch = planned_samples(trainer), trainer.config.train.global_batch_size
     return [
-        f"{name} is read {_times(total * share / samples)} times ({samples:,} samples, and the run reads {total * share:,.0f} of it)"
+        f"{name} is read {_times(total * share / samples)} times (it has {samples:,} samples, and the run takes {total * share:,.0f})"
         for name, samples, share in trainer.train_data.members
         if total * share - samples >= batch * share
     ]

@@ -91,7 +91,7 @@ RULES: tuple[Rule, ...] = (
         "optimizer.warmup_steps",
         lambda c: c.optimizer.warmup_steps > c.train.steps,
         message="exceeds {train.steps}",
-        legal=lambda c: f"Legal values: 0 to {c.train.steps}. Nearest: {c.train.steps}.",
+        legal=lambda c: f"Legal values: 0 to {c.train.steps}, or a share of them such as 5%. Nearest: {c.train.steps}.",
     ),
     Rule(
         "warm-up before the decay",
