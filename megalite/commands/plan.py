@@ -19,7 +19,7 @@ from typing import Any
 
 from megalite.checkout import command, torchrun_target
 from megalite.commands.parser import Parser, positive, write_whole
-from megalite.config.amounts import count, settle
+from megalite.config.amounts import count, resolve_steps
 from megalite.config.families import from_hf_config
 from megalite.config.load import build_parser as config_parser
 from megalite.config.load import flatten, from_dict, nest, parse_values, read_tree
@@ -131,7 +131,7 @@ def base_config(options: argparse.Namespace) -> Config:
         "train.precision": options.precision or given.get("train.precision", "bf16"),
     }
     config = from_dict(nest(given))
-    settle(config)
+    resolve_steps(config)
     if config.lora.rank:
         raise ConfigError(
             f"lora.rank = {config.lora.rank} is not planned for: the planner models training of all weights. "

@@ -1,6 +1,6 @@
 """Amounts as people write them: 10B tokens, 5% of the steps, 3 epochs, 25MB, 1h30m.
 
-`plain` turns an amount with a unit into the number that its option holds. `settle` replaces what depends on other options (train.tokens,
+`plain` turns an amount with a unit into the number that its option holds. `resolve_steps` replaces what depends on other options (train.tokens,
 train.epochs, a warm-up that is a share of the steps) by numbers of steps: a resolved configuration has nothing else. Imports no torch;
 reads the index of the training data, and only for train.epochs.
 """
@@ -131,7 +131,7 @@ def on_top(given: dict[str, Any], later: dict[str, Any], source: str) -> dict[st
     return ({option: value for option, value in given.items() if option not in HORIZON} if asked else given) | later
 
 
-def settle(config: Config) -> None:
+def resolve_steps(config: Config) -> None:
     """Replace train.tokens or train.epochs by train.steps, and a share of the steps by their number.
 
     Rounds up. What can not be resolved because another option is wrong, or because the training data is not there, is left as it is: the

@@ -295,7 +295,7 @@ def resolve(arguments: Arguments, world_size: int) -> Config:
         config.parallel.dp = filling_dp(config.parallel, world_size)
     if config.model.vocab_size is None:
         config.model.vocab_size = data_vocab_size(config)
-    amounts.settle(config)
+    amounts.resolve_steps(config)
     return config
 
 
@@ -365,7 +365,7 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
 def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
     """Values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit.
 
-    A share of the steps, which no type holds, is returned as a Fraction, for `amounts.settle`.
+    A share of the steps, which no type holds, is returned as a Fraction, for `amounts.resolve_steps`.
     """
     from argparse import ArgumentError
 

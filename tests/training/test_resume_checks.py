@@ -12,7 +12,7 @@ import pytest
 
 from megalite.build import parts as build
 from megalite.commands.train import announce
-from megalite.config.amounts import settle
+from megalite.config.amounts import resolve_steps
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import ConfigError
 from megalite.monitoring.epochs import Epochs, repeated
@@ -38,7 +38,7 @@ def trainer(prefix: str, run: dict[str, Any], restarted: bool = False, **changes
     config = config_of(CASE, prefix, run=run)
     config["checkpoint"] = {}
     made = from_dict({section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}})
-    settle(made)
+    resolve_steps(made)
     return Trainer(made, build.make_mesh(made), restarted=restarted)
 
 
