@@ -1,8 +1,8 @@
 """Amounts as people write them: 10B tokens, 5% of the steps, 3 epochs, 25MB, 1h30m.
 
-`plain` turns an amount with a unit into the number that its option holds. `resolve_steps` replaces what depends on other options (train.tokens,
-train.epochs, a warm-up that is a share of the steps) by numbers of steps: a resolved configuration has nothing else. Imports no torch;
-reads the index of the training data, and only for train.epochs.
+`plain` turns an amount with a unit into the number that its option holds. `resolve_steps` replaces what depends on other options
+(train.tokens, train.epochs, a warm-up that is a share of the steps) by numbers of steps: a resolved configuration has nothing else. Imports
+no torch; reads the index of the training data, and only for train.epochs.
 """
 
 import math
