@@ -90,7 +90,10 @@ class Console(ExitStack):
         if not self.enabled:
             return
         if self._bar is not None:
-            self._bar.console.print(text, style="bold red" if alarm else None, markup=False, highlight=False, soft_wrap=True)
+            from rich.text import Text
+
+            line = Text(text, style="bold red" if alarm else "")  # a style of print would colour the bar below it, too
+            self._bar.console.print(line, soft_wrap=True)
         else:
             say(text, self._stream)
 

@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_is_marked_and_red_on_a_terminal() -> None:
     terminal = Terminal()
     assert marked([2.5, math.nan, math.nan, 2.5, math.inf], stream=terminal) == {2: "LOSS NaN", 5: "LOSS NaN"}
     red = [line for line in terminal.getvalue().splitlines() if "\x1b[1;31m" in line and "LOSS" in line]
-    assert len(red) == 2
+    assert len(red) == 2 and terminal.getvalue().count("\x1b[1;31m") == 2, "the line, and not the bar below it"
     assert marked([2.5, 2.5], grad_norm=math.nan) == {1: "GRADIENTS NaN"}
     assert marked([2.5, 2.5], grad_norm=math.inf, loss_scale=65536.0) == {}, "fp16 looks for its scale"
 
