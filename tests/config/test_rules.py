@@ -236,7 +236,7 @@ ROWS = [
         ("would lose",),
     ),
     Row("one compression", {"parallel.powersgd_rank": 4, "parallel.reduce_dtype": "bf16"}, {"parallel.reduce_dtype": "wide"}, ("Remove",)),
-    Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("tools/prepare_data.py",)),
+    Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("megalite prepare",)),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
     Row("data.train weights are positive", {"data.train": {"tokens": float("inf")}}, {"data.train": {"tokens": 0.1}}),
     Row(
