@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megalite.config.importers.convert import convert
-from tests.config.imported import imported, leaves
+from tests.config.imported import TOKENS, imported, leaves
 
 SHAPE = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -57,7 +58,7 @@ TUNE = {
         "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
         "num_warmup_steps": 100,
     },
-    **{"seed": None, "shuffle": True, "batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 8, "compile": False, "device": "cuda"},
+    **{"seed": None, "shuffle": True, "batch_size": 2, "epochs": 200, "gradient_accumulation_steps": 8, "compile": False, "device": "cuda"},
     **{"dtype": "bf16", "enable_activation_checkpointing": True, "log_every_n_steps": 5, "made_up": 1},
 }
 FILES = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "torchtune": TUNE}
@@ -99,6 +100,8 @@ def test_axolotl(written, tmp_path, capsys):
     assert (config.parallel.zero, config.parallel.offload, config.parallel.offload_parameters) == (3, "cpu", True)
     assert config.optimizer.min_lr == pytest.approx(2e-5) and config.data.validation == 0.05 and config.data.sequence_length == 4096
     assert lost.keys() == {"load_in_8bit", "optimizer", "made_up"}
+    samples = (int(TOKENS * 0.95) - 1) // 4096
+    assert config.train.steps == math.ceil(4 * samples / 32) and config.optimizer.warmup_steps == math.ceil(0.1 * config.train.steps)
     assert "lm_head" in notes["approximate"]["lora_target_modules"] and "hf:org/alpaca" in notes["open"]["datasets"]
 
 
@@ -113,8 +116,9 @@ def test_llama_factory(written, tmp_path, capsys):
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (4, 8, None), "alpha is twice the rank by default"
     assert config.run.timeout == "1800s" and config.checkpoint.interval == 500 and config.optimizer.decay == "cosine"
     assert lost.keys() == {"max_samples", "made_up"} and "import-config deepspeed" in notes["open"]["deepspeed"]
-    packed = imported(capsys, tmp_path, written(FACTORY | {"neat_packing": True, "finetuning_type": "full"}))
+    packed = imported(capsys, tmp_path, written(FACTORY | {"neat_packing": True, "finetuning_type": "full", "max_steps": 30}))
     assert packed[0]["data.sequence_length"] == 2047 and packed[0]["lora.rank"] == 0 and packed[0]["data.packing"]
+    assert (packed[3].train.steps, packed[3].optimizer.warmup_steps) == (30, 3), "max_steps counts, and no epochs"
 
 
 def test_torchtune(written, tmp_path, capsys):
@@ -123,6 +127,7 @@ def test_torchtune(written, tmp_path, capsys):
     assert (config.lora.rank, config.lora.targets) == (8, ["q", "o", "gate", "up", "down"])
     assert (config.optimizer.warmup_steps, config.optimizer.decay, config.optimizer.weight_decay) == (100, "cosine", 0.01)
     assert (config.train.grad_clip, config.data.sequence_length) == (0, 1024)
+    assert config.train.steps == math.ceil(200 * ((TOKENS - 1) // 1024) / 64)
     assert lost.keys() == {"made_up"} and "hf:org/alpaca" in notes["open"]["dataset._component_"]
 
 

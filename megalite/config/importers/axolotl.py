@@ -142,7 +142,7 @@ TABLE: Table = {
     "lora_model_dir": sets("lora.init_from"),
     **each("", "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel", never(finetuning.KERNELS)),
     "loraplus_*": missing("A and B have the same learning rate"),
-    "num_epochs": Row(finetuning.epochs, "train.steps"),
+    "num_epochs": finetuning.epochs("max_steps"),
     "optimizer": Row(finetuning.optimizer),
     "lr_scheduler": Row(finetuning.decay, "optimizer.decay"),
     "cosine_min_lr_ratio": Row(_minimum, "optimizer.min_lr"),

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
+from megalite.config import amounts
 from megalite.config.dims import ParallelDims
 from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
 from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
@@ -45,6 +47,7 @@ PROJECTS: dict[str, Project] = {
 NEEDS = {
     "train.global_batch_size": ("train.micro_batch_size", "parallel.dp"),
     "optimizer.warmup_steps": ("train.steps",),
+    "train.epochs": ("data.train",),
     "optimizer.wsd_decay_fraction": ("train.steps",),
     "parallel.tp": ("model.num_attention_heads", "model.intermediate_size"),
     "parallel.pp": ("model.num_hidden_layers",),
@@ -197,13 +200,15 @@ def _check(found: Imported) -> None:
     found.options |= {option: int(value) for option, value in found.options.items() if _is_whole(option, value)}
     parser = build_parser()
     try:
-        found.options |= parse_values(parser, found.options, "in it")
+        parsed = parse_values(parser, found.options, "in it")
     except ConfigError:
+        parsed = {}
         for option, value in [*found.options.items()]:
             try:
-                found.options |= parse_values(parser, {option: value}, "in it")
+                parsed |= parse_values(parser, {option: value}, "in it")
             except ConfigError as error:
                 found.drop(option, str(error))
+    found.options |= {option: value for option, value in parsed.items() if not isinstance(value, Fraction)}
     name = found.options.get("model.preset")
     shape = {f"model.{key}": value for key, value in preset(name).items()} if name else {}
     for rule in RULES:
@@ -218,7 +223,8 @@ def _is_whole(option: str, value: Any) -> bool:
 def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
     """Drop the rule's option if it is violated, or report what is to be set. shape: the options of the preset that the file chooses."""
     options = shape | found.options
-    config = from_dict(nest(options))
+    config = from_dict(nest({option: amounts.plain(option, value, "in it") for option, value in options.items()}))
+    amounts.resolve_steps(config)
     world, cp = ParallelDims.of(config).world, config.parallel.cp
     context = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
     if not rule.broken(context):

@@ -56,20 +56,22 @@ def targets(value: Any, source: Source) -> Verdict:
     return honoured({"lora.targets": [*dict.fromkeys(known)]}, f"{', '.join(unknown)} can not have adapters" if unknown else "")
 
 
-def epochs(value: Any, source: Source) -> Verdict:
-    return left(f"set train.steps to {value} * rows of the data / train.global_batch_size")
-
-
-def warmup_ratio(steps: str) -> Row:
-    """The row of a warm-up given as a share of the steps, whose key is `steps`."""
+def epochs(limit: str) -> Row:
+    """The row of the number of epochs; `limit` is the key of a number of steps, which replaces it."""
 
     def judge(value: Any, source: Source) -> Verdict:
-        total = source.size(steps)
-        if total and type(value) in (int, float):
-            return honoured({"optimizer.warmup_steps": round(value * total)})
-        return left(f"set optimizer.warmup_steps to {value} * train.steps")
+        return harmless(f"{limit} replaces it") if source.size(limit) else honoured({"train.epochs": value})
 
-    return Row(judge, "optimizer.warmup_steps")
+    return Row(judge, "train.epochs")
+
+
+def share(value: Any) -> dict[str, Any]:
+    """The options of a warm-up that is a share of the steps."""
+    return {"optimizer.warmup_steps": f"{100 * value:.6g}%" if type(value) in (int, float) else value}
+
+
+def warmup_ratio(value: Any, source: Source) -> Verdict:
+    return harmless("warmup_steps replaces it") if source.size("warmup_steps") else honoured(share(value))
 
 
 def decay(value: Any, source: Source) -> Verdict:
@@ -144,7 +146,7 @@ TRAINER: Table = {
     **each("", "adam_beta1 adam_beta2", betas("adam_beta1", "adam_beta2")),
     "max_steps": steps("train.steps"),
     "warmup_steps": steps("optimizer.warmup_steps"),
-    "warmup_ratio": warmup_ratio("max_steps"),
+    "warmup_ratio": Row(warmup_ratio, "optimizer.warmup_steps"),
     "seed": sets("run.seed"),
     "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
     "logging_steps": steps("logging.interval"),

@@ -142,7 +142,7 @@ TABLE: Table = {
     "max_samples": missing("cut the input of `megalite prepare`"),
     "val_size": Row(_validation, "data.validation"),
     **each("", "packing neat_packing", Row(_packing, "data.packing")),
-    "num_train_epochs": Row(finetuning.epochs, "train.steps"),
+    "num_train_epochs": finetuning.epochs("max_steps"),
     "lr_scheduler_type": Row(finetuning.decay, "optimizer.decay"),
     "optim": Row(finetuning.optimizer),
     "bf16": finetuning.switch("train.precision", "bf16"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megalite.config.importers import megatron_model, shell
+from megalite.config.importers import finetuning, megatron_model, shell
 from megalite.config.importers.batch import Batch
 from megalite.config.importers.verdict import (
     Row,
@@ -168,7 +168,7 @@ def _warmup_fraction(value: Any, source: Source) -> Verdict:
     batch, samples = source.size(BATCH.total), source.size("lr-decay-samples")
     decay = source.size("lr-decay-iters") or (samples // batch if samples and batch else None) or _steps(source)
     if decay is None or type(value) not in (int, float):
-        return left(f"set optimizer.warmup_steps to {value} * train.steps")
+        return honoured(finetuning.share(value))
     return honoured({"optimizer.warmup_steps": round(value * decay)})
 
 

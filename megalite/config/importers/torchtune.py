@@ -113,6 +113,14 @@ def _sharded(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.zero": 3} | ({} if value else {"parallel.zero3_reshard": "step"}))
 
 
+def _steps(value: Any, source: Source) -> Verdict:
+    """The steps of all epochs; an epoch that has fewer ends earlier there."""
+    count = source.size("epochs")
+    if count is None or type(value) is not int:
+        return left("train.steps is their number over all epochs")
+    return honoured({"train.steps": value * count}, "an epoch there may have fewer")
+
+
 def _shards(value: Any, source: Source) -> Verdict:
     return harmless("all ranks that are left, as here") if value == -1 else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value})
 
@@ -154,8 +162,8 @@ TABLE: Table = {
     "dataset_val.*": to_do("make token files of it in the same way, and set data.validation"),
     "seed": sets("run.seed"),
     "shuffle": sets("data.shuffle"),
-    "epochs": Row(finetuning.epochs, "train.steps"),
-    "max_steps_per_epoch": to_do("train.steps is their number over all epochs"),
+    "epochs": finetuning.epochs("max_steps_per_epoch"),
+    "max_steps_per_epoch": Row(_steps, "train.steps"),
     f"optimizer.{COMPONENT}": Row(_optimizer),
     "optimizer.lr": sets("optimizer.lr"),
     "optimizer.weight_decay": Row(_decayed, "optimizer.weight_decay"),
