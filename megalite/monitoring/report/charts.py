@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 POINTS = 600  # maximum per curve
 SIZE = (6.2, 2.7)  # inches
 GREY = "#88888c"
+LONGEST_NAME = 40  # characters
 COLOURS = ("#2a62a8", "#c8691b", "#2f7d4f", "#b03a8c", "#7a4fa3", "#8a7a1f", "#3a8f9c", "#a33a3a")
 
 
@@ -36,14 +37,14 @@ class Chart:
 
 AXES = {"step": ("step", 1.0), "tokens": ("million tokens", 1e-6), "step_time_s": ("minutes of training", 1 / 60)}
 """What a curve is drawn over: key of metrics.jsonl, summed up to a step → name, and what multiplies it."""
-LOSS = ("loss", "val_loss")
+LOSS, LOSS_UNIT = ("loss", "val_loss"), "nats a token (dots: validation)"
 COMPARED = (
-    Chart("Loss over tokens", "nats a token", LOSS, over="tokens"),
-    Chart("Loss over time", "nats a token", LOSS, over="step_time_s"),
+    Chart("Loss over tokens", LOSS_UNIT, LOSS, over="tokens"),
+    Chart("Loss over time", LOSS_UNIT, LOSS, over="step_time_s"),
 )
 """Only in a comparison: of one run they have the shape of the loss over steps."""
 CHARTS = (
-    Chart("Loss", "nats a token", LOSS),
+    Chart("Loss", LOSS_UNIT, LOSS),
     Chart("Gradient norm", "before clipping", ("grad_norm",), logarithmic=True),
     Chart("Learning rate", "", ("lr",), from_zero=True),
     Chart("Throughput", "thousand tokens/s, all ranks", ("tokens_per_second",), 1e-3, from_zero=True),
@@ -88,20 +89,32 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> str:
                     continue
                 at, mean, low, high = thinned(_places(run, chart.over, steps), [value * chart.scale for value in values])
                 style: dict[str, Any] = {"marker": "o", "markersize": 3, "linestyle": "--"} if key == "val_loss" else {}
-                name = run.name + (" (validation)" if key == "val_loss" else "")
-                axes.plot(at, mean, color=colour, linewidth=1.3, label=name, **style)
+                axes.plot(at, mean, color=colour, linewidth=1.3, label=_label(run, key, len(runs)), **style)
                 if len(steps) > len(at):
                     axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
         if chart.logarithmic:
             axes.set_yscale("log")
-            for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                axis(lambda value, _: f"{value:g}")
+            low, high = axes.get_ylim()
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if high < 10 * low else "")  # else they overlap
         if chart.from_zero:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend(frameon=False, fontsize=8)
 
     return _svg(chart.title, chart.unit, draw, AXES[chart.over][0])
+
+
+def _label(run: Run, key: str, runs: int) -> str | None:
+    """A curve's name in the legend; None: it has none. In a comparison the colour names the run, and dots are validations."""
+    if runs == 1:
+        return "validation" if key == "val_loss" else "training"
+    return None if key == "val_loss" else _short(run.name)
+
+
+def _short(name: str) -> str:
+    """A name that fits into a chart."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _places(run: Run, over: str, steps: Sequence[int]) -> list[float]:
@@ -126,7 +139,7 @@ def _phases(run: Run) -> str:
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8, ncols=3)
 
-    return _svg(f"Phases of a step: {run.name}", "s", draw)
+    return _svg(f"Phases of a step: {_short(run.name)}", "s", draw)
 
 
 def _cycled(count: int) -> list[str]:

@@ -30,7 +30,8 @@ PAGE = """<!doctype html>
   th, td {{ padding: 0.2rem 1.2rem 0.2rem 0; text-align: left; border-bottom: 1px solid var(--line); }}
   td, th[scope=row] {{ font-variant-numeric: tabular-nums; vertical-align: top; }}
   td {{ max-width: 34rem; overflow-wrap: break-word; }} th[scope=row] {{ font-weight: normal; color: var(--quiet); }}
-  .charts {{ display: flex; flex-wrap: wrap; gap: 1rem; }} .charts svg {{ width: 630px; max-width: 100%; height: auto; }}
+  .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }}
+  .charts svg {{ width: 100%; height: auto; }}
   .charts text {{ fill: currentColor; }}
   .wide {{ overflow-x: auto; }} pre {{ background: var(--code); padding: 1rem; overflow-x: auto; font-size: 13px; }}
   summary, p {{ overflow-wrap: anywhere; }} .state {{ color: var(--quiet); }}
