@@ -37,7 +37,12 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> ExitStatus:
     gc.disable()
     recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
-    with StopRequest(limit) as request, console, recording as writer, Watchdog(config, trainer.mesh, trainer.run_dir):
+    with (
+        StopRequest(limit, trainer.mesh.activity) as request,
+        console,
+        recording as writer,
+        Watchdog(config, trainer.mesh, trainer.run_dir),
+    ):
         announce(trainer, console)
         ended = None
         while trainer.step_done < config.train.steps:
