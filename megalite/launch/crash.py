@@ -157,7 +157,7 @@ def report(config: Config, parts: Sequence[Part], first: int | None = None, reas
     first: the rank that failed first, by default that of the earliest part. reason: how it ended, in the launcher's words.
     """
     ordered = sorted(parts, key=lambda part: part.rank != first)
-    said = [part.reason for part in ordered[:1] if part.reason != reason]
+    said = [part.reason for part in ordered[:1] if part.reason not in (reason or "")]
     rows = [
         f"| {part.rank} | {part.host} | {_cell(part.reason)} | {_cell(part.activity)} |"
         for part in sorted(parts, key=lambda part: part.rank)
