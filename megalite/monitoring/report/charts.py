@@ -94,9 +94,9 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> str:
                     axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
         if chart.logarithmic:
             axes.set_yscale("log")
-            low, high = axes.get_ylim()
+            bottom, top = axes.get_ylim()
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if high < 10 * low else "")  # else they overlap
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if top < 10 * bottom else "")  # else they overlap
         if chart.from_zero:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         if len(axes.get_legend_handles_labels()[1]) > 1:
@@ -152,7 +152,13 @@ def _svg(title: str, unit: str, draw: Any, over: str = "step") -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9, "font.family": "sans-serif", "text.parse_math": False}
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": title,
+        "font.size": 9,
+        "font.family": "sans-serif",
+        "text.parse_math": False,
+    }
     with matplotlib.rc_context(style | dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), GREY)):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()

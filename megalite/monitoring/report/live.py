@@ -100,7 +100,7 @@ class LivePage:
 
     def _state(self) -> list[Any]:
         """Tells whether a file has changed since."""
-        found = []
+        found: list[Any] = []
         for name in FILES:
             try:
                 status = (self.directory / name).stat()
