@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     try:
-        with progress_of(as_json=False) as progress:
+        with progress_of(options.json) as progress:
             progress(f"opening {options.model}")
             model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
         tokenizer = tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
