@@ -10,6 +10,7 @@ import pytest
 
 from megalite.commands.parser import progress_of
 from megalite.progress import Progress, amount, duration
+from megalite.training.checkpointing import rate
 
 
 class Clock:
@@ -103,3 +104,7 @@ def test_amounts_and_durations_are_readable():
     assert [duration(each) for each in (0.25, 45, 60, 200, 3600, 7500, 273_600)] == [
         *("0.25 s", "45 s", "1 min", "3 min 20 s", "1 h", "2 h 5 min", "3 d 4 h")
     ]
+
+
+def test_a_save_or_a_load_that_takes_long_tells_its_rate():
+    assert rate(12_000_000_000, 6.0) == ", 12.00 GB at 2.00 GB/s" and rate(12_000_000_000, 4.9) == ""

@@ -173,7 +173,7 @@ def import_model(source: Path, directory: Path, progress: Report = silent) -> di
 
 def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTensor]:
     """Write every tensor in chunks of whole rows."""
-    stored, parameters = {}, parameter_count(model_specs(source.model))
+    stored, done, parameters = {}, 0, parameter_count(model_specs(source.model))
     shapes = {segment.name: segment.shape for spec in model_specs(source.model) for segment in spec.segments}
     with open(path, "wb") as file:
         for name, (length, *others) in ((name, shapes[name]) for name in source.places):
@@ -182,7 +182,8 @@ def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTens
             offsets = [(start, *(0 for _ in others)) for start in range(0, length, rows)]
             chunks = [append(file, at, source.read(name, at, (min(rows, length - at[0]), *others)).contiguous()) for at in offsets]
             stored[WEIGHT + name] = StoredTensor(name_of(dtype), (length, *others), chunks)
-            progress("importing", file.tell(), parameters * dtype.itemsize, "B")
+            done += sum(chunk.bytes for chunk in chunks)
+            progress("importing", done, parameters * dtype.itemsize, "B")
         progress("writing to disk")
         file.flush()
         os.fsync(file.fileno())
