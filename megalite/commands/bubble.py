@@ -20,7 +20,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, Literal
 
-from megalite.commands.parser import Parser, positive, write_whole
+from megalite.commands.parser import Parser, positive, progress_of, write_whole
 from megalite.parallel.pipeline.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
@@ -39,9 +39,12 @@ def main(argv: list[str] | None = None) -> None:
     options = tool.parse_args(argv)
     check(tool, options)
     try:
-        plans, content = calculate(options)
-        if options.timeline:
-            write(plans, options.timeline)
+        with progress_of(options.json) as progress:
+            progress("simulating")
+            plans, content = calculate(options)
+            if options.timeline:
+                progress(f"drawing {options.timeline}")
+                write(plans, options.timeline)
     except ScheduleError as error:
         tool.error(str(error) if options.from_run else str(error).replace("parallel.", "--"))
     except (drawing.DrawingError, OSError) as error:

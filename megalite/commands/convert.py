@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.parser import Answer, Parser, answer
+from megalite.commands.parser import Answer, Parser, answer, progress_of
 from megalite.config.amounts import byte_size
 from megalite.config.families import families
 from megalite.config.schema import ConfigError
@@ -88,7 +88,9 @@ def count(text: str) -> int:
 def bring_in(options: argparse.Namespace) -> Answer:
     from megalite.huggingface.convert import import_model
 
-    return _written(import_model(options.hf_dir, options.checkpoint_dir), options.checkpoint_dir)
+    with progress_of(options.json) as progress:
+        content = import_model(options.hf_dir, options.checkpoint_dir, progress)
+    return _written(content, options.checkpoint_dir)
 
 
 def bring_out(options: argparse.Namespace) -> Answer:
@@ -100,14 +102,18 @@ def bring_out(options: argparse.Namespace) -> Answer:
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     asked = {"like": options.like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     asked |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
-    return _written(export_model(find(options.checkpoint_dir), options.hf_dir, **asked), options.hf_dir)
+    with progress_of(options.json) as progress:
+        content = export_model(find(options.checkpoint_dir), options.hf_dir, **asked, progress=progress)
+    return _written(content, options.hf_dir)
 
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:
     from megalite.checkpoint import find
     from megalite.huggingface.adapters import export_adapter
 
-    content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
+    with progress_of(options.json) as progress:
+        progress("exporting the adapters")
+        content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
     lines = [f"{options.peft_dir}: {text} for {len(content['modules'])} modules", *content["notes"]]
     return content | {"written": str(options.peft_dir)}, lines, 0
@@ -124,7 +130,8 @@ def check(options: argparse.Namespace) -> Answer:
     from megalite.evaluation.logits import compare, rounding
 
     directory = find(options.checkpoint_dir)
-    found = compare(directory, options.hf_dir, texts=options.text, tokens=options.tokens, rows=options.rows)
+    with progress_of(options.json) as progress:
+        found = compare(directory, options.hf_dir, texts=options.text, tokens=options.tokens, rows=options.rows, progress=progress)
     equal = all(each.maximum <= options.tolerance for each in found)
     lines = []
     for each in found:

@@ -14,7 +14,7 @@ import argparse
 import sys
 from typing import Any
 
-from megalite.commands.parser import Answer, Parser, answer, positive
+from megalite.commands.parser import Answer, Parser, answer, positive, progress_of
 from megalite.data.indexed import DataError
 from megalite.data.inspection import Inspection, Sample, as_json
 
@@ -44,7 +44,9 @@ def inspect(options: argparse.Namespace) -> Answer:
     found = Inspection(options.prefix, options.tokenizer)
     shown = found.decoded(options.document, options.length) if options.document else found.samples(options.samples, options.length)
     longest = found.longest(options.longest, 30)
-    facts = found.facts() | {"tokenizer_problem": found.problem}
+    with progress_of(options.json) as progress:
+        progress(f"reading {options.prefix}")
+        facts = found.facts() | {"tokenizer_problem": found.problem}
     content = facts | {"samples": as_json(shown), "longest": as_json(longest)}
     return content, [] if options.json else lines_of(facts, shown, longest), 0
 

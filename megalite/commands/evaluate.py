@@ -13,11 +13,12 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.parser import Parser, warn
+from megalite.commands.parser import Parser, progress_of, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -26,6 +27,7 @@ Answer = tuple[dict[str, Any], list[str]]  # content for --json, lines of text
 if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
     from megalite.generation.language_model import LanguageModel
+    from megalite.progress import Report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
             from megalite.launch.local_ranks import run_ranks
 
             return run_ranks(options.tp * options.pp, ["-m", "megalite", "evaluate", *words])
-        content, lines = (perplexity if options.command == "perplexity" else tasks)(options)
+        with progress_of(options.json) as progress:
+            content, lines = (perplexity if options.command == "perplexity" else tasks)(options, progress)
     except (CheckpointError, ConfigError, OSError) as error:
         exit_with(f"{tool.prog}: {error}")
     if os.environ.get("RANK", "0") == "0":
@@ -96,8 +99,9 @@ def check_ranks(options: argparse.Namespace) -> None:
         check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
 
 
-def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
+def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel, Tokenizer]:
     """The model, distributed over the ranks, and its tokenizer."""
+    progress(f"opening {options.model}")
     from megalite.generation.language_model import LanguageModel
     from megalite.generation.sources import TIMEOUT, tokenizer_of
     from megalite.launch.process import choose_device, configure_process, start_process_group
@@ -110,17 +114,18 @@ def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
     return model, tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
 
 
-def perplexity(options: argparse.Namespace) -> Answer:
+def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
     from megalite.evaluation.harness import document_start
     from megalite.evaluation.perplexity import measure, together
 
     texts = [read(path) for path in options.text]
-    model, tokenizer = opened(options)
+    model, tokenizer = opened(options, progress)
     length, stride = lengths(options, model)
     start, measured = document_start(model.source, tokenizer), []
-    asked = {"length": length, "stride": stride, "batch_size": options.batch_size, "progress": progress}
+    asked = {"length": length, "stride": stride, "batch_size": options.batch_size}
     for path, text in zip(options.text, texts, strict=True):
-        measured.append(measure(model, [start, *tokenizer.encode(text)], name=str(path), size=len(text.encode()), **asked))
+        tokens, show = [start, *tokenizer.encode(text)], partial(progress, str(path), unit="windows")
+        measured.append(measure(model, tokens, name=str(path), size=len(text.encode()), progress=show, **asked))
     found = [each.as_json() for each in (*measured, *([together(measured)] if len(measured) > 1 else []))]
     lines = [
         f"{each['text']}: perplexity {each['perplexity']:.4f}, {each['bits_per_byte']:.4f} bits per byte "
@@ -156,7 +161,7 @@ def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int
     return length, stride
 
 
-def tasks(options: argparse.Namespace) -> Answer:
+def tasks(options: argparse.Namespace, progress: Report) -> Answer:
     from megalite.evaluation import harness
 
     harness_model = harness.as_harness_model()
@@ -164,8 +169,9 @@ def tasks(options: argparse.Namespace) -> Answer:
         raise ConfigError(f"--include_path {options.include_path} is not a directory. Give the one with the YAML files of your tasks.")
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise ConfigError(f"--num_fewshot {options.num_fewshot} is negative. Give 0 for no examples.")
-    model, tokenizer = opened(options)
-    answers = harness_model(model, tokenizer, options.batch_size, progress)
+    model, tokenizer = opened(options, progress)
+    answers = harness_model(model, tokenizer, options.batch_size, partial(progress, "answering", unit="requests"))
+    progress("reading the tasks")
     asked = {"include_path": options.include_path, "num_fewshot": options.num_fewshot, "limit": options.limit}
     found = harness.run(answers, options.tasks, **asked)
     kept: dict[str, Any] = {
@@ -190,9 +196,3 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 def described(model: LanguageModel) -> dict[str, Any]:
     return {"model": model.source.name, "step": model.step, "precision": model.config.train.precision}
-
-
-def progress(done: int, total: int) -> None:
-    """Print progress on stderr if it is a terminal."""
-    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
-        print(f"\r{done:,} of {total:,}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.parser import Parser, warn
+from megalite.commands.parser import Parser, progress_of, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -122,7 +122,9 @@ def run(options: argparse.Namespace) -> None:
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     try:
-        model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
+        with progress_of(options.json) as progress:
+            progress(f"opening {options.model}")
+            model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
         tokenizer = tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.chat:

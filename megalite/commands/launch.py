@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from functools import partial
 
 from megalite.checkout import command
 from megalite.commands.parser import Parser, positive
@@ -25,6 +26,7 @@ def main(words: Sequence[str]) -> int:
     ranks = gpu_count(tool) if options.nproc == "gpu" else int(options.nproc)
     config = load_config(rest, world_size=ranks * options.nnodes)  # a wrong option is one message, before torch is imported
     from megalite import checkpoint
+    from megalite.launch import crash
     from megalite.launch.agent import Launch, launch
 
     settings = Launch(
@@ -35,6 +37,7 @@ def main(words: Sequence[str]) -> int:
         restarts=options.max_restarts,
         patience_s=duration_seconds(config.run.timeout) or 0.0,
         newest=lambda: checkpoint.latest(config.run.directory / "checkpoints"),
+        crashed=partial(crash.launcher_failed, config),
     )
     return launch(settings, ["-m", "megalite", "train", *rest])
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
 from megalite.messages import say
+from megalite.progress import Progress
 
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
@@ -37,6 +38,11 @@ def warn(line: str) -> None:
     """Print a line on stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         say(line)
+
+
+def progress_of(as_json: bool) -> Progress:
+    """The display of a command's progress. With --json it is a bar on a terminal, and no lines that might end up beside the object."""
+    return Progress(quiet=as_json and not sys.stderr.isatty())
 
 
 def positive(text: str) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkout import command, torchrun_target
-from megalite.commands.parser import Parser, positive, write_whole
+from megalite.commands.parser import Parser, positive, progress_of, write_whole
 from megalite.config.amounts import count, resolve_steps
 from megalite.config.families import from_hf_config
 from megalite.config.load import build_parser as config_parser
@@ -31,6 +31,7 @@ from megalite.planning.configuring import broken_rule, configured, to_yaml
 from megalite.planning.hardware import Device, HardwareError, find, known_devices
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
+from megalite.progress import Report, silent
 
 FIXED = ("tp", "pp", "dp", "zero", "micro_batch_size", "virtual_stages", "recompute", "schedule", "offload")
 DAY = 86_400
@@ -47,7 +48,8 @@ def main(argv: list[str] | None = None) -> None:
         missing = [name for name in ("model", "gpus", "gpu", "sequence_length", "global_batch_size") if getattr(options, name) is None]
         if missing:
             tool.error(f"--{missing[0]} is missing.")
-        content, text = answer(options)
+        with progress_of(options.json) as progress:
+            content, text = answer(options, progress)
     except (ConfigError, HardwareError, OSError) as error:
         tool.error(str(error))
     print(json.dumps(content) if options.json else text)
@@ -154,7 +156,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict[str, Any], str]:
     """Search, write the --write file, and return the answer as JSON content and as text."""
     base, device = base_config(options), find(options.gpu)
     device.peak(base.train.precision)
@@ -164,8 +166,10 @@ def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
     job = Job(base.model, device, options.sequence_length, options.global_batch_size, base.train.precision, gradient_bytes=gradient_bytes)
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
-    search = Search(job, base, options.gpus, fixed, options.plans)
+    search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
+    progress("listing the legal layouts")
     plans = search.plans()
+    progress("explaining")
     walked = explaining.walk(search) if options.explain else []
     content: dict[str, Any] = {"parameters": parameters(base), "gpu": device.name, "gpus": options.gpus, "plans": []}
     content |= {"considered": search.considered, "simulated": search.timed}

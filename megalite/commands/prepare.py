@@ -20,18 +20,16 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, progress_of
 from megalite.data.chat_records import RecordReader, parsed_keys
 from megalite.data.chat_template import read_template
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
-from megalite.data.preparation.prepare import Progress, Summary, prepare
+from megalite.data.preparation.prepare import Summary, prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
@@ -71,7 +69,7 @@ def main() -> None:
         text_key = options.text_key if chat is None else None
         reading = {"file_format": options.format, "text_key": text_key, "split": options.split, "skip_bad": options.skip_bad > 0}
         sources = open_inputs(options.input, exclude=options.exclude, **reading)
-        with progress_display() as progress:
+        with progress_of(options.json) as progress:
             summary = prepare(
                 sources,
                 options.output,
@@ -130,40 +128,6 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
     template = None if options.chat_template is None else read_template(options.chat_template)
     reader = RecordReader(parsed_keys(options.keys), options.other_parts == "drop")
     return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate", reader, options.skip_bad)
-
-
-@contextmanager
-def progress_display() -> Iterator[Progress]:
-    """A progress bar on a terminal, otherwise a plain line per tenth. On stderr, so that stdout has only the result."""
-    if not sys.stderr.isatty():
-        yield plain_progress()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        rows: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in rows:
-                rows[what] = bar.add_task(what, total=total)
-            bar.update(rows[what], completed=done)
-
-        yield show
-
-
-def plain_progress() -> Progress:
-    printed: dict[str, int] = {}
-
-    def show(what: str, done: int, total: int) -> None:
-        tenth = 10 * done // max(total, 1)
-        if tenth > printed.get(what, 0):
-            printed[what] = tenth
-            print(f"{what}: {done / 1e6:.1f} of {total / 1e6:.1f} MB", file=sys.stderr, flush=True)
-
-    return show
 
 
 def report(summary: Summary, seconds: float, longest: int | None, as_json: bool) -> None:

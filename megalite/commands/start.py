@@ -22,12 +22,13 @@ COMMANDS = {
     "verify": "compare a layout with one process, step by step",
     "benchmark": "measure this machine (in a checkout only)",
     "checkpoint": "list, inspect, verify, compare and consolidate checkpoints",
-    "report": "write an HTML page about one run or several",
+    "report": "write an HTML page about one run or several, or serve that of a run that trains",
+    "compare": "compare runs: final figures, differing options, curves",
     "timeline": "compare the recorded steps of a run with the simulator's",
     "import-config": "translate another project's configuration",
     "demo": "prepare data and train a small model in minutes (in a checkout only)",
 }
-PRINTS_TABLES = ("plan", "bubble")  # their output may be piped to head, which closes the pipe early
+PRINTS_TABLES = ("plan", "bubble", "compare")  # their output may be piped to head, which closes the pipe early
 
 
 def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:

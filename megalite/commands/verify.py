@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, progress_of
 from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
 
@@ -44,12 +44,13 @@ def main(argv: list[str] | None = None) -> int:
 
     on_cpu = torch.cuda.device_count() < math.prod(layout.values())  # both runs use the same kind of device
 
-    with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch:
+    with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch, progress_of(own.json) as progress:
         try:
-            run_ranks(config, own.steps, Path(scratch, "layout"), on_cpu)
-            run_ranks(single_process(config), own.steps, Path(scratch, "single"), on_cpu)
+            run_ranks(config, own.steps, Path(scratch, "layout"), on_cpu, progress)
+            run_ranks(single_process(config), own.steps, Path(scratch, "single"), on_cpu, progress)
         except ConfigError as error:
             exit_with(str(error))
+        progress("comparing")
         relative, absolute = TOLERANCES[config.train.precision]
         found = compare(Path(scratch, "layout"), Path(scratch, "single"), relative, absolute)
     if own.json:

@@ -44,6 +44,7 @@ from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token
 from megalite.huggingface.vocabulary import check_vocabulary, companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
+from megalite.progress import Report, silent
 
 WEIGHT = "weight/"
 HF = "hf:"
@@ -148,7 +149,7 @@ def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) 
 # ---- import
 
 
-def import_model(source: Path, directory: Path) -> dict[str, Any]:
+def import_model(source: Path, directory: Path, progress: Report = silent) -> dict[str, Any]:
     """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for display.
 
     Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
@@ -159,7 +160,7 @@ def import_model(source: Path, directory: Path) -> dict[str, Any]:
     check_vocabulary(source, theirs.model.vocabulary)
     temporary = directories.begin(directory)
     try:
-        stored = _store(temporary / "rank_00000.bin", theirs)
+        stored = _store(temporary / "rank_00000.bin", theirs, progress)
         (temporary / COMPANIONS).mkdir()
         for file in (source / "config.json", *companions(source)):
             shutil.copyfile(file, temporary / COMPANIONS / file.name)
@@ -170,9 +171,9 @@ def import_model(source: Path, directory: Path) -> dict[str, Any]:
     return _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
 
 
-def _store(path: Path, source: Source) -> dict[str, StoredTensor]:
+def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTensor]:
     """Write every tensor in chunks of whole rows."""
-    stored = {}
+    stored, done, parameters = {}, 0, parameter_count(model_specs(source.model))
     shapes = {segment.name: segment.shape for spec in model_specs(source.model) for segment in spec.segments}
     with open(path, "wb") as file:
         for name, (length, *others) in ((name, shapes[name]) for name in source.places):
@@ -181,6 +182,9 @@ def _store(path: Path, source: Source) -> dict[str, StoredTensor]:
             offsets = [(start, *(0 for _ in others)) for start in range(0, length, rows)]
             chunks = [append(file, at, source.read(name, at, (min(rows, length - at[0]), *others)).contiguous()) for at in offsets]
             stored[WEIGHT + name] = StoredTensor(name_of(dtype), (length, *others), chunks)
+            done += sum(chunk.bytes for chunk in chunks)
+            progress("importing", done, parameters * dtype.itemsize, "B")
+        progress("writing to disk")
         file.flush()
         os.fsync(file.fileno())
     return stored
@@ -203,6 +207,7 @@ def export_model(
     shard: int = SHARD,
     tokenizer: str | None = None,
     allow_tokenizer_change: bool = False,
+    progress: Report = silent,
 ) -> dict[str, Any]:
     """Write a checkpoint's weights and its tokenizer as a Hugging Face directory; returns a summary for display.
 
@@ -230,7 +235,8 @@ def export_model(
     config |= {"torch_dtype": name_of(max(dtypes.values(), key=lambda each: each.itemsize))}
     summary = _summary(model, config["model_type"], map(name_of, dtypes.values()))
     with new_directory(target) as temporary:
-        _write_weights(temporary, manifest, stored, found, dtypes, shard)
+        _write_weights(temporary, manifest, stored, found, dtypes, shard, progress)
+        progress("writing the tokenizer")
         directories.write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
         write_generation(temporary, found_tokenizer, like, ids)
         identity = write_tokenizer(temporary, found_tokenizer, manifest.state["step"])
@@ -303,19 +309,22 @@ def _write_weights(
     found: dict[str, Place],
     dtypes: dict[str, torch.dtype],
     limit: int,
+    progress: Report,
 ) -> None:
     """Write the safetensors files and, if there are several, their index."""
     adapters, shards = Adapters(manifest), list(_shards(found, dtypes, limit))
     names = [SAFETENSORS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     index: dict[str, str] = {}
+    done, total = 0, sum(place.numel * dtypes[name].itemsize for name, place in found.items())
     for file_name, own in zip(names, shards, strict=True):
         tensors = {theirs: (dtypes[parts[0]], shape) for parts in own.values() for theirs, shape in found[parts[0]].tensors.items()}
         with closing(NewFile(directory / file_name, tensors)) as file:
             for parts in own.values():
                 _write_tensor(file, adapters, {name: stored[name] for name in parts}, found, dtypes[parts[0]])
                 index |= dict.fromkeys(found[parts[0]].tensors, file_name)
+                done += sum(found[name].numel * dtypes[name].itemsize for name in parts)
+                progress("exporting", done, total, "B")
     if len(shards) > 1:
-        total = sum(place.numel * dtypes[name].itemsize for name, place in found.items())
         content = {"metadata": {"total_size": total}, "weight_map": index}
         directories.write_synced(directory / f"{SAFETENSORS}{INDEX}", json.dumps(content, indent=2) + "\n")
 
