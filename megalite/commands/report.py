@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megalite.commands.parser import Parser, write_whole
+from megalite.commands.parser import Parser, as_path, write_whole
 from megalite.monitoring.report.page import page
 from megalite.monitoring.report.run import ReportError, read
 
@@ -20,8 +20,8 @@ from megalite.monitoring.report.run import ReportError, read
 def main(argv: list[str] | None = None) -> None:
     tool = Parser(description=__doc__)
     add = tool.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
-    add("--output", type=Path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
+    add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
+    add("--output", type=as_path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
     add("--json", action="store_true", help="print only one JSON object, with the page's path, on stdout")
     options = tool.parse_args(argv)
     output = options.output or options.runs[0] / "report.html"

@@ -8,14 +8,14 @@ same when it ends.
 
 from pathlib import Path
 
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, as_path
 from megalite.config.schema import ConfigError
 from megalite.monitoring.timeline import compare
 
 
 def main(argv: list[str] | None = None) -> None:
     tool = Parser(description=__doc__)
-    tool.add_argument("run", type=Path, metavar="RUN_DIR", help="run directory")
+    tool.add_argument("run", type=as_path, metavar="RUN_DIR", help="run directory")
     options = tool.parse_args(argv)
     try:
         print("\n".join(compare(options.run)))
