@@ -23,6 +23,11 @@ def command(name: str) -> str:
     return f"megalite {name}" if CHECKOUT is None else _SCRIPTS.get(name, f"tools/{name}.py")
 
 
+def typed(name: str) -> str:
+    """A command as a user types it: `megalite plan`, or `python tools/plan.py` in a checkout."""
+    return command(name) if CHECKOUT is None else f"python {command(name)}"
+
+
 def torchrun_target() -> str:
     """The arguments of torchrun that start training."""
     return "-m megalite train" if CHECKOUT is None else command("train")
