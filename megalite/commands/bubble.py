@@ -69,7 +69,9 @@ def parser() -> Parser:
     add("--compare", action="store_true", help="compare every schedule in one table")
     add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="simulate several sizes")
     add("--from_run", type=as_path, metavar="RUN_DIR", help="take the schedule and the durations from a run's traces/timeline.json")
-    add("--timeline", type=as_path, metavar="FILE", help="draw the timeline as .png, .svg or .html, or .json for Perfetto (ui.perfetto.dev)")
+    add(
+        "--timeline", type=as_path, metavar="FILE", help="draw the timeline as .png, .svg or .html, or .json for Perfetto (ui.perfetto.dev)"
+    )
     add("--print", nargs="?", const="compute", choices=("compute", "messages"), help="print each rank's actions, optionally with messages")
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made

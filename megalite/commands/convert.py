@@ -20,7 +20,7 @@ from typing import Any
 
 from megalite.checkpoint import CheckpointError
 from megalite.commands.models import hf_directory, weights_of
-from megalite.commands.parser import Answer, Parser, answer, as_tokenizer
+from megalite.commands.parser import Answer, Parser, answer, as_name, as_tokenizer
 from megalite.config.families import families
 from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError
@@ -60,7 +60,12 @@ def parser() -> Parser:
         metavar="HF_DIR",
         help="source of tokenizer, token ids and generation settings (default: the directory that the model was imported from)",
     )
-    add("--tokenizer", type=as_tokenizer, metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: that of the training data, else that of --like)")
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="tokenizer (default: that of the training data, else that of --like)",
+    )
     add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--family", choices=list(families().rows), help="target family (default: the one imported from, or the first that fits the model)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of all tensors (default: each keeps its stored dtype)")

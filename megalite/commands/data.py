@@ -35,7 +35,12 @@ def parser() -> Parser:
     add("--document", type=int, action="append", metavar="I", help="show this document instead; may be repeated")
     add("--longest", type=int, default=5, metavar="N", help="longest documents to list (default 5)")
     add("--length", type=positive, default=200, metavar="N", help="tokens of a document to show (default 200)")
-    add("--tokenizer", type=as_tokenizer, metavar="byte|FILE.model|HF_DIR", help="decode with this tokenizer (default: the one that PREFIX.json names)")
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="decode with this tokenizer (default: the one that PREFIX.json names)",
+    )
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 

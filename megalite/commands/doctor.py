@@ -93,5 +93,7 @@ def table(console: Console, found: list[Finding]) -> None:
         rows.add_column(heading, overflow="fold")
     for finding in found:
         style = STYLES[finding.verdict]
-        rows.add_row(finding.name, Text(finding.verdict, style), finding.value, Text(finding.advice, style if finding.verdict == "bad" else ""))
+        rows.add_row(
+            finding.name, Text(finding.verdict, style), finding.value, Text(finding.advice, style if finding.verdict == "bad" else "")
+        )
     console.print(rows)

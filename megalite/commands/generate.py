@@ -61,7 +61,12 @@ def parser() -> Parser:
     add("--prompt", action="append", metavar="TEXT", help="text to continue; empty starts a document. Repeat it for a batch of prompts")
     add("--prompts", type=as_path, metavar="FILE", help="a prompt per line; in FILE.jsonl, a string or an object with `prompt`")
     add("--chat", action="store_true", help="chat through a chat template, one message per input line, until the input ends")
-    add("--chat_template", type=as_path, metavar="FILE", help="Jinja source that replaces the template of the training data or the tokenizer")
+    add(
+        "--chat_template",
+        type=as_path,
+        metavar="FILE",
+        help="Jinja source that replaces the template of the training data or the tokenizer",
+    )
     add("--system", metavar="TEXT", help="the system message of a chat")
     add("--tokens", type=int, default=100, help="maximum number of new tokens (default 100)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)")

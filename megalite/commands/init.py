@@ -55,14 +55,25 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> Parser:
     made = Parser(description=__doc__, allow_abbrev=False)
     add = made.add_argument
-    add("--from", type=as_name, dest="source", metavar="MODEL", help="preset, configuration, run, checkpoint, Hugging Face directory or org/name")
+    add(
+        "--from",
+        type=as_name,
+        dest="source",
+        metavar="MODEL",
+        help="preset, configuration, run, checkpoint, Hugging Face directory or org/name",
+    )
     add("--weights", action="store_true", help="start from the model's weights (default: random weights)")
     add("--data", type=as_name, metavar="PREFIX", help="token file to train on; it need not exist yet (default data/train)")
     add("--gpus", type=int, metavar="N", help="number of GPUs; 0: one process on the CPU (default: the GPUs of this machine)")
     add("--gpu", type=as_name, metavar="NAME|FILE", help="kind of GPU, as for plan (default: this machine's)")
     add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
-    add("--tokens", type=float, metavar="T", help="tokens to train on, for example 10e9 (default: one epoch of the data, or 20 per parameter)")
+    add(
+        "--tokens",
+        type=float,
+        metavar="T",
+        help="tokens to train on, for example 10e9 (default: one epoch of the data, or 20 per parameter)",
+    )
     add("--steps", type=positive, metavar="N", help="steps to train, instead of --tokens")
     add("--output", type=as_path, default=Path("run.yaml"), metavar="FILE", help="file to write (default run.yaml)")
     add("--force", action="store_true", help="replace FILE if it exists")
@@ -78,7 +89,9 @@ def complete(options: argparse.Namespace) -> None:
     found = machine.gpus()
     if options.source is None:
         if not asks:
-            raise ConfigError("--from is missing. Give a preset, a configuration, or a Hugging Face model, for example --from llama-3.2-1b.")
+            raise ConfigError(
+                "--from is missing. Give a preset, a configuration, or a Hugging Face model, for example --from llama-3.2-1b."
+            )
         from megalite.config.presets import presets
 
         print(f"Presets: {', '.join(presets())}; or a configuration, a Hugging Face directory, or org/name.")
@@ -158,7 +171,9 @@ def text_of(options: argparse.Namespace, wanted: Wanted, config: Config, plan: P
     heading = f"{options.source} on {where}: {explaining.described(plan.choice)}.\n"
     if wanted.gpus:
         heading += f"Predicted: {plan.step.total:.3g} s per step, {explaining.amount(plan.memory.total)} on the fullest rank.\n"
-    heading += f"Written by {command('init')}; a comment is the first sentence of `{command('train')} --help`.\n\n  {start(options, wanted)}"
+    heading += (
+        f"Written by {command('init')}; a comment is the first sentence of `{command('train')} --help`.\n\n  {start(options, wanted)}"
+    )
     source = options.source.removeprefix("hf:")
     hub = named.kind == "huggingface" and source != named.name and not Path(source).exists()
     replaced = {"model.from_hf": source} if hub else {}
@@ -184,7 +199,9 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
 
     steps: list[str] = []
     if not Path(f"{options.data}.idx").is_file():
-        vocabulary = f"--train_tokenizer {config.model.vocab_size}" if config.model.from_hf is None else f"--tokenizer {config.model.from_hf}"
+        vocabulary = (
+            f"--train_tokenizer {config.model.vocab_size}" if config.model.from_hf is None else f"--tokenizer {config.model.from_hf}"
+        )
         steps.append(f"{typed('prepare')} --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(options.data)}")
     steps += [f"{typed('train')} --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
     if options.json:
@@ -192,5 +209,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps}))
         return
     tokens = config.train.steps * config.train.global_batch_size * config.data.sequence_length
-    print(f"{options.output} is written: {described(plan.choice)}; {config.train.steps:,} steps of {tokens / config.train.steps:,.0f} tokens.")
+    print(
+        f"{options.output} is written: {described(plan.choice)}; {config.train.steps:,} steps of {tokens / config.train.steps:,.0f} tokens."
+    )
     print("Next:", *(f"  {line}" for line in steps), sep="\n")

@@ -1,4 +1,4 @@
-"""What a command's MODEL names: a preset, a configuration, a Hugging Face model, a run or a checkpoint. The same names for every command."""
+"""What a command's MODEL names, the same for every command: a preset, a configuration, a Hugging Face model, a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
     if path.suffix in (".yaml", ".yml"):
         return NamedModel("configuration", name)
     if path.suffix == ".json":
-        return NamedModel("huggingface", str(path.parent)) if path.name == "config.json" and path.is_file() else NamedModel("config.json", name)
+        return (
+            NamedModel("huggingface", str(path.parent))
+            if path.name == "config.json" and path.is_file()
+            else NamedModel("config.json", name)
+        )
     if is_checkpoint(name):
         return NamedModel("checkpoint", name)
     if (path / "config.json").is_file():

@@ -54,9 +54,19 @@ def main(argv: list[str] | None = None) -> None:
 def parser() -> Parser:
     made = Parser(description=__doc__, allow_abbrev=False)
     add = made.add_argument
-    add("--model", type=as_name, metavar="NAME|FILE", help="a preset, a configuration (.yaml, or shipped), a run, a checkpoint, config.json, or a Hugging Face directory or org/name")
+    add(
+        "--model",
+        type=as_name,
+        metavar="NAME|FILE",
+        help="a preset, a configuration (.yaml, or shipped), a run, a checkpoint, config.json, or a Hugging Face directory or org/name",
+    )
     add("--gpus", type=positive, metavar="N", help="number of devices; plans use all of them")
-    add("--gpu", type=as_name, metavar="NAME|FILE", help=f"{', '.join(known_devices())}, or a YAML file of a device, as written by --calibrate")
+    add(
+        "--gpu",
+        type=as_name,
+        metavar="NAME|FILE",
+        help=f"{', '.join(known_devices())}, or a YAML file of a device, as written by --calibrate",
+    )
     add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
     add("--vocab_size", type=positive, metavar="V", help="size of the vocabulary, for a configuration that leaves it to the data")

@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer
@@ -41,10 +40,28 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(description=__doc__)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = made.add_argument
-    add("--input", type=as_name, **several, required=True, metavar="PATH|GLOB|hf:NAME", help="input files; hf:NAME[:CONFIG] is loaded with `datasets`")
+    add(
+        "--input",
+        type=as_name,
+        **several,
+        required=True,
+        metavar="PATH|GLOB|hf:NAME",
+        help="input files; hf:NAME[:CONFIG] is loaded with `datasets`",
+    )
     add("--exclude", type=as_name, **several, default=[], metavar="PATTERN", help="skip files whose path matches, for example '*/tests/*'")
-    add("--output", required=True, type=as_path, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones")
-    add("--tokenizer", type=as_tokenizer, metavar="byte|FILE.model|HF_DIR", help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory")
+    add(
+        "--output",
+        required=True,
+        type=as_path,
+        metavar="PREFIX",
+        help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones",
+    )
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory",
+    )
     add("--train_tokenizer", type=int, metavar="VOCAB", help="first train a sentencepiece model (to --tokenizer or PREFIX.model)")
     add("--format", choices=["auto", "text", "jsonl", "csv", "parquet"], default="auto", help="format of the input files; auto: by suffix")
     add("--text_key", default="text", help="key or column of the text in a .jsonl, .csv, .parquet or hf: record")

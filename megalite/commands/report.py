@@ -10,7 +10,6 @@ predictions and measurements, configuration and environment. The page is self-co
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from megalite.commands.parser import Parser, as_path, write_whole
 from megalite.monitoring.report.page import page
@@ -18,11 +17,7 @@ from megalite.monitoring.report.run import ReportError, read
 
 
 def main(argv: list[str] | None = None) -> None:
-    tool = Parser(description=__doc__)
-    add = tool.add_argument
-    add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
-    add("--output", type=as_path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
-    add("--json", action="store_true", help="print only one JSON object, with the page's path, on stdout")
+    tool = parser()
     options = tool.parse_args(argv)
     output = options.output or options.runs[0] / "report.html"
     try:
@@ -35,3 +30,12 @@ def main(argv: list[str] | None = None) -> None:
     except OSError as error:
         tool.error(f"{output} can not be written: {error.strerror}. Choose another with --output.")
     print(json.dumps({"report": str(output), "runs": [run.name for run in found]}) if options.json else output)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    add = made.add_argument
+    add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
+    add("--output", type=as_path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
+    add("--json", action="store_true", help="print only one JSON object, with the page's path, on stdout")
+    return made

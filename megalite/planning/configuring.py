@@ -87,7 +87,9 @@ def commented(config: Config, heading: str, replaced: Mapping[str, str] = Mappin
             text = f"  {key}: {_flow(replaced.get(name, value))}"
             remark = f"# {_first_sentence(docs[name])}"
             beside = f"{text:{COLUMN}}  {remark}"
-            lines += [beside] if len(beside) <= WIDTH else [*(f"  {line}" for line in wrap(remark, WIDTH - 4, subsequent_indent="# ")), text]
+            lines += (
+                [beside] if len(beside) <= WIDTH else [*(f"  {line}" for line in wrap(remark, WIDTH - 4, subsequent_indent="# ")), text]
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -72,7 +72,9 @@ def _limit(name: str, number: int, least: int, advice: str) -> Finding:
     soft, hard = resource.getrlimit(number)
     if soft == resource.RLIM_INFINITY:
         return Finding(name, "unlimited")
-    shown = f"{soft:,}" if hard == soft else f"{soft:,} (can be raised to {'any number' if hard == resource.RLIM_INFINITY else f'{hard:,}'})"
+    shown = (
+        f"{soft:,}" if hard == soft else f"{soft:,} (can be raised to {'any number' if hard == resource.RLIM_INFINITY else f'{hard:,}'})"
+    )
     if least == resource.RLIM_INFINITY or soft < least:
         return Finding(name, shown, "note", advice)
     return Finding(name, shown)

@@ -47,7 +47,12 @@ def _torch(found: dict[str, Any], wrong: str) -> Iterator[Finding]:
     there = len(machine.gpus())
     if len(found["devices"]) < there:
         reason = "the driver is too old for it, or a device is broken (nvidia-smi)" if found["cuda"] else "it is a build for CPUs"
-        yield Finding("torch's GPUs", f"{len(found['devices'])} of {there}", "bad", f"Install a CUDA build of torch that the driver supports: {reason}.")
+        yield Finding(
+            "torch's GPUs",
+            f"{len(found['devices'])} of {there}",
+            "bad",
+            f"Install a CUDA build of torch that the driver supports: {reason}.",
+        )
 
 
 def _gloo(seconds: float | None, error: str, hangs: bool) -> Finding:

@@ -31,7 +31,9 @@ def findings(directory: Path) -> Iterator[Finding]:
             yield _clock(file.name)
             written, read = _speed(file.fileno())
     except OSError as error:
-        yield Finding(name, f"can not be written: {error.strerror or error}", "bad", "Give another directory with --run.dir, or its rights.")
+        yield Finding(
+            name, f"can not be written: {error.strerror or error}", "bad", "Give another directory with --run.dir, or its rights."
+        )
         return
     value = f"{written / 1e6:,.0f} MB/s written and synced, {read / 1e6:,.0f} MB/s read"
     advice = f"A checkpoint of a billion parameters takes {14e9 / written / 60:.0f} minutes. Use a local disk."
