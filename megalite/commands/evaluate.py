@@ -4,7 +4,8 @@
     megalite evaluate tasks MODEL --tasks NAME,… [--include_path DIR] [--num_fewshot N] [--limit N]
 
 MODEL is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model: its
-directory, or org/name on the Hub. With --tp and --pp it is distributed over ranks, started by torchrun or else by this command. docs/evaluation.md describes what is computed.
+directory, or org/name on the Hub. With --tp and --pp it is distributed over ranks, started by torchrun or else by this command.
+docs/evaluation.md describes what is computed.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     megalite generate hf:DIR --chat [--system TEXT]
 
 The model is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model:
-its directory, or org/name on the Hub. Prints only the continuation, which ends after --tokens tokens, before a --stop text, or where the model ends the document. With --tp and --pp the
-model is distributed over ranks, started by torchrun or else by this command.
+its directory, or org/name on the Hub. Prints only the continuation, which ends after --tokens tokens, before a --stop text, or where the
+model ends the document. With --tp and --pp the model is distributed over ranks, started by torchrun or else by this command.
 """
 
 from __future__ import annotations

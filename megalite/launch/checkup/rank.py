@@ -77,7 +77,7 @@ def compiled() -> str:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        @triton.jit  # type: ignore[untyped-decorator]
+        @triton.jit
         def kernel(pointer):  # type: ignore[no-untyped-def]
             triton.language.store(pointer, 1.0)
 
