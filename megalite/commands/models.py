@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megalite.checkout import command
 from megalite.config import hub
-from megalite.config.families import from_hf_config
+from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import Arguments, config_file, from_dict, nest, read_tree, resolve, shipped_configs
 from megalite.config.presets import presets
 from megalite.config.rule import is_checkpoint, nearest_name
@@ -63,8 +63,10 @@ def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
 
 
 def _hf_directory(directory: str, option: str, given: str) -> str:
-    if not (Path(directory) / "config.json").is_file():
-        raise ConfigError(f"{option} {given} names no Hugging Face model: there is no {Path(directory) / 'config.json'}.")
+    try:
+        hf_config(directory)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {given}: {error}") from None
     return directory
 
 

@@ -82,6 +82,14 @@ def with_directories(options: dict[str, Any], *, weights: bool) -> dict[str, Any
     return found
 
 
+def repository(directory: str) -> str:
+    """org/name of a directory in the Hub's cache; any other directory as it is."""
+    place = Path(directory)
+    if place.parent.name != "snapshots" or not place.parents[1].name.startswith("models--"):
+        return directory
+    return place.parents[1].name.removeprefix("models--").replace("--", "/", 1)
+
+
 def cached(name: str, part: Part) -> Path | None:
     """The directory of a repository in the cache if it has all files of the part, else None."""
     try:

@@ -80,7 +80,7 @@ def test_hugging_face_directories(names: dict[str, str]):
     assert [str(hf_directory(names[kind], "weights", "HF_DIR")) for kind in ("directory", "hf:", "hub")] == ["hf", "hf", names["snapshot"]]
     with pytest.raises(ConfigError, match="HF_DIR runs/trained is not a Hugging Face model"):
         hf_directory("runs/trained", "weights", "HF_DIR")
-    with pytest.raises(ConfigError, match="HF_DIR hf:runs names no Hugging Face model"):
+    with pytest.raises(ConfigError, match="HF_DIR hf:runs: runs/config.json can not be read"):
         hf_directory("hf:runs", "weights", "HF_DIR")
 
 

@@ -51,6 +51,11 @@ def test_a_download_that_was_interrupted_is_not_complete(cache: Path):
     assert hub.directory("org/name", "weights") == str(found)
 
 
+def test_a_directory_of_the_cache_is_shown_by_its_name(cache: Path):
+    found = store(cache, "org/some--name.v2", SHAPE)
+    assert hub.repository(str(found)) == "org/some--name.v2" and hub.repository("models/llama") == "models/llama"
+
+
 @pytest.mark.parametrize("name", ["models/llama", "./org/name", "/org/name", "a/b/c", "name", "data/tokenizer.model", "configs/run.yaml"])
 def test_paths_are_not_taken_for_ids(cache: Path, name: str):
     Path("models").mkdir()
