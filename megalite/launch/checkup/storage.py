@@ -45,10 +45,10 @@ def _clock(path: str) -> Finding:
     before = time.time()
     os.utime(path)
     after, stamped = time.time(), os.stat(path).st_mtime
-    apart = max(before - stamped, stamped - after, 0.0)
-    if apart > APART_S:
+    difference = max(before - stamped, stamped - after, 0.0)
+    if difference > APART_S:
         advice = "Times of files are compared with the host's: let both keep time by NTP."
-        return Finding("clocks", f"host and file system differ by {apart:,.0f} s", "note", advice)
+        return Finding("clocks", f"host and file system differ by {difference:,.0f} s", "note", advice)
     return Finding("clocks", "host and file system agree")
 
 
