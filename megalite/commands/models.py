@@ -37,7 +37,7 @@ def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
     """The model with a name; None if nothing is called so. A path goes before a name. Raises ConfigError for what cannot be fetched."""
     name = os.path.expanduser(given.removeprefix(HF))
     if given.startswith(HF):
-        return NamedModel("huggingface", _hf_directory(hub.directory(name, part, option), option, given))
+        return NamedModel("huggingface", _hf_directory(hub.directory(name, part, f"{option} {given}"), option, given))
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         return NamedModel("configuration", name)
@@ -57,7 +57,7 @@ def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
         return NamedModel("preset", name)
     if name in shipped_configs():
         return NamedModel("configuration", config_file(name))
-    if hub.is_id(name) and (found := hub.directory(name, part, option)) != name:
+    if hub.is_id(name) and (found := hub.directory(name, part, f"{option} {given}")) != name:
         return NamedModel("huggingface", _hf_directory(found, option, given))
     return None
 

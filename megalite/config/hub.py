@@ -48,13 +48,13 @@ def is_id(name: str) -> bool:
     return ID.fullmatch(name) is not None and not name.endswith(FILES) and not Path(name).exists()
 
 
-def directory(name: str, part: Part, option: str = "") -> str:
+def directory(name: str, part: Part, shown: str = "") -> str:
     """The directory of a model: `name`, or for org/name that of its files in the Hub's cache, fetched if they are not there.
 
     A name whose first part is a directory here is a path, unless the cache has it.
 
     Args:
-        option: where the name was given, for messages.
+        shown: what a message begins with; default: the name.
 
     Raises:
         ConfigError: the repository cannot be fetched.
@@ -65,7 +65,7 @@ def directory(name: str, part: Part, option: str = "") -> str:
         return str(found)
     if Path(name).parent.is_dir():
         return name
-    return str(_fetched(name, part, f"{option} = {name}" if option else name))
+    return str(_fetched(name, part, shown or name))
 
 
 def with_directories(options: dict[str, Any], *, weights: bool) -> dict[str, Any]:
@@ -76,9 +76,9 @@ def with_directories(options: dict[str, Any], *, weights: bool) -> dict[str, Any
     start, shape = options.get("model.init_from"), options.get("model.from_hf")
     found: dict[str, Any] = {}
     if start is not None and start.startswith("hf:") and weights:
-        found["model.init_from"] = f"hf:{directory(start.removeprefix('hf:'), 'weights', 'model.init_from')}"
+        found["model.init_from"] = f"hf:{directory(start.removeprefix('hf:'), 'weights', f'model.init_from = {start}')}"
     if shape is not None:
-        found["model.from_hf"] = directory(shape.removeprefix("hf:"), "shape", "model.from_hf")
+        found["model.from_hf"] = directory(shape.removeprefix("hf:"), "shape", f"model.from_hf = {shape}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,10 @@ import pytest
 
 from megalite.checkpoint.manifest import encode
 from megalite.commands.models import config_of, hf_directory, weights_of
-from megalite.commands.parser import as_name, as_path
+from megalite.commands.parser import as_name, as_path, as_tokenizer
 from megalite.config.load import from_dict, to_dict, to_yaml
 from megalite.config.schema import Config, ConfigError
-from tests.config.hub_cache import LLAMA, SHAPE, hub_cache, store
+from tests.config.hub_cache import LLAMA, SHAPE, TOKENIZER, hub_cache, store
 
 
 @pytest.fixture
@@ -89,3 +90,11 @@ def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert as_path("~/x.yaml") == tmp_path / "x.yaml" and as_name("hf:~/llama") == f"hf:{tmp_path}/llama" and as_name("tiny") == "tiny"
     (tmp_path / "run.yaml").write_text(to_yaml(from_dict({"model": {"hidden_size": 32}})))
     assert config_of("~/run.yaml", 1).model.hidden_size == 32 != Config().model.hidden_size
+
+
+def test_a_tokenizer_of_the_hub_is_its_directory(tmp_path: Path):
+    with hub_cache(tmp_path) as cache:
+        found = store(cache, "org/name", TOKENIZER)
+        assert as_tokenizer("org/name") == as_tokenizer("hf:org/name") == str(found) and as_tokenizer("byte") == "byte"
+        with pytest.raises(argparse.ArgumentTypeError, match="hf download org/other"):
+            as_tokenizer("org/other")

@@ -26,7 +26,7 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def refusal(part: hub.Part) -> str:
     with pytest.raises(ConfigError) as error:
-        hub.directory("org/name", part, "model.from_hf")
+        hub.directory("org/name", part, "model.from_hf = org/name")
     return str(error.value)
 
 
