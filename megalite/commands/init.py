@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megalite.checkout import command, torchrun_target, typed
+from megalite.checkout import command, torchrun_target
 from megalite.commands.parser import Parser, as_name, as_path, positive, write_whole
 from megalite.config.schema import Config, ConfigError
 
@@ -139,7 +139,8 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     from megalite.commands.models import config_of, find_model, weights_of
     from megalite.planning.starting import Wanted
 
-    base = config_of(options.source, max(1, options.gpus), "--from")
+    sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
+    base = config_of(options.source, max(1, options.gpus), "--from", sizes=sizes)
     named = find_model(options.source, "shape", "--from")
     assert named is not None, "config_of has found it"
     if named.kind == "checkpoint":
@@ -189,7 +190,7 @@ def start(options: argparse.Namespace, wanted: Wanted) -> str:
         nodes = -(-wanted.gpus // node)
         rendezvous = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500"
         return f"torchrun {rendezvous} --nproc-per-node {wanted.gpus // nodes} {torchrun_target()} --config {file}"
-    return f"{typed('train')} {f'--nproc {wanted.gpus} ' if wanted.gpus > 1 else ''}--config {file}"
+    return f"{command('train')} {f'--nproc {wanted.gpus} ' if wanted.gpus > 1 else ''}--config {file}"
 
 
 def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan) -> None:
@@ -202,8 +203,8 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         vocabulary = (
             f"--train_tokenizer {config.model.vocab_size}" if config.model.from_hf is None else f"--tokenizer {config.model.from_hf}"
         )
-        steps.append(f"{typed('prepare')} --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(options.data)}")
-    steps += [f"{typed('train')} --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
+        steps.append(f"{command('prepare')} --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(options.data)}")
+    steps += [f"{command('train')} --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
     if options.json:
         job = Job(config.model, wanted.device, config.data.sequence_length, config.train.global_batch_size, config.train.precision)
         print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -70,13 +71,13 @@ def _hf_directory(directory: str, option: str, given: str) -> str:
     return directory
 
 
-def config_of(given: str, world_size: int, option: str = "--model", precision: str = "bf16") -> Config:
+def config_of(given: str, world_size: int, option: str = "--model", *, sizes: Mapping[str, int | None] | None = None) -> Config:
     """The configuration that a name stands for: all options of a configuration or run; of others, the model.
 
     Args:
         world_size: the number of ranks.
         option: where the name was given, for messages.
-        precision: train.precision where the name leaves it open.
+        sizes: options that replace those of a configuration, such as data.sequence_length; its number of tokens counts steps of that size.
 
     Raises:
         ConfigError: there is no such model, or it cannot be read.
@@ -88,15 +89,16 @@ def config_of(given: str, world_size: int, option: str = "--model", precision: s
         raise ConfigError(f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}. Nearest: {nearest}.")
     if found.kind == "checkpoint":
         return _of_checkpoint(Path(found.name))
+    replaced = {name: str(size) for name, size in (sizes or {}).items() if size is not None}
+    default = {"train.precision": "bf16"}
     if found.kind == "config.json":
         shape = {f"model.{key}": value for key, value in from_hf_config(_json(Path(found.name), option)).items()}
-        return from_dict(nest({**shape, "train.precision": precision}))
-    default = {"train.precision": precision}
+        return from_dict(nest({**shape, **default}))
     if found.kind == "configuration":
         said = "precision" in ((read_tree(found.name, option) or {}).get("train") or {})
-        return resolve(Arguments([found.name], {} if said else default), world_size, weights=False)
+        return resolve(Arguments([found.name], replaced | ({} if said else default)), world_size, weights=False)
     key = "model.preset" if found.kind == "preset" else "model.from_hf"
-    return resolve(Arguments(overrides={key: found.name, **default}), world_size)
+    return resolve(Arguments(overrides={key: found.name, **default, **replaced}), world_size)
 
 
 def _of_checkpoint(path: Path) -> Config:

@@ -46,6 +46,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def as_tokens(text: str) -> int:
+    """The argparse type of a number of tokens: 300M, 10B or 15e12."""
+    from megalite.config.amounts import count
+
+    number = count(text) or 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write it as 300M, 10B or 15e12")
+    return number
+
+
 def as_path(text: str) -> Path:
     """The argparse type of a file or directory; ~ is the home directory."""
     return Path(os.path.expanduser(text))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkout import command, torchrun_target
-from megalite.commands.parser import Parser, as_name, as_path, positive, write_whole
+from megalite.commands.parser import Parser, as_name, as_path, as_tokens, positive, write_whole
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
@@ -78,7 +78,7 @@ def parser() -> Parser:
     add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")
     add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state is stored")
     add("--plans", type=positive, default=10, metavar="N", help="number of plans to print (default 10)")
-    add("--tokens", type=amount, metavar="T", help="tokens to train on, for example 300e9: prints days and cost")
+    add("--tokens", type=as_tokens, metavar="T", help="tokens to train on, for example 300B or 15e12: prints days and cost")
     add("--price_per_hour", type=amount, metavar="P", help="US dollars per device and hour (default: from the hardware table)")
     add("--write", type=as_path, metavar="FILE", help="write the best plan as a run's configuration")
     add("--explain", action="store_true", help="show this model's memory and step time from one GPU up to ZeRO-3 with offload")
@@ -117,7 +117,8 @@ def base_config(options: argparse.Namespace) -> Config:
     """The configuration that all plans share: the model, the batch, and everything else from a configuration file."""
     from megalite.commands.models import config_of
 
-    config = config_of(options.model, options.gpus)
+    sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
+    config = config_of(options.model, options.gpus or 1, sizes=sizes)
     if config.lora.rank:
         raise ConfigError(
             f"lora.rank = {config.lora.rank} is not planned for: the planner models training of all weights. "
@@ -127,9 +128,9 @@ def base_config(options: argparse.Namespace) -> Config:
         config.model.vocab_size = options.vocab_size
     if config.model.vocab_size is None:
         raise ConfigError(f"--model {options.model} leaves the vocabulary to the data, which is not there. Give --vocab_size N.")
-    sizes: dict[str, Any] = {"global_batch_size": options.global_batch_size, "precision": options.precision or config.train.precision}
     data = replace(config.data, sequence_length=options.sequence_length)
-    return replace(config, data=data, train=replace(config.train, **sizes))
+    train = replace(config.train, global_batch_size=options.global_batch_size, precision=options.precision or config.train.precision)
+    return replace(config, data=data, train=train)
 
 
 def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -13,13 +13,14 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from megalite.checkout import CONFIGS, command, torchrun_target
-from megalite.config import schema
+from megalite.config import amounts, schema
 from megalite.config.dims import filling_dp
 from megalite.config.families import hf_shape
 from megalite.config.presets import preset
@@ -281,7 +282,7 @@ def _nearest_file(path: str) -> str:
 
 
 def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> Config:
-    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size); not checked yet.
+    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size, steps); not checked yet.
 
     Models of the Hugging Face Hub are fetched and become directories; weights: also those of model.init_from.
     """
@@ -289,8 +290,10 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> C
     given: dict[str, Any] = {}
     for path in map(config_file, arguments.files):
         tree = read_tree(path, "--config")
-        given |= parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
-    given |= parse_values(parser, arguments.overrides, "on the command line", words=True)
+        values = parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
+        given = amounts.on_top(given, values, f"in {path}")
+    values = parse_values(parser, arguments.overrides, "on the command line", words=True)
+    given = amounts.on_top(given, values, "on the command line")
     given |= {option: with_home(given[option]) for option in PATHS if option in given}
     if given.get("model.init_from") or given.get("model.from_hf"):
         from megalite.config.hub import with_directories
@@ -301,6 +304,7 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> C
         config.parallel.dp = filling_dp(config.parallel, world_size)
     if config.model.vocab_size is None:
         config.model.vocab_size = data_vocab_size(config)
+    amounts.resolve_steps(config)
     return config
 
 
@@ -368,9 +372,15 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
 
 
 def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
-    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit."""
+    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit.
+
+    A share of the steps, which no type holds, is returned as a Fraction, for `amounts.resolve_steps`.
+    """
     from argparse import ArgumentError
 
+    values = {option: amounts.plain(option, value, source) for option, value in values.items()}
+    shares = {option: value for option, value in values.items() if isinstance(value, Fraction)}
+    values = {option: value for option, value in values.items() if option not in shares}
     argv = [f"--{option}={word}" for option, word in values.items()]
     try:
         parsed = parser.parse_args(argv, defaults=False) if words else parser.parse_object(nest(values), defaults=False)
@@ -380,7 +390,7 @@ def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, 
     for option, value in values.items():  # the parser accepts null for every type
         if parsed[option] is None and NoneType not in get_args(OPTIONS[option].type):
             raise ConfigError(wrong_type(option, value, source))
-    return {option: parsed[option] for option in values}
+    return {option: parsed[option] for option in values} | shares
 
 
 def wrong_type(option: str, value: Any, source: str) -> str:
@@ -416,7 +426,7 @@ def field_docs() -> dict[str, str]:
 
     bodies = {node.name: node.body for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
     return {
-        f"{section.name}.{ast.unparse(key.target)}": ast.literal_eval(doc.value).replace("%", "%%")
+        f"{section.name}.{ast.unparse(key.target)}": ast.literal_eval(doc.value)
         for section in fields(Config)
         for key, doc in pairwise(bodies[section.type.__name__])  # type: ignore[union-attr]
         if isinstance(key, ast.AnnAssign) and isinstance(doc, ast.Expr)

@@ -87,7 +87,11 @@ def with_sizes(wanted: Wanted) -> Config:
     steps = _steps(wanted, parameters, batch * length, facts.get("tokens") if given and not chat else None)
     data = replace(base.data, train=wanted.data, sequence_length=length, packing=chat or base.data.packing)
     data.validation = base.data.validation if wanted.complete else held_out
-    train = replace(base.train, steps=steps, global_batch_size=batch)
+    train = replace(base.train, steps=steps, tokens=None, epochs=None, global_batch_size=batch)
+    if (
+        wanted.complete and wanted.steps is None and wanted.tokens is None and base.train.epochs is not None
+    ):  # of data that are not there yet
+        train.steps, train.epochs = Config().train.steps, base.train.epochs
     train.precision = _precision(wanted)  # type: ignore[assignment]
     config = replace(base, model=known, data=data, train=train, run=replace(base.run, name=wanted.name))
     return _with_schedule(config, wanted, parameters)
