@@ -209,8 +209,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         job = Job(config.model, wanted.device, config.data.sequence_length, config.train.global_batch_size, config.train.precision)
         print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps}))
         return
-    tokens = config.train.steps * config.train.global_batch_size * config.data.sequence_length
-    print(
-        f"{options.output} is written: {described(plan.choice)}; {config.train.steps:,} steps of {tokens / config.train.steps:,.0f} tokens."
-    )
+    tokens = config.train.global_batch_size * config.data.sequence_length
+    length = f"{config.train.steps:,} steps" if config.train.epochs is None else f"{config.train.epochs:g} epochs in steps"
+    print(f"{options.output} is written: {described(plan.choice)}; {length} of {tokens:,} tokens.")
     print("Next:", *(f"  {line}" for line in steps), sep="\n")

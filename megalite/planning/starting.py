@@ -88,9 +88,8 @@ def with_sizes(wanted: Wanted) -> Config:
     data = replace(base.data, train=wanted.data, sequence_length=length, packing=chat or base.data.packing)
     data.validation = base.data.validation if wanted.complete else held_out
     train = replace(base.train, steps=steps, tokens=None, epochs=None, global_batch_size=batch)
-    if (
-        wanted.complete and wanted.steps is None and wanted.tokens is None and base.train.epochs is not None
-    ):  # of data that are not there yet
+    said = wanted.steps is not None or wanted.tokens is not None
+    if wanted.complete and base.train.epochs is not None and not said:  # of data that are not there yet
         train.steps, train.epochs = Config().train.steps, base.train.epochs
     train.precision = _precision(wanted)  # type: ignore[assignment]
     config = replace(base, model=known, data=data, train=train, run=replace(base.run, name=wanted.name))

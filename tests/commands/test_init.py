@@ -101,3 +101,9 @@ def test_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, capsys):
     main([])
     tree = yaml.safe_load(Path("run.yaml").read_text())
     assert tree["model"]["preset"] == "gpt2-124m" and tree["data"]["train"] == "data/train" and tree["parallel"]["dp"] == 2
+
+
+def test_epochs_of_data_that_are_not_there_yet_stay_epochs(capsys):
+    Path("own.yaml").write_text("{model: {preset: gpt2-124m}, data: {sequence_length: 128}, train: {epochs: 2, global_batch_size: 8}}")
+    tree, printed = written(capsys, "--from", "own.yaml")
+    assert tree["train"]["epochs"] == 2 and "steps" not in tree["train"] and "2 epochs in steps of 1,024 tokens" in printed
