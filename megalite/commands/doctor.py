@@ -24,7 +24,7 @@ from megalite.launch.checkup.finding import Check, Finding, bounded
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHORT_S, LONG_S = 20.0, 180.0
+SHORT_S, DISK_S, LONG_S = 20.0, 60.0, 180.0
 STYLES = {"good": "green", "note": "yellow", "bad": "red"}
 
 
@@ -58,7 +58,7 @@ def examine(directory: Path, *, quick: bool = False) -> Iterator[Finding]:
         ("/dev/shm", host.shared_memory, SHORT_S),
         ("limits", host.limits, SHORT_S),
         ("host name", host.host_name, SHORT_S),
-        ("disk", partial(storage.findings, directory), SHORT_S),
+        ("disk", partial(storage.findings, directory), DISK_S),
     ]
     for name, check, seconds in checks:
         if sys.stderr.isatty():

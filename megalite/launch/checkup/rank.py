@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-LIMIT_S = 30
+LIMIT_S = 60
 
 
 def main() -> None:
