@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, as_path
 from megalite.config.importers.convert import Imported, Remark, convert, linked_file
 from megalite.config.load import nest, read_tree
 from megalite.config.rule import show
@@ -33,20 +33,25 @@ HEADINGS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("file", metavar="FILE", type=Path, help="ds_config.json, or a YAML file of `accelerate config`")
-    parser.add_argument("--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it")
-    parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    options = parser.parse_args(argv)
+    tool = parser()
+    options = tool.parse_args(argv)
     try:
         tree = read(options.file)
         linked = linked_file(tree)
         found = convert(tree, options.dp, None if linked is None else read(options.file.parent / linked))
     except ConfigError as error:
-        parser.error(str(error))
+        tool.error(str(error))
     print(json.dumps(as_json(found), default=str) if options.json else as_yaml(found))
     if not options.json:
         print(report(found, options.file), file=sys.stderr)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__, allow_abbrev=False)
+    made.add_argument("file", metavar="FILE", type=as_path, help="ds_config.json, or a YAML file of `accelerate config`")
+    made.add_argument("--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it")
+    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return made
 
 
 def positive(text: str) -> int:
