@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint import inspect as inspecting
-from megalite.commands.parser import Answer, Parser, answer, progress_of
+from megalite.commands.parser import Answer, Parser, answer, as_path, progress_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def parser() -> Parser:
     def add(name: str, description: str, *paths: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common], help=description)
         for path in paths:
-            command.add_argument(path, type=Path, metavar=path.upper())
+            command.add_argument(path, type=as_path, metavar=path.upper())
         return command
 
     add("list", "list the checkpoints of a run", "run")

@@ -9,9 +9,8 @@ The page has the loss over steps, over tokens and over time, and all else that `
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, as_path
 from megalite.commands.report import write_page
 from megalite.monitoring.report import figures
 from megalite.monitoring.report.run import Run
@@ -20,11 +19,7 @@ WIDEST = 48  # characters of a cell; the page and --json have the whole values
 
 
 def main(argv: list[str] | None = None) -> None:
-    tool = Parser(description=__doc__)
-    add = tool.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories")
-    add("--output", type=Path, metavar="FILE.html", help="also write a page with the curves")
-    add("--json", action="store_true", help="print only one JSON object on stdout")
+    tool = parser()
     options = tool.parse_args(argv)
     if len(options.runs) < 2:
         tool.error("a comparison needs two runs or more. `megalite report` shows one.")
@@ -34,6 +29,15 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps({"runs": [figures.as_json(run) for run in runs], "differences": figures.differences(runs), "report": written}))
         return
     print("\n".join([*lines_of(runs), *([f"\n{options.output}"] if options.output else [])]))
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    add = made.add_argument
+    add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories")
+    add("--output", type=as_path, metavar="FILE.html", help="also write a page with the curves")
+    add("--json", action="store_true", help="print only one JSON object on stdout")
+    return made
 
 
 def lines_of(runs: list[Run]) -> list[str]:

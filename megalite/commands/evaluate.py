@@ -3,8 +3,9 @@
     megalite evaluate perplexity MODEL --text FILE … [--sequence_length N] [--stride N]
     megalite evaluate tasks MODEL --tasks NAME,… [--include_path DIR] [--num_fewshot N] [--limit N]
 
-MODEL is a checkpoint (step_00000100) of any topology, a run's directory for its newest one, or hf:DIR for a Hugging Face model. With --tp
-and --pp it is distributed over ranks, started by torchrun or else by this command. docs/evaluation.md describes what is computed.
+MODEL is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model: its
+directory, or org/name on the Hub. With --tp and --pp it is distributed over ranks, started by torchrun or else by this command.
+docs/evaluation.md describes what is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.parser import Parser, progress_of, warn
+from megalite.commands.models import weights_of
+from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -35,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     options = tool.parse_args(words)
     try:
+        options.model = weights_of(options.model)
         check_ranks(options)
         if options.tp * options.pp > 1 and "WORLD_SIZE" not in os.environ:
             from megalite.launch.local_ranks import run_ranks
@@ -53,8 +56,8 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     common = Parser(add_help=False)
     add = common.add_argument
-    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="the model to evaluate")
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
+    add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model to evaluate")
+    add("--tokenizer", type=as_tokenizer, metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
     add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--batch_size", type=count, default=8, metavar="N", help="rows per forward pass (default 8)")
     add("--tp", type=count, default=1, help="tensor-parallel ranks (default 1)")
@@ -63,12 +66,12 @@ def parser() -> Parser:
     add("--json", action="store_true", help="print only one JSON object on stdout")
     commands = made.add_subparsers(dest="command", required=True, metavar="perplexity|tasks")
     add = commands.add_parser("perplexity", parents=[common], help="perplexity and bits per byte of text files").add_argument
-    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files, each evaluated as one document")
+    add("--text", type=as_path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files, each evaluated as one document")
     add("--sequence_length", type=count, metavar="N", help="tokens per window (default: the training sequence length)")
     add("--stride", type=count, metavar="N", help="tokens that each window predicts (default: half of the sequence length)")
     add = commands.add_parser("tasks", parents=[common], help="tasks of lm-evaluation-harness").add_argument
     add("--tasks", type=names, required=True, metavar="NAME,…", help="tasks, groups or tags of the harness")
-    add("--include_path", type=Path, metavar="DIR", help="directory with YAML files of further tasks")
+    add("--include_path", type=as_path, metavar="DIR", help="directory with YAML files of further tasks")
     add("--num_fewshot", type=int, metavar="N", help="examples before each question (default: the task's own)")
     add("--limit", type=count, metavar="N", help="at most this many questions of each task, for a quick test (default: all)")
     return made

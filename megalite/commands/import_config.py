@@ -25,7 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, as_name
 from megalite.config.importers import megatron
 from megalite.config.importers.convert import PROJECTS, Imported, Remark, convert, linked_file
 from megalite.config.load import nest, parse_yaml
@@ -42,21 +42,27 @@ HEADINGS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("project", nargs="?", metavar="PROJECT", choices=PROJECTS, help=", ".join(PROJECTS))
-    parser.add_argument("file", metavar="FILE", help="the configuration, - for stdin, or in quotes the command that starts Megatron-LM")
-    parser.add_argument("--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it")
-    parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    options = parser.parse_args(argv)
+    tool = parser()
+    options = tool.parse_args(argv)
     try:
         tree = read(options.file, options.project)
         linked = linked_file(tree)
         found = convert(tree, options.dp, None if linked is None else read(str(Path(options.file).parent / linked)), options.project)
     except ConfigError as error:
-        parser.error(str(error))
+        tool.error(str(error))
     print(json.dumps(as_json(found), default=str) if options.json else as_yaml(found))
     if not options.json:
         print(report(found, options.file), file=sys.stderr)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__, allow_abbrev=False)
+    what = "the configuration, - for stdin, or in quotes the command that starts Megatron-LM"
+    made.add_argument("project", nargs="?", metavar="PROJECT", choices=PROJECTS, help=", ".join(PROJECTS))
+    made.add_argument("file", metavar="FILE", type=as_name, help=what)
+    made.add_argument("--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it")
+    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return made
 
 
 def positive(text: str) -> int:

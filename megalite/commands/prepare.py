@@ -21,10 +21,9 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from megalite.commands.parser import Parser, progress_of
+from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of
 from megalite.data.chat_records import RecordReader, parsed_keys
 from megalite.data.chat_template import read_template
 from megalite.data.indexed import DataError
@@ -39,16 +38,34 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(description=__doc__)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = made.add_argument
-    add("--input", **several, required=True, metavar="PATH|GLOB|hf:NAME", help="input files; hf:NAME[:CONFIG] is loaded with `datasets`")
-    add("--exclude", **several, default=[], metavar="PATTERN", help="skip files whose path matches, for example '*/tests/*'")
-    add("--output", required=True, type=Path, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones")
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory")
+    add(
+        "--input",
+        type=as_name,
+        **several,
+        required=True,
+        metavar="PATH|GLOB|hf:NAME",
+        help="input files; hf:NAME[:CONFIG] is loaded with `datasets`",
+    )
+    add("--exclude", type=as_name, **several, default=[], metavar="PATTERN", help="skip files whose path matches, for example '*/tests/*'")
+    add(
+        "--output",
+        required=True,
+        type=as_path,
+        metavar="PREFIX",
+        help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones",
+    )
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory",
+    )
     add("--train_tokenizer", type=int, metavar="VOCAB", help="first train a sentencepiece model (to --tokenizer or PREFIX.model)")
     add("--format", choices=["auto", "text", "jsonl", "csv", "parquet"], default="auto", help="format of the input files; auto: by suffix")
     add("--text_key", default="text", help="key or column of the text in a .jsonl, .csv, .parquet or hf: record")
     add("--split", default="train", help="split of hf:NAME")
     add("--chat", action="store_true", help="the input contains conversations; their form is detected by their keys")
-    add("--chat_template", type=Path, metavar="FILE", help="Jinja source that replaces the tokenizer's own template; only with --chat")
+    add("--chat_template", type=as_path, metavar="FILE", help="Jinja source that replaces the tokenizer's own template; only with --chat")
     add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="turns that count in the loss (default assistant)")
     add("--max_length", type=int, metavar="N", help="maximum tokens per conversation; a run can use data.sequence_length + 1")
     add("--too_long", choices=["drop", "truncate"], default="drop", help="whether longer conversations are dropped or truncated at the end")

@@ -14,19 +14,13 @@ import argparse
 import json
 from pathlib import Path
 
-from megalite.commands.parser import Parser, progress_of, write_whole
+from megalite.commands.parser import Parser, as_path, progress_of, write_whole
 from megalite.monitoring.report.page import page
 from megalite.monitoring.report.run import ReportError, Run, read_all
 
 
 def main(argv: list[str] | None = None) -> None:
-    tool = Parser(description=__doc__)
-    add = tool.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
-    add("--output", type=Path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
-    add("--live", action="store_true", help="serve the page on this machine, at 127.0.0.1, while the run trains")
-    add("--port", type=int, default=0, metavar="N", help="port of --live (default: a free one)")
-    add("--json", action="store_true", help="print only one JSON object, with the page's path or address, on stdout")
+    tool = parser()
     options = tool.parse_args(argv)
     if options.live:
         serve(tool, options)
@@ -74,3 +68,14 @@ def serve(tool: Parser, options: argparse.Namespace) -> None:
     with server:
         print(json.dumps({"url": server.url}) if options.json else f"{server.url} shows {directory}; Ctrl-C ends it", flush=True)
         server.serve_forever()
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    add = made.add_argument
+    add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
+    add("--output", type=as_path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
+    add("--live", action="store_true", help="serve the page on this machine, at 127.0.0.1, while the run trains")
+    add("--port", type=int, default=0, metavar="N", help="port of --live (default: a free one)")
+    add("--json", action="store_true", help="print only one JSON object, with the page's path or address, on stdout")
+    return made

@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import NoReturn
 
 COMMANDS = {
+    "doctor": "check this machine: versions, GPUs, communication, limits, disk, and what is missing",
+    "init": "write a configuration for this machine",
     "train": "train a model, on one process or on many",
     "plan": "choose a layout for a number of GPUs: memory, step time, throughput",
     "bubble": "cost of a pipeline schedule: bubble, memory, messages, timeline",
@@ -26,6 +28,7 @@ COMMANDS = {
     "compare": "compare runs: final figures, differing options, curves",
     "timeline": "compare the recorded steps of a run with the simulator's",
     "import-config": "translate another project's configuration",
+    "completion": "print a script that lets a shell complete commands and options",
     "demo": "prepare data and train a small model in minutes (in a checkout only)",
 }
 PRINTS_TABLES = ("plan", "bubble", "compare")  # their output may be piped to head, which closes the pipe early

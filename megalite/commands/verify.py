@@ -26,10 +26,7 @@ TOLERANCES = {  # relative (loss, norm), absolute (weights)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    own, rest = parser.parse_known_args(argv)
+    own, rest = parser().parse_known_args(argv)
     if own.steps < 1:
         exit_with(f"--steps = {own.steps}: there must be at least one step to compare.")
     sizes = Parser(add_help=False, allow_abbrev=False)
@@ -60,3 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(f"different: {found}")
     return int(found is not None)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    made.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+    made.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    return made

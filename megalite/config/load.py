@@ -57,6 +57,7 @@ PATHS = (
     "parallel.offload_dir",
     "checkpoint.load",
     "lora.init_from",
+    "profiling.hardware",
 )
 """Options that name files, in which ~ is the home directory."""
 NOTHING_GIVEN = f"""Say what to train, for example
@@ -81,7 +82,7 @@ def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
             exit_with(help_text(arguments.section), status=0)
         if arguments.list_configs:
             exit_with("\n".join(f"{name:18} {what}" for name, what in shipped_configs().items()), status=0)
-        config = resolve(arguments, world_size)
+        config = resolve(arguments, world_size, weights=not arguments.print_config)
         if arguments.print_config and _is_local_rank_0():
             print(to_yaml(config), end="", flush=True)
         check(config, world_size)
@@ -271,6 +272,7 @@ def shipped_configs() -> dict[str, str]:
 
 def config_file(given: str) -> str:
     """The path of `--config`: a file or, if there is none of that name, a configuration shipped with megalite."""
+    given = os.path.expanduser(given)
     if Path(given).is_file() or Path(given).name != given or Path(given).suffix in (".yaml", ".yml"):
         return given
     shipped = CONFIGS / f"{given}.yaml"
@@ -285,8 +287,11 @@ def _nearest_file(path: str) -> str:
     return f"Nearest: {nearest_name(path, others)}." if others else "Give the path of a YAML file."
 
 
-def resolve(arguments: Arguments, world_size: int) -> Config:
-    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size, steps); not checked yet."""
+def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> Config:
+    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size, steps); not checked yet.
+
+    Models of the Hugging Face Hub are fetched and become directories; weights: also those of model.init_from.
+    """
     parser = build_parser()
     given: dict[str, Any] = {}
     for path in map(config_file, arguments.files):
@@ -296,6 +301,10 @@ def resolve(arguments: Arguments, world_size: int) -> Config:
     values = parse_values(parser, arguments.overrides, "on the command line", words=True)
     given = amounts.on_top(given, values, "on the command line")
     given |= {option: with_home(given[option]) for option in PATHS if option in given}
+    if given.get("model.init_from") or given.get("model.from_hf"):
+        from megalite.config.hub import with_directories
+
+        given |= with_directories(given, weights=weights)
     config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)

@@ -47,11 +47,11 @@ class ModelConfig:
     preset: str | None = None
     """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b or llama-3-70b. Other fields of this section override it."""
     from_hf: str | None = None
-    """Directory of a Hugging Face model whose config.json gives the shape. No weights are read."""
+    """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read."""
     init_from: str | None = None
     """Initial weights, for a run that starts at step 0: a checkpoint directory (optimizer state and data position are not used), a run's
-    directory for its newest checkpoint, or hf:DIR for a Hugging Face directory (set from_hf to DIR for the shape). null or none: random
-    weights; with from_hf and chat data, which are meant for fine-tuning, they must be asked for with none."""
+    directory for its newest checkpoint, or hf:DIR for a Hugging Face directory or org/name on the Hub (set from_hf to DIR for the shape).
+    null or none: random weights; with from_hf and chat data, which are meant for fine-tuning, they must be asked for with none."""
     vocab_size: int | None = None
     """Vocabulary size. null: that of the training data."""
     hidden_size: int = 256

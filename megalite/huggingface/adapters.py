@@ -26,6 +26,7 @@ from megalite import checkpoint
 from megalite.checkout import command
 from megalite.checkpoint import directories
 from megalite.checkpoint.chunks import name_of
+from megalite.config.hub import repository
 from megalite.config.schema import Config, LoraConfig
 from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import HF, NAMED, WEIGHT, model_of, places_of
@@ -109,6 +110,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     tensors = {key: value for module in modules for key, value in zip(module.keys, _joined(module, adapters), strict=True)}
     start = model.initial_weights or ""
     base = start.removeprefix(HF) if start.startswith(HF) else model.from_hf
+    base = base and repository(base)
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
     parameters, dtypes = sum(value.numel() for value in tensors.values()), {name_of(value.dtype) for value in tensors.values()}
     with converting.new_directory(target) as temporary:
