@@ -106,7 +106,7 @@ def bring_out(options: argparse.Namespace) -> Answer:
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:
     from megalite.checkpoint import find
-    from megalite.huggingface.adapters import export_adapter
+    from megalite.huggingface.adapter_export import export_adapter
 
     content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)

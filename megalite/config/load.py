@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache
@@ -202,8 +204,9 @@ class Arguments:
 
 def read_arguments(argv: list[str]) -> Arguments:
     """Parse `--name VALUE` and `--name=VALUE`. Raises ConfigError on a word that is not an option, or an option without a value."""
-    arguments, words = Arguments(), iter(argv)
-    for word in words:
+    arguments, words = Arguments(), deque(argv)
+    while words:
+        word = words.popleft()
         if word in ("-h", "--help"):
             arguments.help = True
         elif arguments.help and word in SECTIONS:
@@ -216,19 +219,40 @@ def read_arguments(argv: list[str]) -> Arguments:
             name, equals, value = word.removeprefix("--").partition("=")
             option = SHORT.get(name, name)
             if not word.startswith("--"):
-                raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE; lists as '[a, b]'.")
+                raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE.")
             if option != "config" and option not in OPTIONS:
                 raise unknown(
                     name, "on the command line", [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"], dashes="--"
                 )
-            following = value if equals else next(words, None)
+            following = value if equals else words.popleft() if words else None
             if following is None or (not equals and following.startswith("--")):
                 raise ConfigError(f"--{name} on the command line has no value. Write --{name} VALUE.")
             if option == "config":
                 arguments.files.append(following)
             else:
-                arguments.overrides[option] = following
+                arguments.overrides[option] = without_brackets(option, [following, *_more_entries(option, words)])
     return arguments
+
+
+def _more_entries(option: str, words: deque[str]) -> Iterator[str]:
+    """Take the words that follow a list's first one and belong to it, up to the next option."""
+    while takes(list, option) and words and not words[0].startswith("-"):
+        yield words.popleft()
+
+
+def takes(kind: type, option: str) -> bool:
+    """Whether values of a kind, list or str, are among those that an option's type lists."""
+    hint = OPTIONS[option].type
+    return any(kind in (each, get_origin(each)) for each in (hint, *(get_args(hint) if get_origin(hint) is not list else ())))
+
+
+def without_brackets(option: str, words: list[str]) -> str:
+    """The words of an option's value as one; a list may be written as `a b` or `a,b`."""
+    if not takes(list, option) or words[0][:1] in "[{" or words == ["null"]:
+        return " ".join(words)
+    if takes(str, option):  # a path may hold a comma
+        return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
+    return f"[{', '.join(part.strip() for word in words for part in word.split(',') if part.strip())}]"
 
 
 def read_tree(path: str, option: str) -> Any:
@@ -284,9 +308,16 @@ def resolve(arguments: Arguments, world_size: int) -> Config:
     given: dict[str, Any] = {}
     for path in map(config_file, arguments.files):
         tree = read_tree(path, "--config")
-        given |= parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
+        values = {} if tree is None else flatten(tree, f"in {path}")
+        lists = {option for option, value in values.items() if isinstance(value, str) and takes(list, option) and not takes(str, option)}
+        given |= parse_values(parser, {option: value for option, value in values.items() if option not in lists}, f"in {path}")
+        given |= parse_values(parser, {option: without_brackets(option, [values[option]]) for option in lists}, f"in {path}", words=True)
     given |= parse_values(parser, arguments.overrides, "on the command line", words=True)
     given |= {option: with_home(given[option]) for option in PATHS if option in given}
+    if any(option in given for option in ("lora.targets", "lora.ranks", "lora.alphas", "lora.modules_to_save")):
+        from megalite.config.lora_names import with_own_names
+
+        given |= with_own_names(given)
     config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)

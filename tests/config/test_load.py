@@ -179,7 +179,7 @@ MESSAGES = [
     (["--config", "rum.yaml"], "", "--config = rum.yaml can not be read: No such file or directory. Nearest: run.yaml."),
     (["--tp"], None, "--tp on the command line has no value. Write --tp VALUE."),
     (["--tp", "--pp", "2"], None, "--tp on the command line has no value."),
-    (["--data.train", "a", "b"], None, "b on the command line belongs to no option."),
+    (["--run.name", "a", "b"], None, "b on the command line belongs to no option."),
     (["--tp", "two"], None, "parallel.tp = two on the command line is not an integer."),
     (["--tp", "1.5"], None, "parallel.tp = 1.5 on the command line is not an integer."),
     ([], "parallel: {tp: true}", "parallel.tp = true in run.yaml is not an integer."),

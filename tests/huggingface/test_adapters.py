@@ -165,7 +165,9 @@ def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path
     assert "model.layers.0.self_attn.qkv_proj adapts outputs that are not among lora.targets" in refusal(targets=["q"], rank=8)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
-    assert "adapter_config.json has use_dora = True, which is not handled" in refusal(targets=["q", "k"])
+    assert "adapter_config.json has use_dora = true, and lora.dora = false. Set lora.dora to true" in refusal(targets=["q", "k"])
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_qalora": True}))
+    assert "adapter_config.json has use_qalora = True, which is not handled" in refusal(targets=["q", "k"])
     made = trainer.config
     made.model.init_from, made.lora = str(saved), LoraConfig()
     with pytest.raises(CheckpointError, match="holds adapters next to its weights. Merge them"):

@@ -81,6 +81,7 @@ class Product:
         frozen: the weight has no gradient (LoRA).
         adapter_rank: outputs of the adapters' first factors A, which are stored together; 0 without adapters.
         adapter_weights: elements of both factors of the adapters, over all tp ranks.
+        adapter_outputs: outputs that adapters keep, on this rank: with trained row lengths (DoRA) all of them.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Product:
     frozen: bool = False
     adapter_rank: int = 0
     adapter_weights: int = 0
+    adapter_outputs: int = 0
 
     @property
     def local_weights(self) -> int:
@@ -115,8 +117,8 @@ class Product:
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
-        """The adapters' tensors between A and B. The input is kept by the step that computed it."""
-        return (Buffer(f"{self.name}: between the adapters' factors", self.rows * self.adapter_rank),)
+        """The adapters' tensors between A and B, and outputs. The input is kept by the step that computed it."""
+        return (Buffer(f"{self.name}: between the adapters' factors", self.rows * (self.adapter_rank + self.adapter_outputs)),)
 
     @property
     def stashed(self) -> tuple[Buffer, ...]:
