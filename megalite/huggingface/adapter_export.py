@@ -21,7 +21,7 @@ from megalite.huggingface.files import ConversionError, NewFile
 from megalite.huggingface.merging import Adapters, saved
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place
-from megalite.huggingface.peft_modules import EMBEDDING, FILES, SETTINGS, Module, module_of, modules_of, saved_keys
+from megalite.huggingface.peft_modules import EMBEDDING, FILES, PREFIX, SETTINGS, Module, module_of, modules_of, saved_keys
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write_tokenizer
 
 
@@ -43,7 +43,8 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     found = places_of(model, directory)
     modules = modules_of(found, adapters.pairs)
     tensors = {key: value for each in modules for key, value in zip(each.keys(lora.dora), _tensors(each, adapters, found), strict=True)}
-    tensors |= dict(_saved(adapters, found, head_of(model, directory)))
+    head = head_of(model, directory)
+    tensors |= dict(_saved(adapters, found, head))
     start = model.initial_weights or ""
     base = start.removeprefix(HF) if start.startswith(HF) else model.from_hf
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
@@ -52,7 +53,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
         with closing(NewFile(temporary / FILES[0], {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})) as file:
             for name, value in tensors.items():
                 file.write(name, value)
-        directories.write_synced(temporary / SETTINGS, json.dumps(_settings(modules, found, adapters, base), indent=2) + "\n")
+        directories.write_synced(temporary / SETTINGS, json.dumps(_settings(modules, found, adapters, head, base), indent=2) + "\n")
         identity = write_tokenizer(temporary, tokenizer, manifest.state["step"])
         facts = {"adapter": f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}", "parameters": f"{parameters:,}"}
         write_card(temporary, manifest, identity, facts | {"dtype": ", ".join(sorted(dtypes))}, base=base or "")
@@ -95,7 +96,7 @@ def _saved(adapters: Adapters, found: dict[str, Place], head: str) -> Iterator[t
             yield key, piece.contiguous()
 
 
-def _settings(modules: Sequence[Module], found: dict[str, Place], adapters: Adapters, base: str | None) -> dict[str, Any]:
+def _settings(modules: Sequence[Module], found: dict[str, Place], adapters: Adapters, head: str, base: str | None) -> dict[str, Any]:
     """PEFT's adapter_config.json."""
     lora, model = adapters.lora, adapters.model
     others = {module_of(place) for place in found.values()} - {module.name for module in modules}
@@ -106,7 +107,7 @@ def _settings(modules: Sequence[Module], found: dict[str, Place], adapters: Adap
         given = {name: own[index] for name, own in numbers.items()}
         return {_target(name, {each for each in given if given[each] != own}): own for name, own in given.items() if own != default}
 
-    full = {module_of(found[name]) for name in saved(model, lora)}
+    full = {key.removeprefix(PREFIX).rpartition(".")[0] for keys in saved_keys(model, lora, found, head).values() for key in keys}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
