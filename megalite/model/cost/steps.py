@@ -117,8 +117,22 @@ class Product:
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
-        """The adapters' tensors between A and B, and outputs. The input is kept by the step that computed it."""
-        return (Buffer(f"{self.name}: between the adapters' factors", self.rows * (self.adapter_rank + self.adapter_outputs)),)
+        """The adapters' tensors. The input is kept by the step that computed it."""
+        return (
+            self.between,
+            Buffer(f"{self.name}: outputs of the adapters", self.rows * self.adapter_outputs),
+            Buffer(f"{self.name}: factors and lengths of rows", 2 * self.adapter_outputs, "accumulate"),
+        )
+
+    @property
+    def between(self) -> Buffer:
+        """The adapters' tensors between A and B: kept, and part of what is stashed."""
+        return Buffer(f"{self.name}: between the adapters' factors", self.rows * self.adapter_rank)
+
+    @property
+    def lengths(self) -> int:
+        """Values all-reduced over tp in forward: two squared lengths of each row of a weight whose inputs are split (DoRA)."""
+        return 2 * self.adapter_outputs if self.split == "inputs" else 0
 
     @property
     def stashed(self) -> tuple[Buffer, ...]:
@@ -276,6 +290,11 @@ class UnitCost:
     def summed(self) -> int:
         """Values of elementwise kernels all-reduced over tp in forward, and the same number in backward."""
         return sum(step.summed for step in self.steps if isinstance(step, Elementwise))
+
+    @property
+    def lengths(self) -> int:
+        """Values of products all-reduced over tp in forward."""
+        return sum(product.lengths for product in self.products)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """The sum over all products and lookups."""
