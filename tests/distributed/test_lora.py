@@ -54,7 +54,7 @@ def single(references, prefix):
 
 @pytest.fixture(scope="module")
 def single_variant(references, prefix):
-    return references.run(jobs_lora.train, configuration({}, prefix, **VARIANT), STEPS)
+    return references.run(jobs_lora.train, configuration({}, prefix, **VARIANT), STEPS - 1)
 
 
 @pytest.mark.parametrize("layout", VARIANT_LAYOUTS)
@@ -62,7 +62,7 @@ def test_every_variant_trains_like_one_process(layout, ranks, prefix, single_var
     """DoRA's row lengths, which span the tp ranks of a row-parallel weight; ranks and alphas of their own; modules trained in full."""
     case = {**MODEL, **VARIANT_LAYOUTS[layout]}
     config = configuration(VARIANT_LAYOUTS[layout], prefix, **VARIANT)
-    got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs_lora.train, config, STEPS)
+    got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs_lora.train, config, STEPS - 1)
     for rank in got:
         assert rank["losses"] == pytest.approx(single_variant["losses"], rel=1e-9, abs=0)
         assert rank["grad_norms"] == pytest.approx(single_variant["grad_norms"], rel=1e-9, abs=0)
@@ -124,7 +124,7 @@ def test_optimizer_state_is_that_of_the_adapters_alone(zero, ranks, prefix):
 
 def test_resumes_bitwise_and_refuses_other_adapters(ranks, prefix, tmp_path):
     case: Case = {"dp": 2, "zero": 3, "microbatches": 2}
-    config = configuration(case, prefix, "bf16")
+    config = configuration(case, prefix, "bf16", dora=True)
     config["run"] = {"dir": str(tmp_path), "name": "saved"}
     expected = ranks.run(2, jobs_training.train_and_save, config, 2, 2)[0]
     assert {name.split("/")[1] for name in expected["tensors"] if name.startswith("exp_avg/")} == {
@@ -134,5 +134,5 @@ def test_resumes_bitwise_and_refuses_other_adapters(ranks, prefix, tmp_path):
     for got in ranks.run(2, jobs_training.resume, config, 2):
         assert got["losses"] == expected["losses"][2:]
         assert all(torch.equal(value, expected["tensors"][name]) for name, value in got["tensors"].items())
-    config["lora"]["alpha"] = 4.0
-    assert "lora.alpha was 8.0, is 4.0" in ranks.run(2, jobs_training.refusal, config)[0]
+    config["lora"] |= {"alpha": 4.0, "dora": False}
+    assert "lora.alpha was 8.0, is 4.0; lora.dora was True, is False" in ranks.run(2, jobs_training.refusal, config)[0]
