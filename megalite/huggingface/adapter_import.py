@@ -90,7 +90,9 @@ class PeftAdapter:
     def check(self) -> None:
         """Raise ConversionError where the directory does not hold the run's adapters."""
         expected = {key for module in self.modules for key in module.keys(self.lora.dora)}.union(*self.saved.values())
-        problems = [f"{key} is missing" for key in sorted(expected) if key not in self.tensors]
+        head = self.saved[EMBEDDING][-1] if self.tied and EMBEDDING in self.saved else None
+        why = {head: ": PEFT trains a tied head with the embedding only under ensure_weight_tying"}
+        problems = [f"{key} is missing{why.get(key, '')}" for key in sorted(expected) if key not in self.tensors]
         problems += [f"{key} is part of neither lora.targets nor lora.modules_to_save" for key in self.tensors if key not in expected]
         for module in () if problems else self.modules:
             problems += self._misfits(module)

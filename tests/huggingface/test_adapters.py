@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.build.parts import make_mesh
+from megalite.build.plan import specs_of
 from megalite.checkpoint import CheckpointError
 from megalite.commands import convert as convert_hf
 from megalite.config.families import from_hf_config, hf_config
@@ -20,6 +21,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
+from megalite.parallel.spec import parameter_count
 from megalite.training.memory_report import report
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
@@ -194,6 +196,8 @@ def test_one_step_from_an_adapter_is_one_step_of_peft(case, models, prefix, tmp_
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:])
     loss.backward()
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    counted = [spec for spec in specs_of(trainer.config, 0) if spec.trainable]
+    assert parameter_count(counted) == sum(value.numel() for value in trained.values())
     decayed = [value for key, value in trained.items() if "norm" not in key and "magnitude" not in key]
     others = [value for key, value in trained.items() if "norm" in key or "magnitude" in key]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -226,6 +230,9 @@ def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
     assert "adapter_config.json has use_dora = true, and lora.dora = false. Set lora.dora to true" in refusal(targets=["q", "k"])
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    norm = "base_model.model.model.layers.0.input_layernorm.weight"
+    assert f"{norm} is missing" in refusal(targets=["q", "k"], modules_to_save=["norms"])
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_qalora": True}))
     assert "adapter_config.json has use_qalora = True, which is not handled" in refusal(targets=["q", "k"])
     made = trainer.config
