@@ -26,10 +26,15 @@ def flush_output() -> None:
 
 
 def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
-    """Write an instrument's file; its directory is created. If that fails, one line says so. Returns whether it was written."""
+    """Write an instrument's file, which has its name only when it is complete; its directory is created.
+
+    If that fails, one line says so. Returns whether it was written.
+    """
+    fresh = path.with_name(f".new.{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
+        write(fresh)
+        fresh.replace(path)
     except OSError as error:
         say(f"{path} can not be written: {error.strerror or error}")
         return False

@@ -120,6 +120,8 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
             notes.extend(compare_ranks(environment, store, rank, size, tp=config.parallel.tp))  # waits for all ranks
             restarted = store.add("restarted", 0) > 0
         job, lines = begin(config, restarted=restarted, rank=rank, store=store)
+        release, signals = (lambda number: job.end(training_status(number))), interrupts.training_signals()
+        interrupts.ending(" before the first step", training_status, signals=signals, before=release)
         jobs.append(job)
         notes.extend(lines)
 
@@ -129,13 +131,10 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
         exit_with(str(error))
     except JobEnd as end:
         exit_with(str(end), status=process_status(end.status))
-    job = jobs[0]
-    signals = interrupts.training_signals()
-    interrupts.ending(" before the first step", training_status, signals=signals, before=lambda number: job.end(training_status(number)))
     mesh = build.make_mesh(config)
     if config.network.test and mesh.world.size > 1:
         notes.append(links.describe(links.measure(mesh, device)))
-    return job, environment, mesh, notes
+    return jobs[0], environment, mesh, notes
 
 
 def announce(trainer: Trainer, notes: list[str]) -> None:

@@ -7,7 +7,6 @@ by rank 0, as measured, to traces/records.json. `timeline.py` aligns them to one
 from __future__ import annotations
 
 import json
-import os
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -112,7 +111,5 @@ def gather(record: Record, world: int) -> list[Record] | None:
 
 
 def write(records: list[Record], path: Path) -> None:
-    """Write the records of all ranks atomically."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(list(map(vars, records)), allow_nan=False))
-    os.replace(fresh, path)
+    """Write the records of all ranks."""
+    path.write_text(json.dumps(list(map(vars, records)), allow_nan=False))

@@ -80,9 +80,7 @@ class SummaryWriter:
     def _write(self) -> None:
         def write(path: Path) -> None:
             self._measure(self.summary)
-            fresh = path.with_name(f".{FILE}.new")
-            fresh.write_text(json.dumps(asdict(self.summary), indent=2) + "\n")
-            fresh.replace(path)
+            path.write_text(json.dumps(asdict(self.summary), indent=2) + "\n")
 
         write_or_say(self._directory / FILE, write)
 

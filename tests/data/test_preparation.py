@@ -70,11 +70,13 @@ def write_files(folder: Path, texts: list[str], name: str = "{:03}.txt") -> None
         (folder / name.format(i)).write_bytes(text.encode())
 
 
-def write_parquet(path: Path, texts: list[str | None], key: str = "text") -> None:
+def write_parquet(path: Path, texts: list[str | None], key: str = "text", dictionary: bool = False) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table({"id": list(range(len(texts))), key: texts}), path, row_group_size=7)
+    column = pyarrow.array(texts)
+    columns = {"id": list(range(len(texts))), key: column.dictionary_encode() if dictionary else column}
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
 
 
 def make_txt(folder: Path) -> list[str]:
@@ -89,8 +91,9 @@ def make_jsonl(folder: Path) -> list[str]:
 
 
 def make_parquet(folder: Path) -> list[str]:
-    write_parquet(folder / "a.parquet", list(TEXTS))
-    return ["a.parquet"]
+    write_parquet(folder / "a.parquet", list(TEXTS[:30]))
+    write_parquet(folder / "b.parquet", list(TEXTS[30:]), dictionary=True)
+    return ["a.parquet", "b.parquet"]
 
 
 def make_mixed(folder: Path) -> list[str]:

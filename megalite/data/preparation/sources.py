@@ -148,7 +148,9 @@ class Parquet:
         schema = self._file.schema_arrow
         if text_key is not None:
             _check_column(schema.names, text_key, str(path))
-            if (kind := schema.field(text_key).type) not in (pyarrow.string(), pyarrow.large_string()):
+            kind = schema.field(text_key).type
+            values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if values not in (pyarrow.string(), pyarrow.large_string()):
                 raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. Choose the column that holds text.")
         self._path, self._key, self.identity = path, text_key, [_stamp(path)]
         columns = [column for column in range(self._file.metadata.num_columns) if text_key in (None, self._name(column))]
