@@ -33,7 +33,7 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
     for option in ("lora.ranks", "lora.alphas"):
         values: dict[str, Any] = {}
         for name, value in (given.get(option) or {}).items():
-            own = _translated(option, [name], _projections(tables), PROJECTIONS, f"projection of {whose}", given[option])
+            own = _translated(option, [str(name)], _projections(tables), PROJECTIONS, f"projection of {whose}", given[option])
             if twice := values.keys() & own:
                 raise ConfigError(f"{option} = {show(given[option])} names {sorted(twice)[0]} twice. Remove one of its entries.")
             values |= dict.fromkeys(own, value)
