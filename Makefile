@@ -29,9 +29,9 @@ quick: install ## the tests to run after each edit, under 90 seconds on two core
 	cd tests/distributed && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest $(QUICK_PROOFS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks" -n 2 --dist loadfile $(addprefix tests/,$(QUICK_ROOMS))
 
+# One of three processes runs the tests on ranks, which leave a part of both cores to the others while they wait for each other.
 test: lint ## lint and every test, at most ten minutes on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 # The long form, days in total on two cores: each call runs under ten minutes and the next continues. MATRIX='--part random' selects a part.
 test-matrix: install ## a slice of the long form of the proofs: MATRIX='--minutes 4 --part random'

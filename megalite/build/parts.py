@@ -18,7 +18,7 @@ from megalite.build.plan import optimistic_step as optimistic_step
 from megalite.build.plan import partition as partition
 from megalite.build.plan import schedule as schedule
 from megalite.build.plan import staggered_end as staggered_end
-from megalite.config.rules.training import duration_seconds
+from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
 from megalite.model.adapters import with_adapters

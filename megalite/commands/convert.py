@@ -12,18 +12,17 @@ compute are rejected by name before anything is written, and output directories 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import CheckpointError
 from megalite.commands.parser import Answer, Parser, answer
+from megalite.config.amounts import byte_size
 from megalite.config.families import families
 from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 TOLERANCE = 1e-4
 ROW = 8  # positions per line
 
@@ -73,11 +72,11 @@ def parser() -> Parser:
 
 
 def size(text: str) -> int:
-    """Bytes of 500MB, 5GB or a plain number."""
-    match = re.fullmatch(r"(\d+)(KB|MB|GB)?", text)
-    if match is None or int(match[1]) == 0:
+    """Bytes of 500MB, 5GB, 2GiB or a plain number."""
+    number = byte_size(text) or 0
+    if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a size; write it as 500MB or 5GB")
-    return int(match[1]) * UNITS.get(match[2], 1)
+    return number
 
 
 def count(text: str) -> int:

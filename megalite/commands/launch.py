@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from megalite.checkout import command
 from megalite.commands.parser import Parser, positive
+from megalite.config.amounts import duration_seconds
 from megalite.config.load import LAUNCH, load_config
-from megalite.config.rules.training import duration_seconds
 
 
 def wanted(words: Sequence[str]) -> bool:

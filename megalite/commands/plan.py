@@ -19,6 +19,7 @@ from typing import Any
 
 from megalite.checkout import command, torchrun_target
 from megalite.commands.parser import Parser, positive, write_whole
+from megalite.config.amounts import count, resolve_steps
 from megalite.config.families import from_hf_config
 from megalite.config.load import build_parser as config_parser
 from megalite.config.load import flatten, from_dict, nest, parse_values, read_tree
@@ -70,13 +71,20 @@ def parser() -> Parser:
     add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")
     add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state is stored")
     add("--plans", type=positive, default=10, metavar="N", help="number of plans to print (default 10)")
-    add("--tokens", type=amount, metavar="T", help="tokens to train on, for example 300e9: prints days and cost")
+    add("--tokens", type=tokens, metavar="T", help="tokens to train on, for example 300B or 15e12: prints days and cost")
     add("--price_per_hour", type=amount, metavar="P", help="US dollars per device and hour (default: from the hardware table)")
     add("--write", type=Path, metavar="FILE", help="write the best plan as a run's configuration")
     add("--explain", action="store_true", help="show this model's memory and step time from one GPU up to ZeRO-3 with offload")
     add("--calibrate", type=Path, metavar="FILE", help="measure this machine and write a device file for --gpu")
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
+
+
+def tokens(text: str) -> int:
+    number = count(text) or 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write it as 300M, 10B or 15e12")
+    return number
 
 
 def amount(text: str) -> float:
@@ -123,6 +131,7 @@ def base_config(options: argparse.Namespace) -> Config:
         "train.precision": options.precision or given.get("train.precision", "bf16"),
     }
     config = from_dict(nest(given))
+    resolve_steps(config)
     if config.lora.rank:
         raise ConfigError(
             f"lora.rank = {config.lora.rank} is not planned for: the planner models training of all weights. "

@@ -140,10 +140,11 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
 def announce(trainer: Trainer, notes: list[str]) -> None:
     """Store the resolved configuration and print what runs where. Collective."""
     from megalite.mesh_map import describe
+    from megalite.monitoring.epochs import repeated
     from megalite.training.memory_report import report
 
     notes[:0] = random_weights(trainer)
-    notes += report(trainer)
+    notes += [*repeated(trainer), *report(trainer)]
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
         write_config(trainer.config, trainer.run_dir)

@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from megalite.checkout import CONFIGS, command, torchrun_target
-from megalite.config import schema
+from megalite.config import amounts, schema
 from megalite.config.dims import filling_dp
 from megalite.config.families import hf_shape
 from megalite.config.presets import preset
@@ -303,16 +304,13 @@ def _nearest_file(path: str) -> str:
 
 
 def resolve(arguments: Arguments, world_size: int) -> Config:
-    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size); not checked yet."""
+    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size, steps); not checked yet."""
     parser = build_parser()
     given: dict[str, Any] = {}
     for path in map(config_file, arguments.files):
-        tree = read_tree(path, "--config")
-        values = {} if tree is None else flatten(tree, f"in {path}")
-        lists = {option for option, value in values.items() if isinstance(value, str) and takes(list, option) and not takes(str, option)}
-        given |= parse_values(parser, {option: value for option, value in values.items() if option not in lists}, f"in {path}")
-        given |= parse_values(parser, {option: without_brackets(option, [values[option]]) for option in lists}, f"in {path}", words=True)
-    given |= parse_values(parser, arguments.overrides, "on the command line", words=True)
+        given = amounts.on_top(given, _file_values(parser, path), f"in {path}")
+    values = parse_values(parser, arguments.overrides, "on the command line", words=True)
+    given = amounts.on_top(given, values, "on the command line")
     given |= {option: with_home(given[option]) for option in PATHS if option in given}
     if any(option in given for option in ("lora.targets", "lora.ranks", "lora.alphas", "lora.modules_to_save")):
         from megalite.config.lora_names import with_own_names
@@ -323,7 +321,18 @@ def resolve(arguments: Arguments, world_size: int) -> Config:
         config.parallel.dp = filling_dp(config.parallel, world_size)
     if config.model.vocab_size is None:
         config.model.vocab_size = data_vocab_size(config)
+    amounts.resolve_steps(config)
     return config
+
+
+def _file_values(parser: "ArgumentParser", path: str) -> dict[str, Any]:
+    """The options in a YAML file; text where a list is expected is a list without brackets."""
+    tree = read_tree(path, "--config")
+    values = {} if tree is None else flatten(tree, f"in {path}")
+    lists = {option for option, value in values.items() if isinstance(value, str) and takes(list, option) and not takes(str, option)}
+    words = {option: without_brackets(option, [values[option]]) for option in lists}
+    others = {option: value for option, value in values.items() if option not in lists}
+    return parse_values(parser, others, f"in {path}") | parse_values(parser, words, f"in {path}", words=True)
 
 
 def with_home(value: Any) -> Any:
@@ -390,9 +399,15 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
 
 
 def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
-    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit."""
+    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit.
+
+    A share of the steps, which no type holds, is returned as a Fraction, for `amounts.resolve_steps`.
+    """
     from argparse import ArgumentError
 
+    values = {option: amounts.plain(option, value, source) for option, value in values.items()}
+    shares = {option: value for option, value in values.items() if isinstance(value, Fraction)}
+    values = {option: value for option, value in values.items() if option not in shares}
     argv = [f"--{option}={word}" for option, word in values.items()]
     try:
         parsed = parser.parse_args(argv, defaults=False) if words else parser.parse_object(nest(values), defaults=False)
@@ -402,7 +417,7 @@ def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, 
     for option, value in values.items():  # the parser accepts null for every type
         if parsed[option] is None and NoneType not in get_args(OPTIONS[option].type):
             raise ConfigError(wrong_type(option, value, source))
-    return {option: parsed[option] for option in values}
+    return {option: parsed[option] for option in values} | shares
 
 
 def wrong_type(option: str, value: Any, source: str) -> str:
@@ -438,7 +453,7 @@ def field_docs() -> dict[str, str]:
 
     bodies = {node.name: node.body for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
     return {
-        f"{section.name}.{ast.unparse(key.target)}": ast.literal_eval(doc.value).replace("%", "%%")
+        f"{section.name}.{ast.unparse(key.target)}": ast.literal_eval(doc.value)
         for section in fields(Config)
         for key, doc in pairwise(bodies[section.type.__name__])  # type: ignore[union-attr]
         if isinstance(key, ast.AnnAssign) and isinstance(doc, ast.Expr)

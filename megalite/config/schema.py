@@ -253,7 +253,8 @@ class ParallelConfig:
     powersgd_rank: int | None = None
     """With ZeRO 0 or 1, send gradient matrices as two factors with this many columns (PowerSGD). null: no compression."""
     bucket_mb: float = 25.0
-    """Maximum size of a gradient bucket, in MB of fp32. A layer is never split: one that is larger has a bucket of its own."""
+    """Maximum size of a gradient bucket, in MB of fp32, or with a unit: 25MB, 32MiB. A layer is never split: one that is larger has a
+    bucket of its own."""
     offload: Literal["none", "cpu", "disk"] = "none"
     """Where master weights and optimizer state are stored: on the device (none), in CPU memory (cpu) or in a memory-mapped file (disk).
     With cpu and disk the optimizer runs on the CPU."""
@@ -282,7 +283,7 @@ class DataConfig:
     train: str | list[str] | dict[str, float] | None = None
     """Training data: a token file's PREFIX (of PREFIX.bin and PREFIX.idx), a list of prefixes, or {PREFIX: weight} for a blend."""
     validation: float | str | list[str] | dict[str, float] | None = None
-    """Validation data: the same, or the fraction of the training data that is held out at its end. null: no validation."""
+    """Validation data: the same, or the fraction of the training data that is held out at its end, 0.05 or 5%. null: no validation."""
     shuffle: bool = True
     """Shuffle the training samples. The order depends on (seed, epoch, dataset) only."""
     sequence_length: int = 256
@@ -300,7 +301,12 @@ class DataConfig:
 @dataclass
 class TrainConfig:
     steps: int = 100
-    """Number of optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run. Or give tokens or epochs, which are resolved to steps: the later of file and command line
+    counts."""
+    tokens: int | None = None
+    """Tokens to train on, in place of steps, for example 10B or 300M: steps are tokens / (global_batch_size · data.sequence_length)."""
+    epochs: float | None = None
+    """Passes through data.train, in place of steps, for example 3 or 0.5. An epoch of a blend ends before its first repeated sample."""
     global_batch_size: int = 32
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int = 4
@@ -359,7 +365,7 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: int = 0
-    """Number of steps of linear warm-up from 0 to lr."""
+    """Number of steps of linear warm-up from 0 to lr; or their share of train.steps, 5% or 0.05."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning-rate schedule after the warm-up. wsd: constant, then linear decay over the last wsd_decay_fraction of train.steps."""
     wsd_decay_fraction: float = 0.1

@@ -12,44 +12,62 @@ gives the dataset and the number of its samples earlier in the period; (k div D)
 stored or replayed.
 """
 
-import heapq
 import json
 import math
 from abc import ABC, abstractmethod
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right
 from dataclasses import dataclass
-from fractions import Fraction
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite import rng
 from megalite.batch import IGNORE_INDEX
+from megalite.config.samples import (
+    DataError,
+    first_repeat,
+    held_out_fraction,
+    held_out_start,
+    interleave,
+    rows_of,
+    whole_documents,
+    whole_samples,
+    whole_weights,
+)
 from megalite.config.schema import DataConfig
 from megalite.config.token_files import prefixes
-from megalite.data.indexed import DataError, IndexedTokens
+from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer_comparison import of_data, one_tokenizer
 from megalite.data.tokenizer_identity import TokenizerIdentity
 
-LONGEST_PERIOD = 1 << 17
-PACKED_TOGETHER = 1 << 13  # documents; more would not fill rows better, and would cost more time
+
+class Member(NamedTuple):
+    """Token files that are read from beginning to end, and again.
+
+    Attributes: `samples`, their number of samples; `share`, the share of all samples of the dataset that are theirs.
+    """
+
+    name: str
+    samples: int
+    share: float = 1.0
 
 
 class Dataset(ABC):
     """An endless sequence of samples with O(1) random access.
 
     Attributes: `vocab_size` and `eos` (None if no PREFIX.json has them); `fingerprint`, a hash of everything that determines content and
-    order; `samples_per_epoch`, the number of samples before one is repeated; `chat`, whether it holds conversations, with a loss mask;
-    `tokenizer`, that of the training data, as recorded.
+    order; `samples_per_epoch`, the number of samples before one is repeated; `members`, what a blend is made of, or itself; `chat`, whether
+    it holds conversations, with a loss mask; `tokenizer`, that of the training data, as recorded.
     """
 
     vocab_size: int | None
     eos: int | None
     fingerprint: str
     samples_per_epoch: int
+    members: list[Member]
     chat: bool = False
     tokenizer: TokenizerIdentity = TokenizerIdentity()
 
@@ -106,12 +124,8 @@ class Concatenation(TokenFiles):
 
     def __init__(self, parts: list[Part], sequence_length: int, *, shuffle: bool, seed: int):
         super().__init__(parts, sequence_length, shuffle=shuffle, seed=seed)
-        self.samples_per_epoch = (self._ends[-1] - 1) // sequence_length  # the last target is one token past the last input
-        if self.samples_per_epoch < 1:
-            raise DataError(
-                f"data.sequence_length = {sequence_length} needs {sequence_length + 1} tokens for one sample, and {self._names} gives "
-                f"{self._ends[-1]}. Choose a shorter sequence_length, a larger held-out fraction, or more data."
-            )
+        self.samples_per_epoch = whole_samples(self._ends[-1], sequence_length, self._names)
+        self.members = [Member(self._names, self.samples_per_epoch)]
 
     def _sample(self, sample: int) -> NDArray[np.int64]:
         return self._read(self._tokens, sample * self._length, self._length + 1)
@@ -129,17 +143,12 @@ class Conversations(TokenFiles):
     def __init__(self, parts: list[Part], sequence_length: int, *, packing: bool, shuffle: bool, seed: int):
         super().__init__(parts, sequence_length, packing, shuffle=shuffle, seed=seed)
         self._loss = [part.file.loss.tokens[part.start : part.stop] for part in parts if part.file.loss is not None]
-        ends = [part.file.sizes.cumsum() for part in parts]
-        self._sizes = np.concatenate([p.file.sizes[(p.start < end) & (end <= p.stop)] for p, end in zip(parts, ends, strict=True)])
+        self._sizes = np.concatenate([whole_documents(part.file.sizes, part.start, part.stop) for part in parts])
         self._starts = self._sizes.cumsum() - self._sizes
-        if not len(self._sizes):
-            raise DataError(f"{self._names} leaves no conversation for training or validation: hold out another fraction, or add data.")
-        if (longest := self._sizes.max()) > sequence_length + 1:
-            way_out = f"Raise it to {longest - 1}, or prepare the data again with --max_length {sequence_length + 1}."
-            raise DataError(f"data.sequence_length = {sequence_length} cuts a conversation of {longest} tokens in {self._names}. {way_out}")
-        rows = best_fit(self._sizes - 1, sequence_length) if packing else np.arange(len(self._sizes))
+        rows = rows_of(self._sizes, sequence_length, packing, self._names)
         self._documents, self._last = np.argsort(rows, kind="stable"), np.bincount(rows).cumsum()  # sorted by row
         self.samples_per_epoch = len(self._last)
+        self.members = [Member(self._names, self.samples_per_epoch)]
 
     def _sample(self, sample: int) -> NDArray[np.int64]:
         row = np.zeros((3, self._length), np.int64)  # what no document fills: token 0, not counted
@@ -155,24 +164,6 @@ class Conversations(TokenFiles):
         return row
 
 
-def best_fit(sizes: NDArray[np.integer], capacity: int) -> NDArray[np.int64]:
-    """The row of each document when rows of `capacity` are packed best-fit decreasing (Johnson 1974), PACKED_TOGETHER documents at a time.
-
-    The longest documents are placed first, each into the fullest row with enough room. Rows are numbered in the order of their first
-    documents.
-    """
-    rows, count = np.empty(len(sizes), np.int64), 0
-    for start in range(0, len(sizes), PACKED_TOGETHER):
-        rooms: list[tuple[int, int]] = []  # (room, row), ascending
-        for document in start + np.argsort(-sizes[start : start + PACKED_TOGETHER], kind="stable"):
-            at = bisect_left(rooms, (sizes[document], 0))
-            room, rows[document] = rooms.pop(at) if at < len(rooms) else (capacity, count)
-            insort(rooms, (room - sizes[document], rows[document]))
-            count += room == capacity
-    _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[rows]
-
-
 class Blend(Dataset):
     """Datasets interleaved by weight; after any number of samples each has contributed its share to within one sample.
 
@@ -182,7 +173,10 @@ class Blend(Dataset):
     def __init__(self, datasets: list[Dataset], weights: list[float]):
         self._datasets, self._counts = datasets, whole_weights(weights)
         self._source, self._earlier = interleave(self._counts)
-        self.samples_per_epoch = min(self._first_repeat(j) for j in range(len(datasets)))
+        sizes = [dataset.samples_per_epoch for dataset in datasets]
+        self.samples_per_epoch = min(first_repeat(self._source, self._counts, j, samples) for j, samples in enumerate(sizes))
+        shares = [count / len(self._source) for count in self._counts]
+        self.members = [member._replace(share=share) for each, share in zip(datasets, shares, strict=True) for member in each.members]
         self.vocab_size, self.eos = _agreed(datasets, "vocab_size"), _agreed(datasets, "eos")
         self.chat = any(dataset.chat for dataset in datasets)
         self.fingerprint = _hash(json.dumps([[d.fingerprint for d in datasets], self._counts]).encode())
@@ -196,11 +190,6 @@ class Blend(Dataset):
         period, row = divmod(index, len(self._source))
         source = int(self._source[row])
         return source, period * self._counts[source] + int(self._earlier[row])
-
-    def _first_repeat(self, source: int) -> int:
-        """The first index at which dataset `source` begins its second epoch."""
-        periods, rest = divmod(self._datasets[source].samples_per_epoch, self._counts[source])
-        return periods * len(self._source) + int(np.flatnonzero(self._source == source)[rest])
 
 
 def permute(index: int, size: int, key: int) -> int:
@@ -230,48 +219,6 @@ def _mix(key: int, value: int) -> int:
     return x ^ (x >> 31)
 
 
-def whole_weights(weights: list[float]) -> list[int]:
-    """The smallest integers in the proportion of the weights, read as decimals.
-
-    If they sum to more than LONGEST_PERIOD, the shares are rounded to multiples of 1 / LONGEST_PERIOD (none to 0).
-    """
-    exact = [Fraction(str(weight)) for weight in weights]
-    scale = math.lcm(*(f.denominator for f in exact))
-    whole = [int(f * scale) for f in exact]
-    if sum(whole) // math.gcd(*whole) > LONGEST_PERIOD:
-        whole = _rounded([f / sum(exact) for f in exact])
-    return [count // math.gcd(*whole) for count in whole]
-
-
-def _rounded(shares: list[Fraction]) -> list[int]:
-    """The shares in units of 1 / LONGEST_PERIOD, each at least 1; the largest remainders are rounded up."""
-    whole = [max(1, math.floor(share * LONGEST_PERIOD)) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda j: whole[j] - shares[j] * LONGEST_PERIOD)
-    for j in by_remainder[: max(0, LONGEST_PERIOD - sum(whole))]:
-        whole[j] += 1
-    return whole
-
-
-def interleave(counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """One period: for each of its sum(counts) samples, its dataset and the number of earlier samples of that dataset.
-
-    The m-th sample of dataset j may be placed in the window [floor(m·D/q), ceil((m + 1)·D/q)), earliest deadline first. That meets every
-    window (Baruah et al. 1996, proportionate progress), and a sequence inside the windows is within one sample of every share.
-    """
-    total = sum(counts)
-    source, earlier = np.empty(total, np.int32), np.empty(total, np.int32)
-    waiting = [(0, j, 0) for j in range(len(counts))]  # (release, dataset, m)
-    ready: list[tuple[int, int, int]] = []  # (deadline, dataset, m)
-    for row in range(total):
-        while waiting and waiting[0][0] <= row:
-            _, j, m = heapq.heappop(waiting)
-            heapq.heappush(ready, (-(-(m + 1) * total // counts[j]), j, m))
-        _, j, m = heapq.heappop(ready)
-        source[row], earlier[row] = j, m
-        heapq.heappush(waiting, ((m + 1) * total // counts[j], j, m + 1))
-    return source, earlier
-
-
 def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     """The training dataset and the validation dataset (None if there is none) of a configuration.
 
@@ -280,9 +227,9 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     """
     assert config.train is not None, "a rule asks for data.train"
     one_tokenizer(config)
-    held_out = config.validation if isinstance(config.validation, float | int) else 0.0
+    held_out = held_out_fraction(config)
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
-    cuts = {prefix: _cut(file, held_out) for prefix, file in files.items()}
+    cuts = {prefix: held_out_start(file, held_out, file.loss is not None) for prefix, file in files.items()}
     train = _dataset(config.train, {p: Part(f, 0, cuts[p]) for p, f in files.items()}, config, config.shuffle, seed)
     train.tokenizer = of_data(config)
     if held_out:
@@ -303,13 +250,6 @@ def _samples(parts: list[Part], config: DataConfig, shuffle: bool, seed: int) ->
     if parts[0].file.loss is not None:
         return Conversations(parts, config.sequence_length, packing=config.packing, shuffle=shuffle, seed=seed)
     return Concatenation(parts, config.sequence_length, shuffle=shuffle, seed=seed)
-
-
-def _cut(file: IndexedTokens, held_out: float) -> int:
-    """The token at which a file's held-out part begins: a document's start, unless text would then have less than half of the fraction."""
-    wanted = round(len(file) * held_out)
-    cut = file.document_at(len(file) - wanted) if wanted else len(file)
-    return cut if file.loss is not None or 2 * (len(file) - cut) >= wanted else len(file) - wanted
 
 
 def _agreed(sources: list[Any], attribute: str) -> int | None:

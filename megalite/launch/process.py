@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from megalite.config.amounts import duration_seconds
 from megalite.config.load import tell_torchrun
-from megalite.config.rules.training import duration_seconds
 from megalite.messages import flush_output, say
 
 GRACE = 2.0  # seconds that a failed rank stays alive, so that others can learn the reason

@@ -1,16 +1,30 @@
-"""Console output of a run: one line per step, and on a terminal a progress bar with the remaining time. Only rank 0 prints."""
+"""Console output of a run: one line per step, and on a terminal a progress bar with the remaining time. Only rank 0 prints.
+
+A loss that is not finite, or that jumps, gets a marker word at the end of its line, which is red on a terminal, and is printed whatever the
+interval.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TextIO
+from math import isfinite
+from pathlib import PurePath
+from statistics import median
+from time import monotonic
+from typing import Any, TextIO
 
 from megalite.messages import say
+from megalite.monitoring.metrics import MEMBER, StepMetrics
 
-if TYPE_CHECKING:
-    from megalite.monitoring.metrics import StepMetrics
+PACE_STEPS = 100
+"""Number of last steps whose pace gives the time left."""
+SPIKE_WINDOW, SPIKE_MINIMUM = 50, 20
+"""Number of last losses that a loss is compared with, and the smallest number at which it is."""
+SPIKE_SPREADS, SPIKE_RISE = 5.0, 0.1
+"""A spike exceeds the median of these by more than 5 times their spread (from the median to the 90th percentile) and by more than 10 %."""
 
 
 class Console(ExitStack):
@@ -21,10 +35,23 @@ class Console(ExitStack):
         interval: print every `interval` steps; the first and the last step and skipped ones are always printed.
         start_step: number of steps completed before this process started.
         enabled: False on every rank but 0.
+        clock: seconds, from which the time left is estimated.
     """
 
-    def __init__(self, total_steps: int, interval: int = 1, *, start_step: int = 0, enabled: bool = True, stream: TextIO | None = None):
+    def __init__(
+        self,
+        total_steps: int,
+        interval: int = 1,
+        *,
+        start_step: int = 0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = monotonic,
+    ):
         super().__init__()
+        self._clock, self._times = clock, deque[float](maxlen=PACE_STEPS + 1)
+        self._watch, self._marked = LossWatch(), False
+        self._losses: dict[str, float] = {}
         self.total_steps, self.interval, self.start_step, self.enabled = total_steps, interval, start_step, enabled
         self._stream = stream or sys.stdout
         self._bar: Any = _bar(self._stream) if enabled and self._stream.isatty() else None
@@ -35,27 +62,45 @@ class Console(ExitStack):
 
     def step(self, metrics: StepMetrics, fault: str | None = None, numbers: Mapping[str, Any] | None = None) -> None:
         """Print a step's line. `fault` says why a step was skipped; `numbers` are further measurements of the step."""
+        self._times.append(self._clock())
+        marker = self._watch.marker(metrics)
+        begins, self._marked = marker != "" and not self._marked, marker != ""
         shown = metrics.step % self.interval == 0 or metrics.step in (self.start_step + 1, self.total_steps) or metrics.skipped
-        if shown:
-            self.message(self._line(metrics, numbers or {}) + (f"  skipped: {fault}" if metrics.skipped else ""))
-        if self._bar is not None:
-            self._bar.update(self._task, completed=metrics.step)
+        if shown or begins:
+            parts = [*self._parts(metrics, numbers or {}), marker, f"skipped: {fault}" if metrics.skipped else ""]
+            self.message("  ".join(filter(None, parts)), alarm=marker != "")
+        self._show("loss", metrics.loss, metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
-        self.message(f"{self._step(step)}  validation loss {loss:.4f}")
+        """Print a validation's line, with the last training loss next to it."""
+        beside = f"training loss {self._losses['loss']:.4f}" if "loss" in self._losses else ""
+        marker = "" if isfinite(loss) else "VALIDATION LOSS NaN"
+        self.message("  ".join(filter(None, [self._step(step), f"validation loss {loss:.4f}", beside, marker])), alarm=marker != "")
+        self._show("validation", loss, step)
 
-    def message(self, text: str) -> None:
+    def _show(self, name: str, loss: float, step: int) -> None:
+        """Show a loss in the bar, next to the others."""
+        self._losses[name] = loss
+        if self._bar is not None:
+            losses = "  ".join(f"{name} {value:.4f}" for name, value in self._losses.items())
+            self._bar.update(self._task, completed=step, description=losses)
+
+    def message(self, text: str, alarm: bool = False) -> None:
+        """Print a line; `alarm`: in red on a terminal."""
         if not self.enabled:
             return
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            from rich.text import Text
+
+            line = Text(text, style="bold red" if alarm else "")  # a style of print would colour the bar below it, too
+            self._bar.console.print(line, soft_wrap=True)
         else:
             say(text, self._stream)
 
     def _step(self, step: int) -> str:
         return f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"
 
-    def _line(self, metrics: StepMetrics, numbers: Mapping[str, Any]) -> str:
+    def _parts(self, metrics: StepMetrics, numbers: Mapping[str, Any]) -> list[str]:
         parts = [
             self._step(metrics.step),
             f"loss {metrics.loss:.4f}",
@@ -71,7 +116,55 @@ class Console(ExitStack):
         for phase in ("data", "communication"):  # shown only if they take a visible share of the step
             share = numbers.get(f"time_{phase}_s", 0.0) / metrics.step_time_s
             parts += [f"{phase} {share:.0%}"] if share >= 0.005 else []
-        return "  ".join(parts)
+        return [*parts, *_read(numbers), f"{100 * metrics.step / self.total_steps:.3g}% done", *self._left(metrics)]
+
+    def _left(self, metrics: StepMetrics) -> list[str]:
+        """The time left at the pace of the last steps, with the validations and saves between them; before there are two, at the step's."""
+        steps = self.total_steps - metrics.step
+        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1) if len(self._times) > 1 else metrics.step_time_s
+        return [f"{duration(steps * pace)} left"] if steps else []
+
+
+class LossWatch:
+    """Recognises a loss that is not finite, or that jumps: by the median of the last ones, which noise and single outliers do not move."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+
+    def marker(self, metrics: StepMetrics) -> str:
+        """The marker of a step; empty for an ordinary one. Gradients that overflow while fp16 looks for its loss scale are ordinary."""
+        if not isfinite(metrics.loss):
+            return "LOSS NaN"
+        if not isfinite(metrics.grad_norm) and metrics.loss_scale == 1:
+            return "GRADIENTS NaN"
+        last = sorted(self._losses)
+        self._losses.append(metrics.loss)
+        if len(last) < SPIKE_MINIMUM:
+            return ""
+        middle = median(last)
+        spread = last[9 * len(last) // 10] - middle  # five of them are more than six standard deviations of normal noise
+        if metrics.loss - middle <= max(SPIKE_SPREADS * spread, SPIKE_RISE * abs(middle)):
+            return ""
+        return f"LOSS SPIKE, the median of the last {len(last)} steps is {middle:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 45s, 12m05s, 3h20m or 2d03h."""
+    whole = round(seconds)
+    for unit, size, below, next_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // next_size:02}{below}"
+    return f"{whole}s"
+
+
+def _read(numbers: Mapping[str, Any]) -> list[str]:
+    """How much of its data a run has read: tokens, and epochs of a blend's member that is read most often."""
+    if "tokens_seen" not in numbers:
+        return []
+    members = {name: epoch for name, epoch in numbers.items() if name.startswith(MEMBER)}
+    of = f" of {PurePath(max(members, key=lambda name: members[name])).name}" if members else ""
+    epoch = numbers["epoch"]
+    return [f"{_thousands(numbers['tokens_seen'])} tokens", f"epoch {epoch:.{2 if epoch >= 0.1 else 4}f}{of}"]
 
 
 def _bar(stream: TextIO) -> Any:
@@ -84,4 +177,7 @@ def _bar(stream: TextIO) -> Any:
 
 
 def _thousands(value: float) -> str:
-    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e4 else f"{value:.0f}"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value / 1e3:.1f}k" if value >= 1e4 else f"{value:.0f}"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from megalite.monitoring.sinks import Sink
 
 FILE = "metrics.jsonl"
+MEMBER = "epoch/"
+"""The keys for the epochs of a blend's members start with this."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,10 @@ class Observer:
         """Further keys of a step's line in metrics.jsonl. Called on rank 0 only, when the step's result is known."""
         return {}
 
+    def lines(self, metrics: StepMetrics) -> list[str]:
+        """Lines to print below a step's own. Called on rank 0 only, after `numbers`."""
+        return []
+
     def finish(self) -> list[str]:
         """Called at the end of the run; returns lines that rank 0 prints."""
         return []

@@ -1,8 +1,9 @@
 """The list of a run's instruments, which the command `train` passes to the training loop as observers.
 
-phases.py times each step by phase, rank_times.py compares the ranks, gpu.py reads the device's memory and sensors, timeline_recorder.py and
-timeline.py record and compare the pipeline's timeline, tracing.py runs torch's profiler, prediction.py reports at the end the prediction's
-error. Not observers: links.py tests the network before the first step, out_of_memory.py suggests changes when memory runs out.
+epochs.py counts tokens and epochs, phases.py times each step by phase, rank_times.py compares the ranks, gpu.py reads the device's memory
+and sensors, timeline_recorder.py and timeline.py record and compare the pipeline's timeline, tracing.py runs torch's profiler,
+prediction.py reports at the end the prediction's error. Not observers: links.py tests the network before the first step, out_of_memory.py
+suggests changes when memory runs out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.schema import ConfigError
 from megalite.launch.environment import RankEnvironment
+from megalite.monitoring.epochs import Epochs
 from megalite.monitoring.gpu import Gpu
 from megalite.monitoring.observer import Observer
 from megalite.monitoring.phases import PhaseTimes
@@ -41,4 +43,5 @@ def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = No
     """All instruments of a run, the same on every rank. own: this rank's environment; device: the planner's description of its device."""
     phases = PhaseTimes(trainer)
     ranks = RankTimes(trainer, phases)
-    return phases, ranks, Gpu(trainer), ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer), Outcome(trainer, own, device)
+    recorders = ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer)
+    return Epochs(trainer), phases, ranks, Gpu(trainer), *recorders, Outcome(trainer, own, device)

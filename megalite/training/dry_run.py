@@ -72,11 +72,18 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
         "device": device,
         "built": ranks,
         "ranks": [{**each.to_dict(), "bytes_sent": own.to_dict()} for each, own in zip(memory, sent, strict=True)],
+        **length(config),
         "flops_per_token": flops(config),
         "schedule": schedule.name,
         "microbatches": schedule.microbatches,
         "bubble_fraction": bubble(config, schedule),
     }
+
+
+def length(config: Config) -> dict[str, int]:
+    """Steps and tokens of the whole run; none for a number of epochs of data that is not here."""
+    steps, step = config.train.steps, config.train.global_batch_size * config.data.sequence_length
+    return {"steps": steps, "tokens": steps * step} if config.train.epochs is None else {}
 
 
 def flops(config: Config) -> dict[str, Any]:
@@ -108,6 +115,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute {config.train.recompute}",
         f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
         "each stage as long as its matrix products",
+        *([f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"] if "steps" in content else []),
         f"built on the meta device, with the planned number of bytes: {len(content['built'])} ranks",
     ]
     return lines

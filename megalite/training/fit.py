@@ -13,7 +13,7 @@ import torch
 from megalite.activity import BETWEEN
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.saver import Saver
-from megalite.config.rules.training import duration_seconds
+from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console
@@ -107,6 +107,8 @@ def report_results(
         console.step(metrics, result.fault, numbers)
         assert writer is not None
         writer.step(metrics, numbers)
+        for line in (line for each in observers for line in each.lines(metrics)):
+            console.message(line)
 
 
 def go_back(trainer: Trainer, bad: StepResult, console: Console, writer: MetricsWriter | None) -> None:

@@ -19,6 +19,7 @@ from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.messages import write_or_say
 from megalite.monitoring.metrics import FILE as METRICS
+from megalite.monitoring.metrics import MEMBER
 
 FILE = "summary.json"
 TAIL = 1 << 20
@@ -38,7 +39,7 @@ class Summary:
         exit_status: see docs/runs.md; None while it runs.
         reason: of a failure, its first line.
         step, steps: steps done, over all starts of the run, and train.steps.
-        loss, val_loss: the last ones in metrics.jsonl.
+        loss, val_loss: the last ones in metrics.jsonl; so are `tokens_seen`, `epoch` and, for a blend, the `epochs` of its members.
         checkpoint: name of the newest checkpoint.
         started, ended: UTC; of this start of the run, which took `seconds`.
     """
@@ -56,6 +57,9 @@ class Summary:
     step: int = 0
     loss: float | None = None
     val_loss: float | None = None
+    tokens_seen: int | None = None
+    epoch: float | None = None
+    epochs: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     ended: str | None = None
     seconds: float = 0.0
@@ -88,7 +92,9 @@ class SummaryWriter:
         """Read from the run's files how far it is."""
         for record in last_records(self._directory / METRICS):  # also lines that a resume has cut since the last time
             summary.step = record.get("step", summary.step)
-            summary.loss, summary.val_loss = record.get("loss", summary.loss), record.get("val_loss", summary.val_loss)
+            for name in ("loss", "val_loss", "tokens_seen", "epoch"):
+                setattr(summary, name, record.get(name, getattr(summary, name)))
+            summary.epochs |= {key.removeprefix(MEMBER): value for key, value in record.items() if key.startswith(MEMBER)}
         newest = checkpoint.latest(self._directory / "checkpoints")
         summary.checkpoint = newest.name if newest else None
 

@@ -11,7 +11,7 @@ from time import localtime, monotonic, strftime, time
 import torch
 
 from megalite.activity import Activity
-from megalite.config.rules.training import duration_seconds
+from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Mesh
 from megalite.messages import say

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.build import parts as build
+from megalite.commands import plan as planning
 from megalite.commands.plan import main
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
@@ -222,3 +223,12 @@ def test_what_can_not_be_planned_is_one_message(tool, capsys, arguments, message
         out = streams.out + streams.err
         assert error.code == (1 if message.startswith("Nothing") else 2)
     assert message in out and "Traceback" not in out
+
+
+def test_the_length_of_a_run_is_that_of_the_planned_batch(tmp_path):
+    """In tokens, and with a warm-up that is a share of it: 10^6 / (64 · 128) steps."""
+    (tmp_path / "run.yaml").write_text("model: {preset: tiny, vocab_size: 257}\ntrain: {tokens: 1M}\noptimizer: {warmup_steps: 5%}")
+    words = ["--model", str(tmp_path / "run.yaml"), "--sequence_length", "128", "--global_batch_size", "64", "--tokens", "300B"]
+    options = planning.parser().parse_args(words)
+    config = planning.base_config(options)
+    assert (config.train.steps, config.train.tokens, config.optimizer.warmup_steps, options.tokens) == (123, None, 7, 300 * 10**9)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megalite.config.amounts import duration_seconds
 from megalite.config.rules import RULES, all_rules, check
-from megalite.config.rules.training import duration_seconds
 from megalite.config.schema import Config, ConfigError
 
 
@@ -37,7 +37,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("network.ib_gid_index", "network.ib_retries"), (-1, 0)),
     "profiling.memory_snapshot": (0, 1),
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)),
-    "validation.interval": (0, None),
+    **dict.fromkeys(("validation.interval", "train.tokens"), (0, None)),
     "parallel.virtual_stages": (0, 1),
     "model.rope_local_theta": (0.0, None),
     **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank"), (0, 1)),
@@ -54,7 +54,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
         (0.0, 1e-9),
     ),
     **dict.fromkeys(("model.attention_softcap", "model.logit_softcap", "model.logit_scale", "model.embedding_scale"), (0.0, 1e-9)),
-    **dict.fromkeys(("parallel.bucket_mb", "optimizer.eps", "faults.spike_sigma"), (0.0, 1e-9)),
+    **dict.fromkeys(("parallel.bucket_mb", "optimizer.eps", "faults.spike_sigma", "train.epochs"), (0.0, 1e-9)),
     "train.loss_chunk": (-1, 0),
     **dict.fromkeys(("train.grad_clip", "train.z_loss", "optimizer.min_lr", "optimizer.weight_decay"), (-1e-9, 0.0)),
     "lora.rank": (-1, 0),
@@ -257,7 +257,7 @@ ROWS = [
         ("would lose",),
     ),
     Row("one compression", {"parallel.powersgd_rank": 4, "parallel.reduce_dtype": "bf16"}, {"parallel.reduce_dtype": "wide"}, ("Remove",)),
-    Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("tools/prepare_data.py",)),
+    Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("megalite prepare",)),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
     Row("data.train weights are positive", {"data.train": {"tokens": float("inf")}}, {"data.train": {"tokens": 0.1}}),
     Row(

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.batch import IGNORE_INDEX
+from megalite.config import samples
+from megalite.config.samples import best_fit
 from megalite.config.schema import DataConfig
-from megalite.data import dataset as datasets
-from megalite.data.dataset import Dataset, best_fit, build
+from megalite.data.dataset import Dataset, build
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.loader import Loader
 
@@ -60,11 +61,11 @@ def test_every_conversation_stands_whole_in_one_row(chats, packing):
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=80), st.integers(50, 70), st.integers(1, 80))
 def test_packing(sizes, capacity, together):
     """Nothing overflows, and of rows packed together at most one is half empty: two could have been one."""
-    original, datasets.PACKED_TOGETHER = datasets.PACKED_TOGETHER, together
+    original, samples.PACKED_TOGETHER = samples.PACKED_TOGETHER, together
     try:
         rows = best_fit(np.array(sizes), capacity)
     finally:
-        datasets.PACKED_TOGETHER = original
+        samples.PACKED_TOGETHER = original
     assert set(rows) == set(range(max(rows) + 1))
     assert list(dict.fromkeys(rows)) == sorted(set(rows)), "numbered by their first document"
     for start in range(0, len(sizes), together):

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.samples import LONGEST_PERIOD, interleave, whole_weights
 from megalite.config.schema import DataConfig
-from megalite.data.dataset import LONGEST_PERIOD, Blend, Concatenation, Part, build, interleave, permute, whole_weights
+from megalite.data.dataset import Blend, Concatenation, Part, build, permute
 from megalite.data.indexed import DataError
 
 S = 5

@@ -22,10 +22,14 @@ COMMANDS = [shlex.split(line) for line in re.findall(r"^megalite (prepare .* --o
 
 @pytest.fixture(autouse=True)
 def files(tmp_path, monkeypatch) -> None:
-    """The examples; rows of a .parquet are written as JSON on the page."""
+    monkeypatch.chdir(tmp_path)
+    write_examples()
+
+
+def write_examples() -> None:
+    """Write the examples into the current directory; rows of a .parquet are JSON on the page."""
     from pyarrow import Table, parquet
 
-    monkeypatch.chdir(tmp_path)
     for name, content in EXAMPLES.items():
         if name.endswith(".parquet"):
             parquet.write_table(Table.from_pylist([json.loads(line) for line in content.splitlines()]), name)
@@ -34,7 +38,7 @@ def files(tmp_path, monkeypatch) -> None:
 
 
 def prepared(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict:
-    words = ["byte" if word == "HF_DIR" else word for word in words]
+    words = ["byte" if word == "models/llama" else word for word in words]
     monkeypatch.setattr(sys, "argv", [*words, "--json"])
     main()
     result: dict = json.loads(capsys.readouterr().out)

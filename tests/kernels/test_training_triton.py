@@ -10,6 +10,7 @@ from tests.distributed.support.configs import SINGLE, STEPS, config_of, write_to
 from tests.kernels.compiling import MODULES
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 1, "masked": True, "dropout": 0.0, "microbatches": 2}
+INTERPRETED_STEPS = 5
 BATCH = {"global_batch_size": 4, "micro_batch_size": 2}  # 64 tokens a step: the interpreter takes a millisecond for a program
 
 
@@ -27,7 +28,7 @@ def test_the_same_losses_with_kernels_and_without(device, tmp_path, monkeypatch)
         assert used == set(), "the run without kernels launched some"
         config = from_dict(config_of(CASE, prefix, train={**BATCH, "kernels": kernels}))
         trainer = Trainer(config, build.make_mesh(config), device)
-        results[kernels] = [trainer.step() for _ in range(STEPS)]
+        results[kernels] = [trainer.step() for _ in range(STEPS if device == "cuda" else INTERPRETED_STEPS)]
         trainer.close()
     elsewhere = {"attention_triton"} if device == "cuda" else set()  # fp32 takes the reference there
     assert used == set(MODULES) - elsewhere, "a kernel that training does not take is proved by nothing here"

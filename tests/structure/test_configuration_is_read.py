@@ -104,8 +104,9 @@ def derived_keys(schema: ast.Module) -> dict[str, set[str]]:
 
 
 def acting(paths: Iterable[Path]) -> list[str]:
-    """The sources that act on the configuration; megalite/config/ only defines and checks it, but for the sizes that dims.py derives."""
-    return [path.read_text() for path in paths if LOADING.parent not in path.parents or path.name == "dims.py"]
+    """The sources that act on the configuration; megalite/config/ only defines and checks it, but for the sizes that dims.py derives and
+    the length of the run that amounts.py resolves."""
+    return [path.read_text() for path in paths if LOADING.parent not in path.parents or path.name in ("dims.py", "amounts.py")]
 
 
 def test_every_key_is_read():

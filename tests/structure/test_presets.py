@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from megalite.config.load import load_config
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
+from megalite.training.dry_run import bubble
 from tests.structure.sources import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -54,7 +56,12 @@ def test_a_preset_would_start_and_has_the_size_that_it_says(path: Path, tokens: 
     assert config.run.name == name
 
 
-def test_the_large_presets_name_their_layout():
-    for name in ("llama-3-8b", "llama-3-70b"):
-        sizes = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["parallel"]
-        assert sizes["tp"] * sizes["pp"] * sizes["dp"] == RANKS[name]
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])
+def test_the_large_presets_name_their_layout_and_the_bubble_of_the_dry_run(name: str, tokens: dict[bool, str]):
+    text = (ROOT / "configs" / f"{name}.yaml").read_text()
+    sizes = yaml.safe_load(text)["parallel"]
+    assert sizes["tp"] * sizes["pp"] * sizes["dp"] == RANKS[name]
+    config = load_config(["--config", name, "--data.train", tokens[False]], world_size=RANKS[name])
+    schedule = build.schedule(config, build.layout(config).microbatches)
+    (said,) = re.findall(r"The bubble is ([\d.]+) %", text)
+    assert said == f"{100 * bubble(config, schedule):.1f}"

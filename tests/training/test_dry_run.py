@@ -53,6 +53,7 @@ def test_it_prints_a_line_for_pipeline_ranks_that_are_alike(say):
     table = [line.split() for line in lines[3:7]]
     assert [row[:2] for row in table] == [["pp", "rank"], ["0", "0-31"], ["1-2", "32-95"], ["3", "96-127"]]
     assert lines[-1] == "built on the meta device, with the planned number of bytes: 8 ranks"
+    assert lines[-2] == f"the run: 100 steps, {100 * 2048 * 8192:,} tokens"
 
 
 @pytest.mark.parametrize(

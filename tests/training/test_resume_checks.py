@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalite.build import parts as build
 from megalite.commands.train import announce
+from megalite.config.amounts import resolve_steps
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import ConfigError
+from megalite.monitoring.epochs import Epochs, repeated
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
@@ -33,6 +38,7 @@ def trainer(prefix: str, run: dict[str, Any], restarted: bool = False, **changes
     config = config_of(CASE, prefix, run=run)
     config["checkpoint"] = {}
     made = from_dict({section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}})
+    resolve_steps(made)
     return Trainer(made, build.make_mesh(made), restarted=restarted)
 
 
@@ -158,6 +164,31 @@ def test_a_resume_lists_every_change_in_a_table(prefix, run):
     unchanged = trainer(prefix, run)
     unchanged.close()
     assert unchanged.notes == []
+
+
+def test_epochs_resume_as_the_steps_that_they_are(prefix, run, capsys):
+    """The same words change nothing; more epochs go on, and the data that is read again is named."""
+    samples = (Path(f"{prefix}.bin").stat().st_size // 2 - 1) // 16
+    own, constant = {**run, "name": "epochs"}, {"decay": "constant"}
+    first = trainer(prefix, own, train={"epochs": 64 / samples}, optimizer=constant, logging={"interval": 1})
+    try:
+        assert first.config.train.steps == 2, "64 samples in steps of 32"
+        fit(first, [Epochs(first)])
+        again = trainer(prefix, own, train={"epochs": 64 / samples}, optimizer=constant)
+        again.close()
+        assert again.step_done == 2 and again.notes == [] and repeated(again) == []
+        more = trainer(prefix, own, train={"epochs": 3.0}, optimizer=constant)
+        more.close()
+        assert more.config.train.steps == math.ceil(3 * samples / 32)
+        assert [line.split() for line in more.notes][1:] == [["train.steps", "2", str(more.config.train.steps)]]
+        assert repeated(more)[0].startswith(f"{prefix} is read 3")
+    finally:
+        gc.unfreeze()
+        gc.enable()
+        first.close()
+    lines = [json.loads(line) for line in (first.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["tokens_seen"], line["epoch"]) for line in lines] == [(512, 32 / samples), (1024, 64 / samples)]
+    assert "  1024 tokens  epoch " in capsys.readouterr().out
 
 
 def test_another_version_of_the_code_is_listed(prefix, run, monkeypatch):

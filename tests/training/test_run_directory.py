@@ -133,12 +133,14 @@ def test_all_ranks_learn_what_rank_0_found(tmp_path):
 def test_summary_json_tells_how_the_run_stands(tmp_path):
     run = write_run(tmp_path, 20)
     with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "loss": 1.5, "tokens_seen": 640, "epoch": 2.5, "epoch/data/a": 0.5, "epoch/data/b": 2.5}\n')
         file.write('{"step": 20, "val_loss": 2.5}\n{"step": 21, "lo')  # a killed run's last line
     job, _ = begin_job(config(tmp_path), restarted=False)
     assert not (run / "summary.json").exists(), "nothing has been changed yet"
     job.running()
     found = json.loads((run / "summary.json").read_text())
     assert (found["state"], found["exit_status"], found["step"], found["loss"], found["val_loss"]) == ("running", None, 20, 1.5, 2.5)
+    assert (found["tokens_seen"], found["epoch"], found["epochs"]) == (640, 2.5, {"data/a": 0.5, "data/b": 2.5})
     assert found["checkpoint"] == step_name(20) and found["pid"] == os.getpid()
     job.end(ExitStatus.FAILED, "rank 3: no memory\nsecond line")
     found = json.loads((run / "summary.json").read_text())

@@ -6,6 +6,7 @@ nan:step=7-9,restart=1          on every rank in three steps, only after the fir
 
 from dataclasses import dataclass
 
+from megalite.config.amounts import duration_seconds
 from megalite.config.rule import Rule, RuleContext, nearest_name
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -44,12 +45,19 @@ def _parse(text: str) -> Fault:
     try:
         steps = range(int(first), int(last or first) + 1)
         rank = int(values["rank"]) if "rank" in values else None
-        fault = Fault(kind, steps, rank, int(values.get("restart", 0)), float(values[KINDS[kind][0]]) if KINDS[kind] else 0.0)
+        fault = Fault(kind, steps, rank, int(values.get("restart", 0)), _amount(kind, values))
     except ValueError:
         raise ValueError(text, "has a value that is not a number") from None
     if not steps or steps[0] < 1 or fault.restart < 0 or (kind == "slow" and not fault.amount > 0):
         raise ValueError(text, "has a value out of range: steps count from 1, restarts from 0, and seconds are positive")
     return fault
+
+
+def _amount(kind: str, values: dict[str, str]) -> float:
+    """The number that a kind of fault needs; seconds may have a unit. Raises ValueError if it is not a number."""
+    if kind == "slow" and (seconds := duration_seconds(values["seconds"])):
+        return seconds
+    return float(values[KINDS[kind][0]]) if KINDS[kind] else 0.0
 
 
 def _wrong(c: RuleContext) -> tuple[str, str] | None:

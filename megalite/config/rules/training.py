@@ -5,19 +5,10 @@ import os
 import re
 from pathlib import Path
 
+from megalite.config.amounts import duration_seconds
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, can_be_written, is_checkpoint
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
-
-
-def duration_seconds(text: str) -> int | None:
-    """Seconds of a duration such as 3h50m, 90m or 30s; None if it is not a duration."""
-    match = _DURATION.fullmatch(text)
-    if match is None or not text:
-        return None
-    hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return 3600 * hours + 60 * minutes + seconds
 
 
 def _kernels_lack(c: RuleContext) -> str:
@@ -100,7 +91,7 @@ RULES: tuple[Rule, ...] = (
         "optimizer.warmup_steps",
         lambda c: c.optimizer.warmup_steps > c.train.steps,
         message="exceeds {train.steps}",
-        legal=lambda c: f"Legal values: 0 to {c.train.steps}. Nearest: {c.train.steps}.",
+        legal=lambda c: f"Legal values: 0 to {c.train.steps}, or a share of them such as 5%. Nearest: {c.train.steps}.",
     ),
     Rule(
         "warm-up before the decay",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.samples import best_fit
 from megalite.data import tokenizers as tokenizing
 from megalite.data.chat_template import ChatTemplate
 from megalite.data.indexed import DataError
@@ -232,8 +233,6 @@ def _check_left(summary: Summary, chat: Chats) -> None:
 
 def _packed_rows(sizes: NDArray[np.int32], longest: int) -> int:
     """Number of rows into which conversations of these sizes are packed, each as long as the longest one."""
-    from megalite.data.dataset import best_fit  # imports torch, which preparing texts does not need
-
     return int(best_fit(sizes - 1, longest - 1).max(initial=-1)) + 1
 
 

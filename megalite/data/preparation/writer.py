@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.indexed import DTYPES, HEADER, MAGIC, DataError, companion
+from megalite.config.samples import DTYPES, HEADER, MAGIC, DataError
+from megalite.data.indexed import companion
 from megalite.data.preparation.encoded import token_dtype
 
 LONGEST = (1 << 31) - 1  # tokens of a document: the index has 32 bits for it

@@ -1,0 +1,161 @@
+"""Amounts as people write them: 10B tokens, 5% of the steps, 3 epochs, 25MB, 1h30m.
+
+`plain` turns an amount with a unit into the number that its option holds. `resolve_steps` replaces what depends on other options
+(train.tokens, train.epochs, a warm-up that is a share of the steps) by numbers of steps: a resolved configuration has nothing else. Imports
+no torch; reads the index of the training data, and only for train.epochs.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from megalite.config.rule import show
+from megalite.config.schema import Config, ConfigError
+from megalite.config.token_files import prefixes
+
+HORIZON = ("train.steps", "train.tokens", "train.epochs")
+"""Options that say how long the run is."""
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+_COUNT = re.compile(rf"{_NUMBER}\s?([kmbt]?)", re.IGNORECASE)
+_SIZE = re.compile(rf"{_NUMBER}\s?([kmgt]i?b|b)?", re.IGNORECASE)
+_PERCENT = re.compile(rf"{_NUMBER}\s?%", re.IGNORECASE)
+_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_BYTES = {"b": 1, **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}}
+_BYTES |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
+
+
+def count(text: str) -> int | None:
+    """The whole number of 10B, 1.5e9, 300M or 20k; None if it is not one."""
+    match = _COUNT.fullmatch(text.strip().replace("_", ""))
+    value = Fraction(match[1]) * _THOUSANDS[match[2].lower()] if match else None
+    return int(value) if value is not None and value.denominator == 1 else None
+
+
+def byte_size(text: str) -> int | None:
+    """Bytes of 5GB, 512MB, 1GiB or a plain number; None if it is not a size."""
+    match = _SIZE.fullmatch(text.strip())
+    return int(Fraction(match[1]) * _BYTES[(match[2] or "b").lower()]) if match else None
+
+
+def duration_seconds(text: str) -> int | None:
+    """Seconds of a duration such as 3h50m, 90m or 30s; None if it is not a duration."""
+    match = _DURATION.fullmatch(text)
+    if match is None or not text:
+        return None
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def percentage(text: str) -> Fraction | None:
+    """5% as a fraction; None if it is not a percentage."""
+    match = _PERCENT.fullmatch(text.strip())
+    return Fraction(match[1]) / 100 if match else None
+
+
+def _steps_or_share(text: str) -> int | Fraction | None:
+    """A number of steps; or a share of train.steps, 5% or a number below 1."""
+    if (share := percentage(text)) is not None:
+        return share
+    match = _COUNT.fullmatch(text.strip())
+    if match is not None and not match[2] and 0 < Fraction(match[1]) < 1:
+        return Fraction(match[1])
+    return count(text)
+
+
+def _fraction_or(text: str) -> float | str:
+    """A percentage as a number; anything else is left for its option's type."""
+    share = percentage(text)
+    return text if share is None else float(share)
+
+
+def _megabytes(text: str) -> float | None:
+    """A plain number is one of MB."""
+    size = byte_size(text)
+    return None if size is None else size / 1e6 if text.strip()[-1] in "bB" else float(text)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of amount: how it is read (None: it can not be), and the words of the message."""
+
+    read: Callable[[str], Any]
+    what: str = ""
+    forms: str = ""
+
+
+_STEPS = Kind(count, "a number of steps", "300, 20k or 1.5M")
+_WAIT = Kind(
+    lambda text: text if duration_seconds(text) else None, "a duration", "hours, minutes and seconds in this order: 3h50m, 90m or 30s"
+)
+_FRACTION = Kind(_fraction_or)
+KINDS = {
+    **dict.fromkeys(("train.steps", "checkpoint.interval", "checkpoint.keep_every", "validation.interval"), _STEPS),
+    "train.tokens": Kind(count, "a number of tokens", "300M, 10B, 1.5T or 1.5e9"),
+    "optimizer.warmup_steps": Kind(_steps_or_share, "a number of steps", "200, 2k, or a share of train.steps: 5% or 0.05"),
+    **dict.fromkeys(("optimizer.wsd_decay_fraction", "data.validation"), _FRACTION),
+    "parallel.bucket_mb": Kind(_megabytes, "a size", "25MB, 32MiB, or 25, which is in MB"),
+    **dict.fromkeys(("run.timeout", "train.stop_after", "train.watchdog"), _WAIT),
+}
+"""Option → the kind of amount that it takes."""
+
+
+def plain(option: str, value: Any, source: str) -> Any:
+    """The value as its option's type takes it: the number of an amount with a unit, a Fraction for a share of the steps.
+
+    What is no amount is returned as it is. Raises ConfigError on one that can not be read; `source` says where it was.
+    """
+    kind = KINDS.get(option)
+    if kind is None or isinstance(value, bool) or not isinstance(value, str | int | float) or value == "null":
+        return value
+    text = value if isinstance(value, str) else repr(value)
+    found = kind.read(text)
+    if found is None:
+        raise ConfigError(f"{option} = {show(value)} {source} is not {kind.what}. Write {kind.forms}.")
+    return value if found == text else found
+
+
+def on_top(given: dict[str, Any], later: dict[str, Any], source: str) -> dict[str, Any]:
+    """The options given so far, overridden by those of a later source; how long the run is replaces what was said about that before.
+
+    Raises ConfigError if the later source says it twice.
+    """
+    asked = [option for option in HORIZON if later.get(option) is not None]
+    if len(asked) > 1:
+        both = " and ".join(f"{option} = {show(later[option])}" for option in asked)
+        raise ConfigError(f"{both} {source} each say how long the run is. Give one of them.")
+    return ({option: value for option, value in given.items() if option not in HORIZON} if asked else given) | later
+
+
+def resolve_steps(config: Config) -> None:
+    """Replace train.tokens or train.epochs by train.steps, and a share of the steps by their number.
+
+    Rounds up. What can not be resolved because another option is wrong, or because the training data is not there, is left as it is: the
+    rules say why. Raises DataError if the data is damaged.
+    """
+    train, optimizer = config.train, config.optimizer
+    sizes = min(train.global_batch_size, config.data.sequence_length)
+    if train.tokens is not None and train.tokens > 0 and sizes > 0:
+        train.steps = math.ceil(Fraction(train.tokens, train.global_batch_size * config.data.sequence_length))
+        train.tokens = None
+    if train.epochs is not None and math.isfinite(train.epochs) and train.epochs > 0 and sizes > 0 and _can_be_counted(config):
+        from megalite.config.samples import samples_per_epoch  # numpy, which a run of a given number of steps need not load here
+
+        train.steps = math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data) / train.global_batch_size)
+        train.epochs = None
+    warmup: Any = optimizer.warmup_steps
+    if isinstance(warmup, Fraction):
+        optimizer.warmup_steps = math.ceil(warmup * train.steps)
+
+
+def _can_be_counted(config: Config) -> bool:
+    """Whether the training data and the options that say how it is read keep their rules."""
+    data = config.data
+    weights = data.train.values() if isinstance(data.train, dict) else ()
+    held_out = data.validation if isinstance(data.validation, float | int) else 0.0
+    files = [Path(f"{prefix}{end}") for prefix in prefixes(data.train) for end in (".idx", ".bin")]
+    return bool(files) and all(file.is_file() for file in files) and all(0 < each < math.inf for each in weights) and 0 <= held_out < 1

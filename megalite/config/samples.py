@@ -1,0 +1,208 @@
+"""Samples counted from the indices of token files alone, without their tokens: held-out parts, packing, blends. Imports no torch.
+
+`train.epochs` is resolved with them before anything heavy is imported, and the datasets of `megalite.data` are made of the same functions.
+The layout of PREFIX.idx is described in megalite/data/indexed.py.
+"""
+
+import heapq
+import math
+import struct
+from bisect import bisect_left, insort
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.checkout import command
+from megalite.config.schema import ConfigError, DataConfig
+from megalite.config.token_files import is_chat, prefixes
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type code, sequences, document marks
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Token type code → numpy type (the format's codes 6 and 7 are floats, which cannot be tokens)."""
+LONGEST_PERIOD = 1 << 17
+PACKED_TOGETHER = 1 << 13  # documents; more would not fill rows better, and would cost more time
+
+
+class DataError(ConfigError):
+    """Data that cannot be read or prepared; the message names the file, the reason and a way out."""
+
+
+class TokenIndex:
+    """PREFIX.idx.
+
+    Attributes: `dtype` of a token, `sizes` (in tokens) and `pointers` (in bytes) of the sequences, `documents` (marks). Raises DataError if
+    the file is missing, damaged or empty.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = str(prefix)
+        path = Path(f"{prefix}.idx")  # a dot inside PREFIX is part of its name
+        self.dtype, self.sizes, self.pointers, self.documents = _read_index(path)
+        if len(self.sizes) == 0 or self.sizes[-1] + self.pointers[-1] == 0:
+            raise DataError(f"{path} holds no tokens. Prepare it again from a non-empty input.")
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1])
+
+    def document_at(self, token: int) -> int:
+        """The first token of the first document that starts at `token` or later; the number of tokens if none does."""
+        one_each = len(self.documents) == len(self.sizes) + 1  # one sequence per document: the pointers need no copy
+        starts = self.pointers if one_each else self.pointers[self.documents[self.documents < len(self.sizes)]]
+        found = int(np.searchsorted(starts, token * self.dtype.itemsize))
+        return int(starts[found]) // self.dtype.itemsize if found < len(starts) else len(self)
+
+
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Token type, sizes [n], pointers [n] and document marks [d] of an .idx file."""
+    if not path.is_file():
+        raise DataError(f"{path} is missing: a token file is a .bin and an .idx. Make it with {command('prepare')} --output PREFIX.")
+    length = path.stat().st_size
+    if length < HEADER.size:
+        raise DataError(f"{path} has {length} bytes, fewer than its header: it is truncated. Prepare it again.")
+    raw = np.memmap(path, dtype=np.uint8, mode="r")
+    magic, version, code, sequences, marks = HEADER.unpack(raw[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise DataError(f"{path} does not start with MMIDIDX: it is not a token file index. Give a PREFIX that {command('prepare')} wrote.")
+    if version != 1 or code not in DTYPES:
+        raise DataError(
+            f"{path} has version {version} and token type {code}; version 1 with types {sorted(DTYPES)} can be read. Prepare it again."
+        )
+    if length != (expected := HEADER.size + 12 * sequences + 8 * marks):
+        raise DataError(f"{path} has {length} bytes where its header counts {expected}: it is truncated or damaged. Prepare it again.")
+    sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
+    pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
+    documents = np.frombuffer(raw, "<i8", marks, HEADER.size + 12 * sequences)
+    return np.dtype(DTYPES[code]), sizes, pointers, documents
+
+
+# ---- samples
+
+
+def samples_per_epoch(data: DataConfig) -> int:
+    """Samples of the training data before one is repeated. Raises DataError where the dataset would."""
+    sources = prefixes(data.train)
+    held_out = held_out_fraction(data)
+    indices = {prefix: TokenIndex(prefix) for prefix in sources}
+    stops = {prefix: held_out_start(index, held_out, is_chat(prefix)) for prefix, index in indices.items()}
+
+    def samples(*of: str) -> int:
+        names = ", ".join(of)
+        if not is_chat(of[0]):
+            return whole_samples(sum(stops[prefix] for prefix in of), data.sequence_length, names)
+        sizes = np.concatenate([whole_documents(indices[prefix].sizes, 0, stops[prefix]) for prefix in of])
+        return int(rows_of(sizes, data.sequence_length, data.packing, names).max()) + 1
+
+    if not isinstance(data.train, dict) or len(sources) == 1:
+        return samples(*sources)
+    counts = whole_weights(list(data.train.values()))
+    source, _ = interleave(counts)
+    return min(first_repeat(source, counts, j, samples(prefix)) for j, prefix in enumerate(sources))
+
+
+def held_out_fraction(data: DataConfig) -> float:
+    """The fraction of the training data that is held out for validation; 0 if the validation data is files of its own, or none."""
+    return data.validation if isinstance(data.validation, float | int) else 0.0
+
+
+def held_out_start(file: TokenIndex, held_out: float, chat: bool) -> int:
+    """The token at which a file's held-out part begins: a document's start, unless text would then have less than half of the fraction."""
+    wanted = round(len(file) * held_out)
+    cut = file.document_at(len(file) - wanted) if wanted else len(file)
+    return cut if chat or 2 * (len(file) - cut) >= wanted else len(file) - wanted
+
+
+def whole_samples(tokens: int, sequence_length: int, names: str) -> int:
+    """Number of samples of a text. Raises DataError, naming the files, if there is none."""
+    samples = (tokens - 1) // sequence_length  # the last target is one token past the last input
+    if samples < 1:
+        raise DataError(
+            f"data.sequence_length = {sequence_length} needs {sequence_length + 1} tokens for one sample, and {names} gives "
+            f"{tokens}. Choose a shorter sequence_length, a larger held-out fraction, or more data."
+        )
+    return samples
+
+
+def whole_documents(sizes: NDArray[np.integer], start: int, stop: int) -> NDArray[np.integer]:
+    """The sizes of those of consecutive documents that end inside tokens [start, stop)."""
+    ends = sizes.cumsum()
+    return sizes[(start < ends) & (ends <= stop)]
+
+
+def rows_of(sizes: NDArray[np.integer], sequence_length: int, packing: bool, names: str) -> NDArray[np.int64]:
+    """The row of each conversation. Raises DataError, naming the files, if there is none, or one that is longer than a row."""
+    if not len(sizes):
+        raise DataError(f"{names} leaves no conversation for training or validation: hold out another fraction, or add data.")
+    if (longest := sizes.max()) > sequence_length + 1:
+        way_out = f"Raise it to {longest - 1}, or prepare the data again with --max_length {sequence_length + 1}."
+        raise DataError(f"data.sequence_length = {sequence_length} cuts a conversation of {longest} tokens in {names}. {way_out}")
+    return best_fit(sizes - 1, sequence_length) if packing else np.arange(len(sizes))
+
+
+def best_fit(sizes: NDArray[np.integer], capacity: int) -> NDArray[np.int64]:
+    """The row of each document when rows of `capacity` are packed best-fit decreasing (Johnson 1974), PACKED_TOGETHER documents at a time.
+
+    The longest documents are placed first, each into the fullest row with enough room. Rows are numbered in the order of their first
+    documents.
+    """
+    rows, count = np.empty(len(sizes), np.int64), 0
+    for start in range(0, len(sizes), PACKED_TOGETHER):
+        rooms: list[tuple[int, int]] = []  # (room, row), ascending
+        for document in start + np.argsort(-sizes[start : start + PACKED_TOGETHER], kind="stable"):
+            at = bisect_left(rooms, (sizes[document], 0))
+            room, rows[document] = rooms.pop(at) if at < len(rooms) else (capacity, count)
+            insort(rooms, (room - sizes[document], rows[document]))
+            count += room == capacity
+    _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[rows]
+
+
+def whole_weights(weights: list[float]) -> list[int]:
+    """The smallest integers in the proportion of the weights, read as decimals.
+
+    If they sum to more than LONGEST_PERIOD, the shares are rounded to multiples of 1 / LONGEST_PERIOD (none to 0).
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(f.denominator for f in exact))
+    whole = [int(f * scale) for f in exact]
+    if sum(whole) // math.gcd(*whole) > LONGEST_PERIOD:
+        whole = _rounded([f / sum(exact) for f in exact])
+    return [count // math.gcd(*whole) for count in whole]
+
+
+def _rounded(shares: list[Fraction]) -> list[int]:
+    """The shares in units of 1 / LONGEST_PERIOD, each at least 1; the largest remainders are rounded up."""
+    whole = [max(1, math.floor(share * LONGEST_PERIOD)) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda j: whole[j] - shares[j] * LONGEST_PERIOD)
+    for j in by_remainder[: max(0, LONGEST_PERIOD - sum(whole))]:
+        whole[j] += 1
+    return whole
+
+
+def interleave(counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """One period: for each of its sum(counts) samples, its dataset and the number of earlier samples of that dataset.
+
+    The m-th sample of dataset j may be placed in the window [floor(m·D/q), ceil((m + 1)·D/q)), earliest deadline first. That meets every
+    window (Baruah et al. 1996, proportionate progress), and a sequence inside the windows is within one sample of every share.
+    """
+    total = sum(counts)
+    source, earlier = np.empty(total, np.int32), np.empty(total, np.int32)
+    waiting = [(0, j, 0) for j in range(len(counts))]  # (release, dataset, m)
+    ready: list[tuple[int, int, int]] = []  # (deadline, dataset, m)
+    for row in range(total):
+        while waiting and waiting[0][0] <= row:
+            _, j, m = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(m + 1) * total // counts[j]), j, m))
+        _, j, m = heapq.heappop(ready)
+        source[row], earlier[row] = j, m
+        heapq.heappush(waiting, ((m + 1) * total // counts[j], j, m + 1))
+    return source, earlier
+
+
+def first_repeat(source: NDArray[np.int32], counts: list[int], j: int, samples: int) -> int:
+    """The first index of a blend, of which `source` is one period, at which dataset j, of `samples` samples, begins its second epoch."""
+    periods, rest = divmod(samples, counts[j])
+    return periods * len(source) + int(np.flatnonzero(source == j)[rest])

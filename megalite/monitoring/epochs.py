@@ -1,0 +1,67 @@
+"""How much of its data a run has read: tokens so far, and how many times each member of the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megalite.monitoring.metrics import MEMBER, StepMetrics
+from megalite.monitoring.observer import Observer
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
+
+
+class Epochs(Observer):
+    """Adds to a step `tokens_seen`, `epoch` (of the member that is read most often) and, for a blend, the epoch of each member.
+
+    They count what the run has read since its first step: skipped steps too, and positions without loss.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.members = trainer, trainer.train_data.members
+
+    def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
+        samples = self._samples(metrics.step)
+        epochs = {member.name: samples * member.share / member.samples for member in self.members}
+        found = {"tokens_seen": samples * self.trainer.config.data.sequence_length, "epoch": max(epochs.values())}
+        return found | ({f"{MEMBER}{name}": epoch for name, epoch in epochs.items()} if len(epochs) > 1 else {})
+
+    def lines(self, metrics: StepMetrics) -> list[str]:
+        """Members that have been read to their end: after 1, 2, …, 9, 10, 20, … epochs, so that a small one does not fill the log."""
+        config = self.trainer.config
+        after = self._samples(metrics.step)
+        before, all_samples = after - config.train.global_batch_size, planned_samples(self.trainer)
+        found = []
+        for name, samples, share in self.members:
+            ended = int(after * share // samples)
+            if ended > int(before * share // samples) and not str(ended)[1:].strip("0") and metrics.step < config.train.steps:
+                whole = _times(all_samples * share / samples)
+                found.append(
+                    f"{name} has been read to its end after step {metrics.step}, and begins again: epoch {ended} of {whole} is done"
+                )
+        return found
+
+    def _samples(self, step: int) -> int:
+        """Samples read until the end of a step; the trainer may be a step ahead."""
+        trainer = self.trainer
+        return trainer.samples - (trainer.step_done - step) * trainer.config.train.global_batch_size
+
+
+def repeated(trainer: Trainer) -> list[str]:
+    """A line for each member of the data that is read more than once, by more than what rounds up the last step."""
+    total, batch = planned_samples(trainer), trainer.config.train.global_batch_size
+    return [
+        f"{name} is read {_times(total * share / samples)} times (it has {samples:,} samples, and the run takes {total * share:,.0f})"
+        for name, samples, share in trainer.train_data.members
+        if total * share - samples >= batch * share
+    ]
+
+
+def planned_samples(trainer: Trainer) -> int:
+    """Samples that the run has read when its last step is done."""
+    train = trainer.config.train
+    return trainer.samples + (train.steps - trainer.step_done) * train.global_batch_size
+
+
+def _times(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".") if number < 10 else f"{number:,.0f}"

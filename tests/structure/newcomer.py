@@ -1,0 +1,102 @@
+"""What a newcomer has who follows the manual: a clone, texts, conversations, a small Llama; and the commands of a page, run as written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.data.chats import CHATML, write_lines, write_tokenizer
+from tests.huggingface.hf_models import SIZES, Case
+from tests.huggingface.hf_models import write as write_model
+from tests.structure.sources import ROOT
+
+LINKED = ("tools", "configs", "pretrain.py", "megalite", "Makefile", "pyproject.toml", "constraints.txt")
+BLOCK = re.compile(r'^```sh(?: title="([^"\n]*)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+BATCH = "--train.global_batch_size 8 --train.micro_batch_size 2 --data.sequence_length 32"
+SHORT = {  # appended: later options win
+    "prepare": "--workers 1",
+    "train": f"--train.steps 2 --optimizer.warmup_steps 1 {BATCH}",
+    "generate": "--tokens 3",
+    "verify": BATCH,
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page.
+
+    Attributes:
+        title: what its block says that it needs, where that is not here.
+        redirected: the file behind `<`; `output` is that behind `>`.
+    """
+
+    page: str
+    text: str
+    title: str = ""
+    redirected: str | None = None
+    output: str | None = None
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+
+def commands(page: str) -> list[Command]:
+    """The commands of a page's blocks of shell commands, in order."""
+    found = []
+    for title, block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines():
+            text, _, output = line.partition(" > ")
+            text, _, redirected = text.partition(" < ")
+            found += [Command(page, text, title, redirected.strip() or None, output.strip() or None)]
+    return found
+
+
+def make_place(place: Path) -> Path:
+    """Fill a directory with a clone, a corpus of text files, a configuration of another program, a small Llama and conversations."""
+    for name in LINKED:
+        (place / name).symlink_to(ROOT / name)
+    (place / "ds_config.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+    sizes = {**SIZES, "vocab_size": 264, "tie_word_embeddings": True}
+    write_tokenizer(write_model(Case("Llama", sizes), place / "models" / "llama"), CHATML)
+    answer = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    write_lines(place / "chats.jsonl", [answer] * 40)
+    (place / "corpus").mkdir()
+    for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]:  # enough text for 8,192 pieces
+        (place / "corpus" / f"{source.stem}.txt").write_bytes(source.read_bytes())
+    return place
+
+
+def run(words: list[str], place: Path, redirected: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command in the newcomer's directory, with the programs of this environment, as an activated one would find them."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # `make test` may have started this
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    source = None if redirected is None else (place / redirected).open()
+    try:
+        return subprocess.run(runnable(words), cwd=place, env=environment, stdin=source, capture_output=True, text=True, timeout=240)
+    finally:
+        if source is not None:
+            source.close()
+
+
+def runnable(words: list[str]) -> list[str]:
+    """A command with its program in this environment."""
+    programs = {
+        "megalite": [sys.executable, "-m", "megalite"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        "python": [sys.executable],
+    }
+    return [*programs.get(words[0], [words[0]]), *words[1:]]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """A command with options that keep it short appended."""
+    if "--dry_run" in words or "megalite" not in words:
+        return words
+    return [*words, *shlex.split(SHORT.get(words[words.index("megalite") + 1], ""))]
