@@ -118,7 +118,7 @@ def bring_out(options: argparse.Namespace) -> Answer:
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:
     from megalite.checkpoint import find
-    from megalite.huggingface.adapters import export_adapter
+    from megalite.huggingface.adapter_export import export_adapter
 
     with progress_of(options.json) as progress:
         progress("exporting the adapters")

@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from fractions import Fraction
@@ -204,8 +206,9 @@ class Arguments:
 
 def read_arguments(argv: list[str]) -> Arguments:
     """Parse `--name VALUE` and `--name=VALUE`. Raises ConfigError on a word that is not an option, or an option without a value."""
-    arguments, words = Arguments(), iter(argv)
-    for word in words:
+    arguments, words = Arguments(), deque(argv)
+    while words:
+        word = words.popleft()
         if word in ("-h", "--help"):
             arguments.help = True
         elif arguments.help and word in SECTIONS:
@@ -218,19 +221,40 @@ def read_arguments(argv: list[str]) -> Arguments:
             name, equals, value = word.removeprefix("--").partition("=")
             option = SHORT.get(name, name)
             if not word.startswith("--"):
-                raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE; lists as '[a, b]'.")
+                raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE.")
             if option != "config" and option not in OPTIONS:
                 raise unknown(
                     name, "on the command line", [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"], dashes="--"
                 )
-            following = value if equals else next(words, None)
+            following = value if equals else words.popleft() if words else None
             if following is None or (not equals and following.startswith("--")):
                 raise ConfigError(f"--{name} on the command line has no value. Write --{name} VALUE.")
             if option == "config":
                 arguments.files.append(following)
             else:
-                arguments.overrides[option] = following
+                arguments.overrides[option] = without_brackets(option, [following, *_more_entries(option, words)])
     return arguments
+
+
+def _more_entries(option: str, words: deque[str]) -> Iterator[str]:
+    """Take the words that follow a list's first one and belong to it, up to the next option."""
+    while takes(list, option) and words and not words[0].startswith("-"):
+        yield words.popleft()
+
+
+def takes(kind: type, option: str) -> bool:
+    """Whether values of a kind, list or str, are among those that an option's type lists."""
+    hint = OPTIONS[option].type
+    return any(kind in (each, get_origin(each)) for each in (hint, *(get_args(hint) if get_origin(hint) is not list else ())))
+
+
+def without_brackets(option: str, words: list[str]) -> str:
+    """The words of an option's value as one; a list may be written as `a b` or `a,b`."""
+    if not takes(list, option) or words[0][:1] in "[{" or words == ["null"]:
+        return " ".join(words)
+    if takes(str, option):  # a path may hold a comma
+        return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
+    return f"[{', '.join(part.strip() for word in words for part in word.split(',') if part.strip())}]"
 
 
 def read_tree(path: str, option: str) -> Any:
@@ -295,9 +319,7 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> C
     parser = build_parser()
     given: dict[str, Any] = {}
     for path in map(config_file, arguments.files):
-        tree = read_tree(path, "--config")
-        values = parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
-        given = amounts.on_top(given, values, f"in {path}")
+        given = amounts.on_top(given, _file_values(parser, path), f"in {path}")
     values = parse_values(parser, arguments.overrides, "on the command line", words=True)
     given = amounts.on_top(given, values, "on the command line")
     given |= {option: with_home(given[option]) for option in PATHS if option in given}
@@ -305,6 +327,10 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> C
         from megalite.config.hub import with_directories
 
         given |= with_directories(given, weights=weights)
+    if any(option in given for option in ("lora.targets", "lora.ranks", "lora.alphas", "lora.modules_to_save")):
+        from megalite.config.lora_names import with_own_names
+
+        given |= with_own_names(given)
     config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)
@@ -312,6 +338,16 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> C
         config.model.vocab_size = data_vocab_size(config)
     amounts.resolve_steps(config)
     return config
+
+
+def _file_values(parser: "ArgumentParser", path: str) -> dict[str, Any]:
+    """The options in a YAML file; text where a list is expected is a list without brackets."""
+    tree = read_tree(path, "--config")
+    values = {} if tree is None else flatten(tree, f"in {path}")
+    lists = {option for option, value in values.items() if isinstance(value, str) and takes(list, option) and not takes(str, option)}
+    words = {option: without_brackets(option, [values[option]]) for option in lists}
+    others = {option: value for option, value in values.items() if option not in lists}
+    return parse_values(parser, others, f"in {path}") | parse_values(parser, words, f"in {path}", words=True)
 
 
 def with_home(value: Any) -> Any:

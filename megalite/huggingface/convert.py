@@ -29,6 +29,7 @@ from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
 from megalite.config.families import families, from_hf_config, hf_config
+from megalite.config.family_names import FAMILY_NAMES, names_of
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import RuleContext, show
 from megalite.config.rules import model as model_rules
@@ -38,7 +39,7 @@ from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
-from megalite.huggingface.names import FAMILY_NAMES, Place, places
+from megalite.huggingface.names import Place, places
 from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
 from megalite.huggingface.vocabulary import check_vocabulary, companions
@@ -291,8 +292,17 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, Place]:
     """The places of a model's tensors in the family that it came from, or in the first that can express it. directory: the checkpoint's."""
+    return places(model, _family_of(model, directory))
+
+
+def head_of(model: ModelConfig, directory: Path) -> str:
+    """The name of the head's module in that family."""
+    return next(theirs for theirs, ours in names_of(model, _family_of(model, directory)).ends.items() if ours == "head")
+
+
+def _family_of(model: ModelConfig, directory: Path) -> str:
     like = origin(directory, model)
-    return places(model, to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
+    return str(to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
 
 
 def _stored(manifest: Manifest, found: dict[str, Place]) -> dict[str, StoredTensor]:

@@ -18,6 +18,7 @@ from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.saver import Save
 from megalite.config.load import to_dict
 from megalite.launch.environment import software
+from megalite.model.adapters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
 from megalite.training.resume_checks import changed_compression, changes, check_resume, is_same_run, without_adapters
@@ -100,16 +101,17 @@ def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
 def load_weights(trainer: Trainer, source: str) -> None:
     """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source are initialized."""
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
-        from megalite.huggingface.adapters import starting_weights  # imported only where it is needed
+        from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed
 
         read = starting_weights(replace(trainer.config, model=replace(trainer.config.model, init_from=source)))
     else:
         read = partial(checkpoint.load, without_adapters(_checked(trainer, Path(source))), convert=True)
-    if drawn := trainer.config.lora.rank > 0 and trainer.config.lora.init_from is None:
-        trainer.store.initialize(trainer.config.run.seed, frozen=False)
+    drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
+    if drawn:
+        trainer.store.initialize(trainer.config.run.seed, drawn)
     started = perf_counter()
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        read(trainer.store.to_load(trained=not drawn))
+        read(trainer.store.to_load(without=drawn))
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"the weights of {source} were read in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather

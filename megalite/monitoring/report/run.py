@@ -18,11 +18,10 @@ import yaml
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
-from megalite.model.parameters import model_specs, with_adapters
+from megalite.model.adapters import total_parameters
 from megalite.parallel.pipeline.bubble import Plan
 from megalite.parallel.pipeline.bubble import plan as planned
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from megalite.parallel.spec import parameter_count
 from megalite.planning.drawing import measured
 
 METRICS, ENVIRONMENT, PREDICTION, SUMMARY = "metrics.jsonl", "environment.json", "prediction.json", "summary.json"
@@ -71,7 +70,7 @@ class Run:
 
     @property
     def parameters(self) -> int:
-        return parameter_count(with_adapters(model_specs(self.config.model), self.config.lora))
+        return total_parameters(self.config.model, self.config.lora)
 
     def schedule(self) -> Plan | None:
         """The pipeline of a step, with the durations that the run recorded, or else those that its schedule was planned for."""
