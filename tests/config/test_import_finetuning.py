@@ -105,6 +105,17 @@ def test_axolotl(written, tmp_path, capsys):
     assert "lm_head" in notes["approximate"]["lora_target_modules"] and "hf:org/alpaca" in notes["open"]["datasets"]
 
 
+def test_variants_of_adapters(written, tmp_path, capsys):
+    """DoRA, rank-stabilised scaling and modules trained in full have the names of PEFT in every project."""
+    variants = {"peft_use_dora": True, "peft_use_rslora": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    lora = imported(capsys, tmp_path, written(AXOLOTL | variants))[3].lora
+    assert (lora.dora, lora.scaling, lora.modules_to_save) == (True, "rslora", ["embedding", "head"])
+    variants = {"use_dora": True, "use_rslora": True, "additional_target": "embed_tokens,other"}
+    _, _, notes, config = imported(capsys, tmp_path, written(FACTORY | variants))
+    assert (config.lora.dora, config.lora.scaling, config.lora.modules_to_save) == (True, "rslora", ["embedding"])
+    assert "other" in notes["approximate"]["additional_target"]
+
+
 def test_axolotls_mesh(written, tmp_path, capsys):
     config = imported(capsys, tmp_path, written(AXOLOTL | {"dp_shard_size": 4, "dp_replicate_size": 2, "tensor_parallel_size": 2}))[3]
     assert (config.parallel.dp, config.parallel.dp_shard, config.parallel.tp, config.train.global_batch_size) == (8, 4, 2, 2 * 4 * 8)

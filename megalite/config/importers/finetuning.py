@@ -32,6 +32,7 @@ DECAYS = {
 }
 DECAYS |= {"WARMUP_STABLE_DECAY": "wsd"}
 ADAMS = ("ADAMW", "ADAMW_TORCH", "ADAMW_TORCH_FUSED", "ADAMW_HF", "ADAMW_APEX_FUSED", "ADAMW_TORCH_NPU_FUSED", "ADAMW_TORCH_XLA")
+SAVED = {"embed_tokens": "embedding", "wte": "embedding", "lm_head": "head", "output": "head", "norm": "norms"}
 QUANTIZED = "weights are not quantized: parallel.zero: 3 and parallel.offload save memory"
 ATTENTION = "one fused attention runs"
 KERNELS = "fused operations are train.kernels"
@@ -54,6 +55,18 @@ def targets(value: Any, source: Source) -> Verdict:
     if not known:
         return lost("lora.targets names projections of attention and feed-forward")
     return honoured({"lora.targets": [*dict.fromkeys(known)]}, f"{', '.join(unknown)} can not have adapters" if unknown else "")
+
+
+def modules_to_save(value: Any, source: Source) -> Verdict:
+    """Modules trained in full, in a list or separated by commas."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    known = [str(name).strip() for name in names if str(name).strip() in SAVED]
+    unknown = [str(name) for name in names if str(name).strip() not in SAVED]
+    if not known:
+        return lost("lora.modules_to_save takes embedding, head and norms")
+    return honoured(
+        {"lora.modules_to_save": [*dict.fromkeys(SAVED[name] for name in known)]}, f"not {', '.join(unknown)}" if unknown else ""
+    )
 
 
 def epochs(limit: str) -> Row:
@@ -136,6 +149,8 @@ def datasets(tokenizer: str, text: bool = False) -> Row:
     return Row(judge, "data.train")
 
 
+DORA = sets("lora.dora")
+RSLORA = sets("lora.scaling", {"TRUE": "rslora", "FALSE": "standard"}, "lora.scaling is standard or rslora")
 TEMPLATE = to_do("the tokenizer's own template is used; `megalite prepare --chat_template FILE` gives another")
 DEEPSPEED = to_do("translate that file too, `megalite import-config deepspeed FILE`, and give both with --config")
 TRAINER: Table = {

@@ -116,9 +116,9 @@ TABLE: Table = {
     "lora_alpha": _adapter(sets("lora.alpha")),
     "lora_dropout": _adapter(sets("lora.dropout")),
     "lora_target": _adapter(Row(finetuning.targets, "lora.targets")),
-    "additional_target": missing("only adapters are trained: embedding and head are frozen"),
-    "use_dora": missing("lora has no DoRA"),
-    "use_rslora": missing("set lora.alpha to alpha * sqrt(rank), which is the same scale"),
+    "additional_target": _adapter(Row(finetuning.modules_to_save, "lora.modules_to_save")),
+    "use_dora": _adapter(finetuning.DORA),
+    "use_rslora": _adapter(finetuning.RSLORA),
     **each(
         "",
         "loraplus_* pissa_* use_galore use_apollo use_badam use_muon use_adam_mini use_llama_pro",

@@ -58,8 +58,10 @@ def _directory(value: Any, source: Source) -> Verdict:
 def _model(value: Any, source: Source) -> Verdict:
     """The builder of the model, whose shape is that of the checkpoint here. Those of adapters begin with lora_, qlora_ or dora_."""
     name = component(source, "model")
-    if name.startswith(("qlora", "dora")):
-        return lost(f"adapters are plain LoRA, {name} is not; the shape is that of model.from_hf")
+    if name.startswith("qlora"):
+        return lost(finetuning.QUANTIZED)
+    if name.startswith("dora"):
+        return honoured({"lora.dora": True})
     return harmless("the shape is that of model.from_hf")
 
 
@@ -144,7 +146,7 @@ TABLE: Table = {
     "model.lora_dropout": sets("lora.dropout"),
     **each("model.", "lora_attn_modules apply_lora_to_mlp", Row(_targets, "lora.targets")),
     "model.apply_lora_to_output": missing("the head is frozen under LoRA"),
-    "model.use_dora": missing("lora has no DoRA"),
+    "model.use_dora": finetuning.DORA,
     "model.quantize_base": missing(finetuning.QUANTIZED),
     "model.*": to_do("the shape is that of model.from_hf: set model.* to change it"),
     f"checkpointer.{COMPONENT}": never("weights are read from Hugging Face files"),
