@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megalite.checkout import command, torchrun_target
 from megalite.commands.parser import Parser, as_name, as_path, positive, write_whole
 from megalite.config.schema import Config, ConfigError
 
@@ -172,9 +171,7 @@ def text_of(options: argparse.Namespace, wanted: Wanted, config: Config, plan: P
     heading = f"{options.source} on {where}: {explaining.described(plan.choice)}.\n"
     if wanted.gpus:
         heading += f"Predicted: {plan.step.total:.3g} s per step, {explaining.amount(plan.memory.total)} on the fullest rank.\n"
-    heading += (
-        f"Written by {command('init')}; a comment is the first sentence of `{command('train')} --help`.\n\n  {start(options, wanted)}"
-    )
+    heading += f"Written by megalite init; a comment is the first sentence of `megalite train --help`.\n\n  {start(options, wanted)}"
     source = options.source.removeprefix("hf:")
     hub = named.kind == "huggingface" and source != named.name and not Path(source).exists()
     replaced = {"model.from_hf": source} if hub else {}
@@ -189,8 +186,8 @@ def start(options: argparse.Namespace, wanted: Wanted) -> str:
     if wanted.gpus > node:
         nodes = -(-wanted.gpus // node)
         rendezvous = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500"
-        return f"torchrun {rendezvous} --nproc-per-node {wanted.gpus // nodes} {torchrun_target()} --config {file}"
-    return f"{command('train')} {f'--nproc {wanted.gpus} ' if wanted.gpus > 1 else ''}--config {file}"
+        return f"torchrun {rendezvous} --nproc-per-node {wanted.gpus // nodes} -m megalite train --config {file}"
+    return f"megalite train {f'--nproc {wanted.gpus} ' if wanted.gpus > 1 else ''}--config {file}"
 
 
 def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan) -> None:
@@ -203,8 +200,8 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         vocabulary = (
             f"--train_tokenizer {config.model.vocab_size}" if config.model.from_hf is None else f"--tokenizer {config.model.from_hf}"
         )
-        steps.append(f"{command('prepare')} --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(options.data)}")
-    steps += [f"{command('train')} --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
+        steps.append(f"megalite prepare --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(options.data)}")
+    steps += [f"megalite train --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
     if options.json:
         job = Job(config.model, wanted.device, config.data.sequence_length, config.train.global_batch_size, config.train.precision)
         print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps}))

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
-from megalite.checkout import command
 from megalite.commands.parser import Parser, positive
 from megalite.config.amounts import duration_seconds
 from megalite.config.load import LAUNCH, load_config
@@ -44,7 +43,7 @@ def main(words: Sequence[str]) -> int:
 
 def parser() -> Parser:
     """`megalite train --help` describes the options, from `LAUNCH`."""
-    made = Parser(prog=command("train"), description=__doc__, add_help=False, allow_abbrev=False)
+    made = Parser(prog="megalite train", description=__doc__, add_help=False, allow_abbrev=False)
     add = made.add_argument
     add("--nproc", type=number_of_ranks)
     add("--nnodes", type=positive, default=1)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megalite.checkout import command
 from megalite.config import hub
 from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import Arguments, config_file, from_dict, nest, read_tree, resolve, shipped_configs
@@ -109,7 +108,7 @@ def _of_checkpoint(path: Path) -> Config:
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     if "config" not in state:
-        raise ConfigError(f"{path} holds no configuration. Give a checkpoint that {command('train')} or {command('convert')} wrote.")
+        raise ConfigError(f"{path} holds no configuration. Give a checkpoint that megalite train or megalite convert wrote.")
     return from_dict(state["config"])
 
 
@@ -144,7 +143,7 @@ def _run_of(given: str, file: Path, option: str) -> str:
     """The directory of a configuration's run."""
     run = resolve(Arguments(files=[str(file)]), 1, weights=False).run.directory
     if not is_checkpoint(str(run)):
-        raise ConfigError(f"{option} {given} stands for the run {run}, which has saved no checkpoint. Train it first: {command('train')}.")
+        raise ConfigError(f"{option} {given} stands for the run {run}, which has saved no checkpoint. Train it first: megalite train.")
     return str(run)
 
 

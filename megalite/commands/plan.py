@@ -17,7 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.checkout import command, torchrun_target
 from megalite.commands.parser import Parser, as_name, as_path, as_tokens, positive, progress_of, write_whole
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
@@ -110,9 +109,9 @@ def calibrate(path: Path) -> str:
     except report.BenchmarkError as error:
         raise HardwareError(f"--calibrate: {error}") from None
     content = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
-    heading = f"# Measured by {command('plan')} --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
+    heading = f"# Measured by megalite plan --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
     write_whole(path, heading + yaml.safe_dump(content, sort_keys=False))
-    return f"{path} is written. {command('benchmark')} plan measures the error of predictions for this machine."
+    return f"{path} is written. megalite benchmark plan measures the error of predictions for this machine."
 
 
 def base_config(options: argparse.Namespace) -> Config:
@@ -124,7 +123,7 @@ def base_config(options: argparse.Namespace) -> Config:
     if config.lora.rank:
         raise ConfigError(
             f"lora.rank = {config.lora.rank} is not planned for: the planner models training of all weights. "
-            f"Use {command('train')} --dry_run for the memory of a layout with adapters."
+            f"Use megalite train --dry_run for the memory of a layout with adapters."
         )
     if options.vocab_size is not None:
         config.model.vocab_size = options.vocab_size
@@ -211,5 +210,5 @@ def heading(search: Search, plan: Plan, path: Path) -> str:
     return (
         f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
         f"Predicted: {plan.step.total:.4g} s per step, {explaining.amount(plan.memory.total)} on the fullest rank.\n\n"
-        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} {torchrun_target()} --config {path} --data.train PREFIX --train.steps N"
+        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} -m megalite train --config {path} --data.train PREFIX --train.steps N"
     )

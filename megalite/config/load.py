@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
-from megalite.checkout import CONFIGS, command, torchrun_target
+from megalite.checkout import CONFIGS
 from megalite.config import amounts, schema
 from megalite.config.dims import filling_dp
 from megalite.config.families import hf_shape
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 USAGE = (
-    f"{command('train')} [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --zero N] [--section.key VALUE ...], "
-    f"or: torchrun --nproc-per-node N {torchrun_target()} --config ..."
+    "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --zero N] [--section.key VALUE ...], "
+    "or: torchrun --nproc-per-node N -m megalite train --config ..."
 )
 LAUNCH = {
     "nproc": "Start N ranks on this machine; gpu: one for each GPU. Without it this process is the only one, or one of torchrun's.",
@@ -63,8 +63,8 @@ PATHS = (
 )
 """Options that name files, in which ~ is the home directory."""
 NOTHING_GIVEN = f"""Say what to train, for example
-  {command("train")} --config quickstart       (a small model; {command("demo")} prepares its data)
-  {command("train")} --config run.yaml --data.train PREFIX
+  megalite train --config quickstart       (a small model; megalite demo prepares its data)
+  megalite train --config run.yaml --data.train PREFIX
 --list_configs lists the configurations shipped with megalite, --help [SECTION] the options: {", ".join(SECTIONS)}."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0
 """Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one exits, and local rank 0 must print."""
@@ -393,7 +393,7 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
     from jsonargparse import ArgumentParser
 
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
-    parser = ArgumentParser(prog=command("train"), usage=USAGE, exit_on_error=False, add_help=False)
+    parser = ArgumentParser(prog="megalite train", usage=USAGE, exit_on_error=False, add_help=False)
     if docs is not None:
         what = "YAML file of sections and keys, or a name from --list_configs. Options on the command line override it."
         parser.add_argument("--config", metavar="FILE|NAME", help=what)

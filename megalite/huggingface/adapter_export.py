@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkout import command
 from megalite.checkpoint import directories
 from megalite.checkpoint.chunks import name_of
 from megalite.config.hub import repository
@@ -38,9 +37,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     model, adapters = model_of(manifest), Adapters(manifest)
     lora = adapters.lora
     if not adapters.pairs:
-        raise ConversionError(
-            f"{directory} holds no adapters: it was trained without lora.rank. Export it with {command('convert')} export."
-        )
+        raise ConversionError(f"{directory} holds no adapters: it was trained without lora.rank. Export it with megalite convert export.")
     found = places_of(model, directory)
     modules = modules_of(found, adapters.pairs)
     tensors = {key: value for each in modules for key, value in zip(each.keys(lora.dora), _tensors(each, adapters, found), strict=True)}

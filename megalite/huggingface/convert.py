@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkout import command
 from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
@@ -268,9 +267,7 @@ def _shown(summary: dict[str, Any], architecture: str) -> dict[str, str]:
 def model_of(manifest: Manifest) -> ModelConfig:
     """The model of a checkpoint. Raises CheckpointError if it holds no configuration."""
     if "config" not in manifest.state:
-        raise CheckpointError(
-            f"{manifest.directory} holds no configuration. Give one that {command('train')} or {command('convert')} wrote."
-        )
+        raise CheckpointError(f"{manifest.directory} holds no configuration. Give one that megalite train or megalite convert wrote.")
     return from_dict(manifest.state["config"]).model
 
 
