@@ -63,8 +63,8 @@ PATHS = (
 )
 """Options that name files, in which ~ is the home directory."""
 NOTHING_GIVEN = f"""Say what to train, for example
-  megalite train --config quickstart       (a small model; megalite demo prepares its data)
-  megalite train --config run.yaml --data.train PREFIX
+  megalite train --config quickstart --data.train PREFIX       (a small model; megalite prepare makes PREFIX from your text)
+  megalite train --config run.yaml                             (megalite init writes run.yaml for this machine)
 --list_configs lists the configurations shipped with megalite, --help [SECTION] the options: {", ".join(SECTIONS)}."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0
 """Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one exits, and local rank 0 must print."""
