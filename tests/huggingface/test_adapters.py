@@ -119,6 +119,19 @@ def test_starts_alike_from_a_directory_and_from_a_checkpoint(models, prefix, tmp
     assert start(str(tmp_path / "imported"), init_from=str(tmp_path / "adapter"))[:2] == tuple(losses)
 
 
+def test_merging_leaves_rows_of_zeros_at_zero(prefix, tmp_path: Path):
+    model = make(CASES["phi3"])
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[3] = 0
+    model.save_pretrained(tmp_path / "base")
+    trainer = trainer_of(tmp_path / "base", prefix, tmp_path, dora=True)
+    saved = trainer.save()
+    trainer.close()
+    assert convert_hf.main(["export", str(saved), str(tmp_path / "merged")]) == 0
+    ids = random_ids(tokens=SEQUENCE)
+    assert (logits_of(tmp_path / "merged", ids) - logits_of(tmp_path / "base", ids)).abs().max() <= 1e-6
+
+
 def test_adapters_on_weights_that_nothing_gave_are_reported(models, prefix, tmp_path: Path):
     """Frozen random weights are mostly an option forgotten."""
     trainer = trainer_of(models["phi3"], prefix, tmp_path)

@@ -24,7 +24,7 @@ from megalite.parallel.tensor.lora import AccumulateAdapter, Adapter, Mask
 
 
 class DoraAdapter(Adapter):
-    """The adapters of one stored matrix. Rows without an adapter have g = 1."""
+    """The adapters of one stored matrix. Rows without an adapter, and adapted ones of length 0, have g = 1."""
 
     def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> tuple[Tensor, ...]:
         """Make of the layer's `out` ([seq, batch, out]) the adapted one. Returns what `backward` needs."""
@@ -61,7 +61,7 @@ class DoraAdapter(Adapter):
         return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """g and ‖W + scale · B A‖ of each of this rank's outputs, in at least fp32."""
+        """g and ‖W + scale · B A‖ of each of this rank's outputs, in at least fp32; a length of 0 is given as 1."""
         weight = self.base.tensor
         dtype = torch.promote_types(weight.dtype, torch.float32)
         before = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
@@ -72,8 +72,11 @@ class DoraAdapter(Adapter):
             after[rows] += part.scale**2 * (torch.mm(b, torch.mm(a, a.t()).to(dtype)) * b).sum(1)
         if self.base.spec.segments[0].split == 1:
             before, after = all_reduce(torch.stack([before, after]), self.tp).wait()
-        lengths, norms = before.sqrt(), after.sqrt()
+        lengths, norms = before.sqrt(), after.clamp_(min=0).sqrt()  # rounding may have made a square negative
+        empty, factors = norms == 0, torch.ones_like(norms)
+        norms = norms.masked_fill(empty, 1)
         for part in self.parts:
             assert part.magnitude is not None
-            lengths[part.columns] += part.magnitude.tensor
-        return lengths / norms, norms
+            own = part.columns
+            factors[own] = (lengths[own] + part.magnitude.tensor) / norms[own]
+        return factors.masked_fill_(empty, 1), norms
