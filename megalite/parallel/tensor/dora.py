@@ -30,18 +30,12 @@ class DoraAdapter(Adapter):
         """Make of the layer's `out` ([seq, batch, out]) the adapted one. Returns what `backward` needs."""
         factors, norms = self._factors()
         dropped, rows = self.dropped(x, mask), out.flatten(0, -2)
-        bias = None if self.bias is None else self.bias.tensor
-        if mask is not None:
-            adapted = torch.mm(dropped.flatten(0, -2), self.base.tensor.t())  # [tokens, out]
-            rest = rows - adapted
-        elif bias is not None:
-            adapted, rest = rows - bias, bias
-        else:
-            adapted, rest = rows.clone(), None
-        inner = self.inner(dropped)
+        # With a bias W x is computed again: out - bias would lose what was rounded off beside a large bias.
+        plain = rows if mask is None and not self.biased else torch.mm(dropped.flatten(0, -2), self.base.tensor.t())  # [tokens, out]
+        adapted, inner = plain.clone(), self.inner(dropped)
         self.add(inner, adapted)
         scaled = adapted * factors  # in at least fp32
-        rows.copy_(scaled if rest is None else scaled.add_(rest))
+        rows.copy_(scaled if plain is rows else scaled.sub_(plain).add_(rows))  # the difference first: before training it is 0
         return inner, adapted, factors, norms
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None) -> tuple[Tensor, AccumulateAdapter]:
