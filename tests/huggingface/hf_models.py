@@ -106,6 +106,40 @@ CASES = {
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
 
+# One shape or more of each family, for the proofs on ranks. Cases of a family that has several arrangements of sharded tensors:
+# norms of each head (stablelm, cohere), Falcon's three fused projections, and rope by part of a head (phi3).
+LAYOUT_CASES = [
+    "llama, one key-value head",
+    "mistral, window",
+    "ministral, some windows",
+    "qwen2, windows",
+    "qwen3, tied",
+    "olmo2",
+    "olmo3, yarn rope",
+    "phi3",
+    "phi3, partial rope, window",
+    "phi3, longrope",
+    "gemma, one key-value head",
+    "gemma2",
+    "gemma3, linear rope, cap",
+    "smollm3, windows",
+    "granite, biases",
+    "arcee, tied, biases",
+    "nemotron, tied, biases",
+    "starcoder2, window",
+    "stablelm",
+    "stablelm, norms of each head",
+    "glm",
+    "glm4, one key-value head",
+    "cohere, norms of each head",
+    "cohere2, untied",
+    "gpt_neox",
+    "falcon, one key-value head",
+    "falcon, new architecture",
+    "falcon, in sequence, biases",
+    "gpt2",
+]
+
 
 def make(case: Case) -> Any:
     """The model, every weight of it different from what a family starts with: ones and zeros would hide one that is ignored."""
@@ -122,21 +156,38 @@ def make(case: Case) -> Any:
 
 def write(case: Case, directory: Path) -> Path:
     """What transformers writes of it."""
-    model = make(case)
-    model.generation_config.pad_token_id = case.fields.get("pad_token_id")
-    model.save_pretrained(directory, max_shard_size=case.shard)
+    save(make(case), case, directory)
     return directory
 
 
-def logits_of(directory: Path, ids: Tensor) -> Tensor:
-    """transformers' logits in fp32, [rows, tokens, vocabulary]; nothing may be missing or left over."""
+def save(model: Any, case: Case, directory: Path) -> None:
+    model.generation_config.pad_token_id = case.fields.get("pad_token_id")
+    model.save_pretrained(directory, max_shard_size=case.shard)
+
+
+def load(directory: Path | str) -> Any:
+    """transformers' model in fp32; nothing may be missing or left over."""
     from transformers import AutoModelForCausalLM
 
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     model, report = AutoModelForCausalLM.from_pretrained(directory, **options)
     assert not any(report.values()), report
+    return model.eval()
+
+
+def logits_of(directory: Path, ids: Tensor) -> Tensor:
+    """transformers' logits in fp32, [rows, tokens, vocabulary]."""
     with torch.no_grad():
-        return model.eval()(input_ids=ids, use_cache=False).logits
+        return load(directory)(input_ids=ids, use_cache=False).logits
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
+    """The greedy tokens of transformers' model and their logits [count, vocabulary], with its cache."""
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": count, "do_sample": False, "use_cache": True, "output_logits": True, "return_dict_in_generate": True}
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    return made.sequences[0, len(prompt) :].tolist(), torch.cat(made.logits)
 
 
 def random_ids(rows: int = 2, tokens: int = 24) -> Tensor:
