@@ -38,7 +38,7 @@ from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
-from megalite.huggingface.names import FAMILY_NAMES, Place, places
+from megalite.huggingface.names import FAMILY_NAMES, Names, Place, places
 from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
 from megalite.huggingface.vocabulary import check_vocabulary, companions
@@ -98,20 +98,16 @@ def _check(model: ModelConfig) -> None:
 
 def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -> dict[str, Place]:
     """The places with the stored names. Raises ConversionError naming tensors that are missing, of another shape, or unknown."""
-    names, base = FAMILY_NAMES[family], FAMILY_NAMES[family].base
-    head = f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight"
-    bare = not any(name.startswith(base) for name in weights)  # files of a model without its head do not have the prefix
-
-    def stored(name: str) -> str:
-        return name.removeprefix(base) if bare else name
-
+    names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
+    head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
+    other_parts = names.multimodal[1] if names.multimodal and stored("") else ()  # of a file in which names have a prefix
     expected = {stored(theirs): shape for place in found.values() for theirs, shape in place.tensors.items()}
     problems = [f"{name} is missing" for name in expected if name not in weights]
     for name in weights:
         shape = weights.shape(name)
         if name in expected and shape != expected[name]:
             problems.append(f"{name} is {list(shape)}, and config.json says {list(expected[name])}")
-        elif name not in expected and not name.endswith(names.ignored) and not (tied and name == head):
+        elif name not in expected and not (name.endswith(names.ignored) or name.startswith(other_parts) or (tied and name == head)):
             problems.append(f"{name} has no place in a {family} model")
     if problems:
         more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
@@ -119,6 +115,16 @@ def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -
     if tied and head in weights and not torch.equal(weights[head], weights[stored(found["embedding.weight"].theirs)]):
         raise ConversionError(f"{weights.directory}: {head} is not the embedding, though config.json says tie_word_embeddings")
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
+
+
+def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
+    """The function from a family's name of a tensor to the stored name."""
+    whole = names.multimodal[0] if names.multimodal else ""
+    if whole and any(name.startswith(whole) for name in weights):
+        return lambda name: f"{whole}{name}"
+    if any(name.startswith(names.base) for name in weights):
+        return lambda name: name
+    return lambda name: name.removeprefix(names.base)  # files of a model without its head
 
 
 # ---- start of a run

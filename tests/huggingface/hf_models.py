@@ -160,6 +160,22 @@ def write(case: Case, directory: Path) -> Path:
     return directory
 
 
+def write_multimodal(case: Case, directory: Path) -> Any:
+    """A multimodal model whose language model is a Gemma 3 case; returns it."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    tokens = {"mm_tokens_per_image": 4, "boi_token_index": 5, "eoi_token_index": 6, "image_token_index": 7, "eos_token_id": [2, 9]}
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=case.fields, vision_config=vision, **tokens, attn_implementation="eager")
+    model = Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value), alpha=0.1)
+    model.save_pretrained(directory)
+    return model
+
+
 def save(model: Any, case: Case, directory: Path) -> None:
     model.generation_config.pad_token_id = case.fields.get("pad_token_id")
     model.save_pretrained(directory, max_shard_size=case.shard)

@@ -21,7 +21,7 @@ from megalite.commands import convert as convert_hf
 from megalite.config.families import hf_config
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface import convert as converting
-from tests.huggingface.hf_models import CASES, VOCAB, logits_of, random_ids, write
+from tests.huggingface.hf_models import CASES, VOCAB, logits_of, random_ids, write, write_multimodal
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
@@ -61,6 +61,23 @@ def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, cap
     expected = logits_of(again, ids)
     torch.testing.assert_close(expected, logits_of(theirs, ids), rtol=0, atol=0)
     torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
+
+
+def test_the_language_model_of_a_multimodal_model_comes_in(tmp_path: Path) -> None:
+    """Its export is the language model alone."""
+    theirs, ours, out = tmp_path / "theirs", tmp_path / "ours", tmp_path / "out"
+    model = write_multimodal(CASES["gemma3"], theirs)
+    assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
+    assert convert_hf.main(["export", str(ours), str(out)]) == 0
+    language = {name.removeprefix("language_model."): value for name, value in stored(theirs).items() if name.startswith("language_model.")}
+    assert same_bytes(language, stored(out)) and len(language) < len(stored(theirs))
+    assert hf_config(out)["model_type"] == "gemma3_text" and hf_config(out)["eos_token_id"] == [2, 9]
+    ids = random_ids() % 90 + 10  # none of an image
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(logits_of(out, ids), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
+    assert convert_hf.main(["check", str(ours), str(out), "--tokens", "9"]) == 0
 
 
 LLAMA = CASES["llama, tied, llama3 rope"]
