@@ -104,7 +104,9 @@ def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any
 def _language_model(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a multimodal model's language model, with the token ids of the whole; another model's as it is."""
     known, inner = families(), config.get("text_config")
-    row = known.rows.get(inner.get("model_type", "")) if isinstance(inner, dict) else None
+    if not isinstance(inner, dict):
+        return config
+    row = known.rows.get(inner.get("model_type", ""))
     if row is None or row.multimodal != config.get("model_type"):
         return config
     return inner | {name: config[name] for name in known.kept & config.keys() if config[name] is not None}

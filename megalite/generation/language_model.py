@@ -11,7 +11,6 @@ passes only; they communicate
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -203,10 +202,10 @@ class LanguageModel:
         longer = [model.longrope_context is not None and length > model.longrope_context for length in lengths]
         if any(longer) and not all(longer):
             positions = microbatch.positions.expand(-1, len(lengths))  # [seq, rows]
-            tables = partial(rotary_tables, positions, model.head_size, model.rope_theta, model.rope_scaling, self._stage.dtype, self.device)
+            shape = (model.head_size, model.rope_theta, model.rope_scaling, self._stage.dtype, self.device, model.rotary_dim)
+            short, long = (rotary_tables(positions, *shape, length=length) for length in (min(lengths), max(lengths)))
             which = torch.tensor(longer, device=self.device)[:, None]
-            (cos, sin), (long_cos, long_sin) = (tables(model.rotary_dim, length) for length in (min(lengths), max(lengths)))
-            state.rotary = torch.where(which, long_cos, cos), torch.where(which, long_sin, sin)
+            state.rotary = torch.where(which, long[0], short[0]), torch.where(which, long[1], short[1])
         return state
 
     def _samples(self, rows: int) -> Tensor:

@@ -336,7 +336,8 @@ def test_the_language_model_of_a_multimodal_file_has_transformers_defaults():
     inner = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
     file = {"model_type": "gemma3", "text_config": inner | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}, "vision_config": {}}
     theirs = transformers.Gemma3Config(**{key: copy.deepcopy(value) for key, value in file.items() if key != "model_type"})
-    assert ModelConfig(**from_hf_config(file)) == ModelConfig(**from_hf_config(json.loads(theirs.text_config.to_json_string(use_diff=False))))
+    whole = json.loads(theirs.text_config.to_json_string(use_diff=False))
+    assert ModelConfig(**from_hf_config(file)) == ModelConfig(**from_hf_config(whole))
     with pytest.raises(ConfigError, match="model_type = 'llava' is not handled"):
         from_hf_config(file | {"model_type": "llava"})
 

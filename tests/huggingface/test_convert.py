@@ -46,16 +46,33 @@ def called_as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tools/convert_hf.py"])
 
 
+def write_characters(directory: Path) -> None:
+    """The files of a tokenizer of ASCII's characters."""
+    entries = {chr(letter): letter - 32 for letter in range(32, 127)}
+    model = {"type": "WordLevel", "vocab": {**entries, "<eos>": 95}, "unk_token": " "}
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": model,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, capsys):
     case = CASES[name]
     theirs, ours, again = write(case, tmp_path / "theirs"), tmp_path / "ours", tmp_path / "again"
+    write_characters(theirs)
     assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
     assert convert_hf.main(["export", str(ours), str(again), "--shard_size", case.shard, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["family"] == hf_config(theirs)["model_type"]
     assert summary["parameters"] == sum(tensor.numel() for tensor in stored(theirs).values())
     assert same_bytes(stored(theirs), stored(again))
+    for beside in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (again / beside).read_bytes() == (theirs / beside).read_bytes()
     assert (again / "model.safetensors.index.json").exists() == (case.shard != "5GB")
     ids = random_ids()
     expected = logits_of(again, ids)
@@ -170,16 +187,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory as it should be, with a tokenizer."""
     directory = write(LLAMA, tmp_path_factory.mktemp("whole") / "llama")
-    entries = {chr(letter): letter - 32 for letter in range(32, 127)}
-    model = {"type": "WordLevel", "vocab": {**entries, "<eos>": 95}, "unk_token": " "}
-    content = {
-        "version": "1.0",
-        "added_tokens": [],
-        "model": model,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(content))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}))
+    write_characters(directory)
     return directory
 
 
