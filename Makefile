@@ -15,7 +15,7 @@ QUICK_PROOFS := 'test_model_axes.py::test_equals_one_process[gpt2-tp2-sp]' \
 	'test_resume.py::test_resuming_is_bitwise_the_run_that_never_stopped[dp2-zero2-bf16]'
 QUICK_ROOMS := build config model monitoring optimizer parallel planning training
 
-.PHONY: help demo quick test test-matrix pictures manual lint install
+.PHONY: help demo quick test test-manual test-matrix pictures manual lint install
 .DEFAULT_GOAL := test
 
 help: ## list the targets
@@ -32,6 +32,10 @@ quick: install ## the tests to run after each edit, under 90 seconds on two core
 # One of three processes runs the tests on ranks, which leave a part of both cores to the others while they wait for each other.
 test: lint ## lint and every test, at most ten minutes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+
+# Every command of the pages in docs/, as written there: 4 minutes on two cores.
+test-manual: install ## the commands of the manual
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m manual
 
 # The long form, days in total on two cores: each call runs under ten minutes and the next continues. MATRIX='--part random' selects a part.
 test-matrix: install ## a slice of the long form of the proofs: MATRIX='--minutes 4 --part random'

@@ -12,14 +12,17 @@ USAGE = "megalite COMMAND [--option VALUE …]; `megalite COMMAND --help` lists 
 def main() -> NoReturn:
     """Run the command that the first argument names."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler prints a traceback, from an import as well
-    import megalite
     from megalite.commands.start import COMMANDS, start
+    from megalite.launch.output import outlive_readers
 
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         start(name, arguments)
-    if name == "--version":
-        print(f"megalite {megalite.__version__}")
+    outlive_readers()
+    if name in ("--version", "-V"):
+        from megalite.commands.version import main as version
+
+        version(arguments)
         sys.exit(0)
     if name in ("--help", "-h"):
         print("\n".join([USAGE, "", *(f"  {command:14} {what}" for command, what in COMMANDS.items())]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import time
+from time import localtime, strftime, time
 from typing import Any
 
 READING, REDUCING, UPDATING, BETWEEN = "reading its batch", "reduction", "norm and update", "between steps"
@@ -31,6 +31,13 @@ class Activity:
         self.waiting = False
         self.runs = 0
         self.listeners: tuple[Callable[[Any], None], ...] = ()
+
+    def __str__(self) -> str:
+        what, peer, since = self.communication or ("", None, 0.0)
+        place = f"step {self.step}, {self.action}"
+        if not self.waiting:
+            return place
+        return f"{place}, awaiting {what}{'' if peer is None else f', rank {peer}'} since {strftime('%H:%M:%S', localtime(since))}"
 
     def enter(self, action: Any) -> None:
         """Record what the rank starts to do."""

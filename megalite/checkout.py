@@ -9,13 +9,3 @@ CHECKOUT = _PACKAGE.parent if (_PACKAGE.parent / "pretrain.py").is_file() and (_
 """The root of the checkout; None if only the package is installed."""
 CONFIGS = (CHECKOUT or _PACKAGE) / "configs"
 """The directory of the shipped configurations: `--config NAME` finds NAME.yaml in it."""
-
-
-def command(name: str) -> str:
-    """The name of a command in messages."""
-    return f"megalite {name}"
-
-
-def torchrun_target() -> str:
-    """The arguments of torchrun that start training."""
-    return "-m megalite train"

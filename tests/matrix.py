@@ -27,6 +27,7 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from megalite.progress import Progress, Report
 from tests.distributed.support import layouts
 from tests.distributed.support.layouts import Case
 from tests.distributed.support.pool import RankPool, start_fork_server
@@ -266,10 +267,12 @@ def source_digest() -> str:
 # ---- slices
 
 
-def run_slice(name: str, part: Part, record: Record, deadline: float) -> int:
+def run_slice(name: str, part: Part, record: Record, deadline: float, progress: Report) -> int:
     """Run cases until time is up; returns how many failed."""
     cases, started, ran, failed = part.cases(), time.monotonic(), 0, 0
-    for case in record.pending(cases):
+    pending = record.pending(cases)
+    for case in pending:
+        progress(name, ran, len(pending), "cases")
         if time.monotonic() + part.longest_s > deadline:
             break
         began = time.monotonic()
@@ -312,7 +315,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 else:
                     if options.fresh:
                         (STATE / f"{name}.jsonl").unlink(missing_ok=True)
-                    failed += run_slice(name, part, Record.read(name, source), deadline)
+                    with Progress() as progress:
+                        failed += run_slice(name, part, Record.read(name, source), deadline, progress)
     finally:
         ranks.close()
     return int(failed > 0)

@@ -21,7 +21,8 @@ from megalite.build.plan import staggered_end as staggered_end
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh
-from megalite.model.parameters import kv_replicas, model_specs, with_adapters
+from megalite.model.adapters import with_adapters
+from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
 from megalite.optimizer.state_kinds import state_kinds
 from megalite.parallel.pipeline.communication import channels
@@ -104,7 +105,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
     powersgd = PowerSGD(mesh, parallel.powersgd_rank, config.run.seed) if parallel.powersgd_rank and mesh.data.size > 1 else None
     state = state or state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config))
     store = ParameterStore(specs_of(config, mesh.pp.rank), mesh, options, powersgd=powersgd, device=device, state=state)
-    attach_adapters(store.weights, config.lora.alpha / max(config.lora.rank, 1), mesh.tp)
+    attach_adapters(store.weights, config.lora, mesh.tp)
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     units = units_of(config)
     stages = {

@@ -10,8 +10,9 @@ from itertools import chain
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.layout import Coordinates
+from megalite.model.adapters import with_adapters
 from megalite.model.cost import layer_costs
-from megalite.model.parameters import model_specs, stage_units, with_adapters
+from megalite.model.parameters import model_specs, stage_units
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import build, placement

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from megalite.parallel.spec import Rectangle
 
 
-def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> None:
-    """Write a checkpoint and publish it as `directory`, replacing an existing one. Collective over the world.
+def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> int:
+    """Write a checkpoint and publish it as `directory`, replacing an existing one. Collective over the world. Returns the bytes of all
+    ranks, on rank 0.
 
     If `directory` has the name of a step (`step_name`), `latest` in the same directory is updated to name it.
 
@@ -46,6 +47,7 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
             with named("the exchange of what to save", mesh):
                 written = tensors.write(temporary, rectangles, mesh.saving)
             on_rank_0(mesh, lambda: directories.publish(temporary, directory, encode(state, written)))
+            return sum(chunk.bytes for tensor in written.values() for chunk in tensor.chunks)
         except BaseException:
             if mesh.world.rank == 0:
                 directories.discard(temporary, directory)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, Manifest
 from megalite.checkpoint.manifest import StoredTensor
+from megalite.progress import Report, silent
 
 WEIGHT = "weight/"
 SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -78,13 +79,14 @@ def describe(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def damages(manifest: Manifest) -> list[str]:
+def damages(manifest: Manifest, progress: Report = silent) -> list[str]:
     """The first damage of each file. Reads every byte."""
-    found = []
+    found, done, total = [], 0, sum(manifest.files.values())
     for file in manifest.files:
         try:
-            for _ in manifest.read(chunk for chunk in manifest.chunks() if chunk.file == file):
-                pass
+            for chunk, _ in manifest.read(chunk for chunk in manifest.chunks() if chunk.file == file):
+                done += chunk.extent
+                progress("verifying", done, total, "B")
         except DamagedError as error:
             found.append(str(error))
     return found
@@ -117,9 +119,11 @@ class Difference:
         return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in asdict(self).items()}
 
 
-def differences(one: Manifest, other: Manifest) -> Iterator[Difference]:
+def differences(one: Manifest, other: Manifest, progress: Report = silent) -> Iterator[Difference]:
     """Every tensor that differs, in the order of names."""
-    for name in sorted(one.tensors.keys() | other.tensors.keys()):
+    names = sorted(one.tensors.keys() | other.tensors.keys())
+    for number, name in enumerate(names):
+        progress("comparing", number, len(names), "tensors")
         a, b = one.tensors.get(name), other.tensors.get(name)
         if a is None or b is None:
             yield Difference(name, f"only in {(other if a is None else one).directory}")
@@ -143,7 +147,7 @@ def _distance(x: NDArray[np.uint8], y: NDArray[np.uint8], dtype: str) -> tuple[f
 # ---- consolidation
 
 
-def consolidate(manifest: Manifest, output: Path, optimizer: bool) -> int:
+def consolidate(manifest: Manifest, output: Path, optimizer: bool, progress: Report = silent) -> int:
     """Write whole tensors to one safetensors file, which is renamed to `output` when it is complete. Returns its size in bytes.
 
     Without `optimizer` it has the weights, by their names in the model; with it all tensors, by those in the checkpoint (weight/NAME …).
@@ -166,6 +170,7 @@ def consolidate(manifest: Manifest, output: Path, optimizer: bool) -> int:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 file.write(whole(manifest, manifest.tensors[name]).data)
+                progress("writing", file.tell() - len(text) - 8, start, "B")
         fresh.replace(output)
     finally:
         fresh.unlink(missing_ok=True)

@@ -33,6 +33,7 @@ class Save:
     started: float
     held: float = 0.0  # how long it blocked training
     durable: float = 0.0  # until it was published
+    bytes: int = 0  # of all ranks, on rank 0
     error: Exception | None = None  # why it was not published
     rollback_safe: bool = True  # whether a run may roll back to it
 
@@ -86,7 +87,7 @@ class Saver:
     def _write(self, save: Save, rectangles: Sequence[Rectangle], state: dict[str, Any]) -> None:
         options, checkpoints = self.options, save.directory.parent
         try:
-            checkpoint.save(save.directory, rectangles, state, self.mesh)
+            save.bytes = checkpoint.save(save.directory, rectangles, state, self.mesh)
             save.durable = perf_counter() - save.started
             if save.rollback_safe:
                 self.newest = save.directory

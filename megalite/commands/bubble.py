@@ -20,7 +20,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, Literal
 
-from megalite.commands.parser import Parser, positive, write_whole
+from megalite.commands.parser import Parser, as_path, positive, progress_of, write_whole
 from megalite.parallel.pipeline.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
@@ -39,9 +39,12 @@ def main(argv: list[str] | None = None) -> None:
     options = tool.parse_args(argv)
     check(tool, options)
     try:
-        plans, content = calculate(options)
-        if options.timeline:
-            write(plans, options.timeline)
+        with progress_of(options.json) as progress:
+            progress("simulating")
+            plans, content = calculate(options)
+            if options.timeline:
+                progress(f"drawing {options.timeline}")
+                write(plans, options.timeline)
     except ScheduleError as error:
         tool.error(str(error) if options.from_run else str(error).replace("parallel.", "--"))
     except (drawing.DrawingError, OSError) as error:
@@ -68,8 +71,10 @@ def parser() -> Parser:
     add("--reshard", choices=("action", "step"), help="free gathered weights after each use (default), or at the end of the step")
     add("--compare", action="store_true", help="compare every schedule in one table")
     add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="simulate several sizes")
-    add("--from_run", type=Path, metavar="RUN_DIR", help="take the schedule and the durations from a run's traces/timeline.json")
-    add("--timeline", type=Path, metavar="FILE", help="draw the timeline as .png, .svg or .html, or .json for Perfetto (ui.perfetto.dev)")
+    add("--from_run", type=as_path, metavar="RUN_DIR", help="take the schedule and the durations from a run's traces/timeline.json")
+    add(
+        "--timeline", type=as_path, metavar="FILE", help="draw the timeline as .png, .svg or .html, or .json for Perfetto (ui.perfetto.dev)"
+    )
     add("--print", nargs="?", const="compute", choices=("compute", "messages"), help="print each rank's actions, optionally with messages")
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made

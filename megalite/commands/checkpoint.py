@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint import inspect as inspecting
-from megalite.commands.parser import Answer, Parser, answer
+from megalite.commands.parser import Answer, Parser, answer, as_path, progress_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def parser() -> Parser:
     def add(name: str, description: str, *paths: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common], help=description)
         for path in paths:
-            command.add_argument(path, type=Path, metavar=path.upper())
+            command.add_argument(path, type=as_path, metavar=path.upper())
         return command
 
     add("list", "list the checkpoints of a run", "run")
@@ -75,14 +75,16 @@ def inspect(options: argparse.Namespace) -> Answer:
 
 def verify(options: argparse.Namespace) -> Answer:
     manifest = opened(options.checkpoint)
-    damages, size = inspecting.damages(manifest), sum(manifest.files.values())
+    with progress_of(options.json) as progress:
+        damages, size = inspecting.damages(manifest, progress), sum(manifest.files.values())
     content = {"checkpoint": str(manifest.directory), "bytes": size, "whole": not damages, "damages": damages}
     return content, damages or [f"{manifest.directory} is whole: {_size(size)} in {len(manifest.files)} files"], int(bool(damages))
 
 
 def diff(options: argparse.Namespace) -> Answer:
     one, other = opened(options.one), opened(options.other)
-    found = list(inspecting.differences(one, other))
+    with progress_of(options.json) as progress:
+        found = list(inspecting.differences(one, other, progress))
     lines = [
         f"{each.tensor}: {each.what}" + ("" if each.max_abs is None else f" differ by {each.max_abs:.3g}, relative {each.relative:.3g}")
         for each in found
@@ -98,7 +100,8 @@ def consolidate(options: argparse.Namespace) -> Answer:
     if not options.file.parent.is_dir():
         raise CheckpointError(f"{options.file} can not be written: there is no directory {options.file.parent}. Make it, or give another.")
     manifest = opened(options.checkpoint)
-    size = inspecting.consolidate(manifest, options.file, options.optimizer)
+    with progress_of(options.json) as progress:
+        size = inspecting.consolidate(manifest, options.file, options.optimizer, progress)
     content = {"checkpoint": str(manifest.directory), "file": str(options.file), "bytes": size, "optimizer": options.optimizer}
     return content, [f"wrote {options.file}, {_size(size)}"], 0
 

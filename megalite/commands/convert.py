@@ -5,8 +5,9 @@
     megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
     megalite convert check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 if the logits differ
 
-A run's directory means its newest checkpoint; adapters are exported merged into its weights, or alone. Features that our model cannot
-compute are rejected by name before anything is written, and output directories are renamed into place only when complete.
+A run's directory or configuration means its newest checkpoint; an HF_DIR that is read may be org/name on the Hugging Face Hub. Adapters are
+exported merged into the weights, or alone. Features that our model cannot compute are rejected by name before anything is written, and
+output directories are renamed into place only when complete.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.parser import Answer, Parser, answer
+from megalite.commands.models import hf_directory, weights_of
+from megalite.commands.parser import Answer, Parser, answer, as_name, as_tokenizer, progress_of
 from megalite.config.amounts import byte_size
 from megalite.config.families import families
 from megalite.config.schema import ConfigError
@@ -46,18 +48,23 @@ def parser() -> Parser:
     def command(name: str, description: str, *paths: str) -> Callable[..., Any]:
         added = commands.add_parser(name, parents=[common], help=description)
         for path in paths:
-            added.add_argument(path.lower(), type=Path, metavar=path)
+            added.add_argument(path.lower(), type=as_name, metavar=path)
         return added.add_argument
 
     command("import", "Hugging Face directory to checkpoint (weights only)", "HF_DIR", "CHECKPOINT_DIR")
     add = command("export", "checkpoint to Hugging Face directory", "CHECKPOINT_DIR", "HF_DIR")
     add(
         "--like",
-        type=Path,
+        type=as_name,
         metavar="HF_DIR",
         help="source of tokenizer, token ids and generation settings (default: the directory that the model was imported from)",
     )
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: that of the training data, else that of --like)")
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="tokenizer (default: that of the training data, else that of --like)",
+    )
     add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--family", choices=list(families().rows), help="target family (default: the one imported from, or the first that fits the model)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of all tensors (default: each keeps its stored dtype)")
@@ -88,7 +95,10 @@ def count(text: str) -> int:
 def bring_in(options: argparse.Namespace) -> Answer:
     from megalite.huggingface.convert import import_model
 
-    return _written(import_model(options.hf_dir, options.checkpoint_dir), options.checkpoint_dir)
+    source = hf_directory(options.hf_dir, "weights", "HF_DIR")
+    with progress_of(options.json) as progress:
+        content = import_model(source, Path(options.checkpoint_dir), progress)
+    return _written(content, options.checkpoint_dir)
 
 
 def bring_out(options: argparse.Namespace) -> Answer:
@@ -98,33 +108,44 @@ def bring_out(options: argparse.Namespace) -> Answer:
     from megalite.huggingface.convert import export_model
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    asked = {"like": options.like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
+    like = None if options.like is None else hf_directory(options.like, "tokenizer", "--like")
+    asked = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     asked |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
-    return _written(export_model(find(options.checkpoint_dir), options.hf_dir, **asked), options.hf_dir)
+    with progress_of(options.json) as progress:
+        content = export_model(find(checkpoint_of(options)), Path(options.hf_dir), **asked, progress=progress)
+    return _written(content, options.hf_dir)
 
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:
     from megalite.checkpoint import find
-    from megalite.huggingface.adapters import export_adapter
+    from megalite.huggingface.adapter_export import export_adapter
 
-    content = export_adapter(find(options.checkpoint_dir), options.peft_dir)
+    with progress_of(options.json) as progress:
+        progress("exporting the adapters")
+        content = export_adapter(find(checkpoint_of(options)), Path(options.peft_dir))
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
     lines = [f"{options.peft_dir}: {text} for {len(content['modules'])} modules", *content["notes"]]
-    return content | {"written": str(options.peft_dir)}, lines, 0
+    return content | {"written": options.peft_dir}, lines, 0
 
 
-def _written(content: dict[str, Any], place: Path) -> Answer:
+def checkpoint_of(options: argparse.Namespace) -> Path:
+    """The checkpoint, or run, that CHECKPOINT_DIR names."""
+    return Path(weights_of(options.checkpoint_dir, "CHECKPOINT_DIR"))
+
+
+def _written(content: dict[str, Any], place: str) -> Answer:
     line = f"{place}: a {content['family']} model of {content['parameters']:,} parameters in {', '.join(content['dtypes'])}"
     with_tokenizer = f", with the tokenizer {content['tokenizer']}" if content.get("tokenizer") else ""
-    return content | {"written": str(place)}, [line + with_tokenizer, *content.get("notes", ())], 0
+    return content | {"written": place}, [line + with_tokenizer, *content.get("notes", ())], 0
 
 
 def check(options: argparse.Namespace) -> Answer:
     from megalite.checkpoint import find
     from megalite.evaluation.logits import compare, rounding
 
-    directory = find(options.checkpoint_dir)
-    found = compare(directory, options.hf_dir, texts=options.text, tokens=options.tokens, rows=options.rows)
+    directory, theirs = find(checkpoint_of(options)), hf_directory(options.hf_dir, "weights", "HF_DIR")
+    with progress_of(options.json) as progress:
+        found = compare(directory, theirs, texts=options.text, tokens=options.tokens, rows=options.rows, progress=progress)
     equal = all(each.maximum <= options.tolerance for each in found)
     lines = []
     for each in found:
@@ -132,7 +153,7 @@ def check(options: argparse.Namespace) -> Answer:
         for start in range(0, len(each.worst), ROW):
             lines.append(f"  {start:5}  " + " ".join(f"{value:8.1e}" for value in each.worst[start : start + ROW]))
     lines.append(f"{'the same' if equal else 'NOT the same'} within {options.tolerance:g}")
-    if not equal and (why := rounding(directory, options.hf_dir)):
+    if not equal and (why := rounding(directory, theirs)):
         lines.append(why)
     inputs = [{"input": each.name, "worst": each.worst, "maximum": each.maximum, "largest_logit": each.largest} for each in found]
     return {"equal": equal, "tolerance": options.tolerance, "inputs": inputs}, lines, 0 if equal else 1

@@ -14,7 +14,7 @@ import argparse
 import sys
 from typing import Any
 
-from megalite.commands.parser import Answer, Parser, answer, positive
+from megalite.commands.parser import Answer, Parser, answer, as_name, as_tokenizer, positive, progress_of
 from megalite.data.indexed import DataError
 from megalite.data.inspection import Inspection, Sample, as_json
 
@@ -30,12 +30,17 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     commands = made.add_subparsers(dest="command", required=True, metavar="inspect")
     add = commands.add_parser("inspect", help="print what a token file contains").add_argument
-    add("prefix", metavar="PREFIX", help="the start of the names of PREFIX.bin and PREFIX.idx")
+    add("prefix", type=as_name, metavar="PREFIX", help="the start of the names of PREFIX.bin and PREFIX.idx")
     add("--samples", type=int, default=3, metavar="N", help="documents to show, at even distances (default 3)")
     add("--document", type=int, action="append", metavar="I", help="show this document instead; may be repeated")
     add("--longest", type=int, default=5, metavar="N", help="longest documents to list (default 5)")
     add("--length", type=positive, default=200, metavar="N", help="tokens of a document to show (default 200)")
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="decode with this tokenizer (default: the one that PREFIX.json names)")
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="decode with this tokenizer (default: the one that PREFIX.json names)",
+    )
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 
@@ -44,7 +49,9 @@ def inspect(options: argparse.Namespace) -> Answer:
     found = Inspection(options.prefix, options.tokenizer)
     shown = found.decoded(options.document, options.length) if options.document else found.samples(options.samples, options.length)
     longest = found.longest(options.longest, 30)
-    facts = found.facts() | {"tokenizer_problem": found.problem}
+    with progress_of(options.json) as progress:
+        progress(f"reading {options.prefix}")
+        facts = found.facts() | {"tokenizer_problem": found.problem}
     content = facts | {"samples": as_json(shown), "longest": as_json(longest)}
     return content, [] if options.json else lines_of(facts, shown, longest), 0
 

@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from megalite.checkout import command
 from megalite.commands.parser import Parser
 from megalite.launch.interrupts import Interrupt
 from megalite.processes import marked
@@ -59,7 +58,7 @@ def main() -> None:
         show_sample()
     except subprocess.CalledProcessError as error:
         sys.exit(f"{tool.prog}: this command ended with status {error.returncode}: {shlex.join(map(str, error.cmd))}")
-    print(f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; {command('generate')} continues other texts with its model.")
+    print(f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; megalite generate continues other texts with its model.")
 
 
 # ---- data
@@ -75,7 +74,7 @@ def prepare() -> None:
     library = sysconfig.get_paths()["stdlib"]
     exclude = [f"*/{name}/*" for name in NO_SOURCE]
     options = ["--input", f"{library}/**/*.py", "--exclude", *exclude, "--train_tokenizer", str(VOCABULARY), "--output", str(TOKENS)]
-    run([sys.executable, command("prepare"), *options])
+    run("prepare", *options)
 
 
 # ---- training
@@ -104,7 +103,7 @@ def train(layout: Layout) -> None:
     """Train, or resume an interrupted run; a finished run returns at once."""
     heading(f"Training: TP{layout.tp} × PP{layout.pp} × DP{layout.dp} ({layout.why})")
     sizes = ["--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)]
-    run([sys.executable, command("train"), "--nproc", str(layout.ranks), "--config", str(CONFIG), *sizes])
+    run("train", "--nproc", str(layout.ranks), "--config", str(CONFIG), *sizes)
 
 
 # ---- results
@@ -147,7 +146,7 @@ def draw_losses(training: dict[int, float], validation: dict[int, float], path: 
 def show_sample() -> None:
     heading("The model continues")
     print(PROMPT, end="", flush=True)
-    run([sys.executable, command("generate"), str(RUN), "--prompt", PROMPT, "--tokens", "100"], quiet=True)
+    run("generate", str(RUN), "--prompt", PROMPT, "--tokens", "100", quiet=True)
 
 
 # ---- helpers
@@ -157,11 +156,11 @@ def heading(text: str) -> None:
     print(f"\n=== {text}", flush=True)
 
 
-def run(words: list[str], quiet: bool = False) -> None:
-    """Print and run a command. Raises CalledProcessError if it fails."""
+def run(*words: str, quiet: bool = False) -> None:
+    """Print and run a command of megalite. Raises CalledProcessError if it fails."""
     if not quiet:
-        print(f"$ {shlex.join(words).replace(sys.executable, 'python')}", flush=True)
-    child = subprocess.Popen(words, env={**os.environ, **marked()})
+        print(f"$ megalite {shlex.join(words)}", flush=True)
+    child = subprocess.Popen([sys.executable, "-m", "megalite", *words], env={**os.environ, **marked()})
     try:
         status = child.wait()
     except Interrupt as interrupt:  # training saves; the same Ctrl-C from the terminal does not count twice
@@ -169,4 +168,4 @@ def run(words: list[str], quiet: bool = False) -> None:
         child.wait()
         raise
     if status:
-        raise subprocess.CalledProcessError(status, words)
+        raise subprocess.CalledProcessError(status, ["megalite", *words])

@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 
-from megalite.checkout import command
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
@@ -34,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(prog=f"{command('train')} --dry_run", description=__doc__, allow_abbrev=False)
+    made = Parser(prog="megalite train --dry_run", description=__doc__, allow_abbrev=False)
     made.add_argument("--dry_run", action="store_true", required=True)
     made.add_argument("--world_size", type=positive, metavar="W", help="number of ranks (default tp * pp * cp * dp)")
     made.add_argument("--ranks", type=numbers, metavar="R,R,…", help="ranks to build on the meta device (default: two per pipeline rank)")

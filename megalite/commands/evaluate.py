@@ -3,8 +3,9 @@
     megalite evaluate perplexity MODEL --text FILE … [--sequence_length N] [--stride N]
     megalite evaluate tasks MODEL --tasks NAME,… [--include_path DIR] [--num_fewshot N] [--limit N]
 
-MODEL is a checkpoint (step_00000100) of any topology, a run's directory for its newest one, or hf:DIR for a Hugging Face model. With --tp
-and --pp it is distributed over ranks, started by torchrun or else by this command. docs/evaluation.md describes what is computed.
+MODEL is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model: its
+directory, or org/name on the Hub. With --tp and --pp it is distributed over ranks, started by torchrun or else by this command.
+docs/evaluation.md describes what is computed.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.parser import Parser, warn
+from megalite.commands.models import weights_of
+from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -26,6 +29,7 @@ Answer = tuple[dict[str, Any], list[str]]  # content for --json, lines of text
 if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
     from megalite.generation.language_model import LanguageModel
+    from megalite.progress import Report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,12 +37,14 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     options = tool.parse_args(words)
     try:
+        options.model = weights_of(options.model)
         check_ranks(options)
         if options.tp * options.pp > 1 and "WORLD_SIZE" not in os.environ:
             from megalite.launch.local_ranks import run_ranks
 
             return run_ranks(options.tp * options.pp, ["-m", "megalite", "evaluate", *words])
-        content, lines = (perplexity if options.command == "perplexity" else tasks)(options)
+        with progress_of(options.json) as progress:
+            content, lines = (perplexity if options.command == "perplexity" else tasks)(options, progress)
     except (CheckpointError, ConfigError, OSError) as error:
         exit_with(f"{tool.prog}: {error}")
     if os.environ.get("RANK", "0") == "0":
@@ -50,8 +56,8 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     common = Parser(add_help=False)
     add = common.add_argument
-    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="the model to evaluate")
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
+    add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model to evaluate")
+    add("--tokenizer", type=as_tokenizer, metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
     add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--batch_size", type=count, default=8, metavar="N", help="rows per forward pass (default 8)")
     add("--tp", type=count, default=1, help="tensor-parallel ranks (default 1)")
@@ -60,12 +66,12 @@ def parser() -> Parser:
     add("--json", action="store_true", help="print only one JSON object on stdout")
     commands = made.add_subparsers(dest="command", required=True, metavar="perplexity|tasks")
     add = commands.add_parser("perplexity", parents=[common], help="perplexity and bits per byte of text files").add_argument
-    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files, each evaluated as one document")
+    add("--text", type=as_path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files, each evaluated as one document")
     add("--sequence_length", type=count, metavar="N", help="tokens per window (default: the training sequence length)")
     add("--stride", type=count, metavar="N", help="tokens that each window predicts (default: half of the sequence length)")
     add = commands.add_parser("tasks", parents=[common], help="tasks of lm-evaluation-harness").add_argument
     add("--tasks", type=names, required=True, metavar="NAME,…", help="tasks, groups or tags of the harness")
-    add("--include_path", type=Path, metavar="DIR", help="directory with YAML files of further tasks")
+    add("--include_path", type=as_path, metavar="DIR", help="directory with YAML files of further tasks")
     add("--num_fewshot", type=int, metavar="N", help="examples before each question (default: the task's own)")
     add("--limit", type=count, metavar="N", help="at most this many questions of each task, for a quick test (default: all)")
     return made
@@ -96,8 +102,9 @@ def check_ranks(options: argparse.Namespace) -> None:
         check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
 
 
-def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
+def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel, Tokenizer]:
     """The model, distributed over the ranks, and its tokenizer."""
+    progress(f"opening {options.model}")
     from megalite.generation.language_model import LanguageModel
     from megalite.generation.sources import TIMEOUT, tokenizer_of
     from megalite.launch.process import choose_device, configure_process, start_process_group
@@ -110,17 +117,18 @@ def opened(options: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
     return model, tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
 
 
-def perplexity(options: argparse.Namespace) -> Answer:
+def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
     from megalite.evaluation.harness import document_start
     from megalite.evaluation.perplexity import measure, together
 
     texts = [read(path) for path in options.text]
-    model, tokenizer = opened(options)
+    model, tokenizer = opened(options, progress)
     length, stride = lengths(options, model)
     start, measured = document_start(model.source, tokenizer), []
-    asked = {"length": length, "stride": stride, "batch_size": options.batch_size, "progress": progress}
+    asked = {"length": length, "stride": stride, "batch_size": options.batch_size}
     for path, text in zip(options.text, texts, strict=True):
-        measured.append(measure(model, [start, *tokenizer.encode(text)], name=str(path), size=len(text.encode()), **asked))
+        tokens, show = [start, *tokenizer.encode(text)], partial(progress, str(path), unit="windows")
+        measured.append(measure(model, tokens, name=str(path), size=len(text.encode()), progress=show, **asked))
     found = [each.as_json() for each in (*measured, *([together(measured)] if len(measured) > 1 else []))]
     lines = [
         f"{each['text']}: perplexity {each['perplexity']:.4f}, {each['bits_per_byte']:.4f} bits per byte "
@@ -156,7 +164,7 @@ def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int
     return length, stride
 
 
-def tasks(options: argparse.Namespace) -> Answer:
+def tasks(options: argparse.Namespace, progress: Report) -> Answer:
     from megalite.evaluation import harness
 
     harness_model = harness.as_harness_model()
@@ -164,8 +172,9 @@ def tasks(options: argparse.Namespace) -> Answer:
         raise ConfigError(f"--include_path {options.include_path} is not a directory. Give the one with the YAML files of your tasks.")
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise ConfigError(f"--num_fewshot {options.num_fewshot} is negative. Give 0 for no examples.")
-    model, tokenizer = opened(options)
-    answers = harness_model(model, tokenizer, options.batch_size, progress)
+    model, tokenizer = opened(options, progress)
+    answers = harness_model(model, tokenizer, options.batch_size, partial(progress, "answering", unit="requests"))
+    progress("reading the tasks")
     asked = {"include_path": options.include_path, "num_fewshot": options.num_fewshot, "limit": options.limit}
     found = harness.run(answers, options.tasks, **asked)
     kept: dict[str, Any] = {
@@ -190,9 +199,3 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 def described(model: LanguageModel) -> dict[str, Any]:
     return {"model": model.source.name, "step": model.step, "precision": model.config.train.precision}
-
-
-def progress(done: int, total: int) -> None:
-    """Print progress on stderr if it is a terminal."""
-    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
-        print(f"\r{done:,} of {total:,}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -4,9 +4,9 @@
     megalite generate hf:DIR --prompts FILE --tp 2 --pp 2 --json
     megalite generate hf:DIR --chat [--system TEXT]
 
-The model is a checkpoint (step_00000100) of any topology, a run's directory for its newest one, or hf:DIR for a Hugging Face model. Prints
-only the continuation, which ends after --tokens tokens, before a --stop text, or where the model ends the document. With --tp and --pp the
-model is distributed over ranks, started by torchrun or else by this command.
+The model is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model:
+its directory, or org/name on the Hub. Prints only the continuation, which ends after --tokens tokens, before a --stop text, or where the
+model ends the document. With --tp and --pp the model is distributed over ranks, started by torchrun or else by this command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.parser import Parser, warn
+from megalite.commands.models import weights_of
+from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     options = tool.parse_args(words)
     try:
         check(options)
+        options.model = weights_of(options.model)
         ranks = options.tp * options.pp
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
             check_source(options)
@@ -55,11 +57,16 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> Parser:
     made = Parser(description=__doc__)
     add = made.add_argument
-    add("model", metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR", help="the model")
+    add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model")
     add("--prompt", action="append", metavar="TEXT", help="text to continue; empty starts a document. Repeat it for a batch of prompts")
-    add("--prompts", type=Path, metavar="FILE", help="a prompt per line; in FILE.jsonl, a string or an object with `prompt`")
+    add("--prompts", type=as_path, metavar="FILE", help="a prompt per line; in FILE.jsonl, a string or an object with `prompt`")
     add("--chat", action="store_true", help="chat through a chat template, one message per input line, until the input ends")
-    add("--chat_template", type=Path, metavar="FILE", help="Jinja source that replaces the template of the training data or the tokenizer")
+    add(
+        "--chat_template",
+        type=as_path,
+        metavar="FILE",
+        help="Jinja source that replaces the template of the training data or the tokenizer",
+    )
     add("--system", metavar="TEXT", help="the system message of a chat")
     add("--tokens", type=int, default=100, help="maximum number of new tokens (default 100)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)")
@@ -67,7 +74,7 @@ def parser() -> Parser:
     add("--top_p", type=float, default=1.0, help="sample from the most likely tokens with this total probability (default 1)")
     add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
+    add("--tokenizer", type=as_tokenizer, metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
     add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=int, default=1, help="pipeline stages (default 1)")
@@ -122,7 +129,9 @@ def run(options: argparse.Namespace) -> None:
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     try:
-        model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
+        with progress_of(options.json) as progress:
+            progress(f"opening {options.model}")
+            model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
         tokenizer = tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.chat:

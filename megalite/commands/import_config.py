@@ -1,52 +1,68 @@
-"""Convert DeepSpeed's ds_config.json or Accelerate's default_config.yaml to a configuration for `megalite train`, on stdout.
+"""Convert another project's configuration to one for `megalite train`, on stdout.
 
     megalite import-config ds_config.json > config.yaml
-    megalite import-config default_config.yaml --json
+    megalite import-config llama3_8b.toml --dp 64
+    megalite import-config train_llama3_8b.sh
+    megalite import-config megatron 'pretrain_gpt.py --tensor-model-parallel-size 8 --num-layers 32 ...'
+    cat lora.yml | megalite import-config axolotl - --json
+
+Projects are deepspeed (ds_config.json), accelerate (default_config.yaml), torchtitan (TOML), megatron (the arguments of Megatron-LM, or the
+script that has them), axolotl, llama-factory and torchtune (YAML). Without a name, the keys of the file tell which one it is.
 
 stderr lists every key that is not honoured, with the reason and the nearest option; every key that is honoured approximately; keys that the
-file leaves open (`auto`); and keys without meaning here. A DeepSpeed file that an Accelerate file names is read relative to that file.
-Such files do not contain the data, the model and train.steps: give them to `megalite train`, or in a second --config.
+file leaves open; and keys without meaning here. A DeepSpeed file that an Accelerate file names is read relative to that file. What the file
+does not have, for example the data, is given to `megalite train`, or in a second --config.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import tomllib
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megalite.commands.parser import Parser
-from megalite.config.importers.convert import Imported, Remark, convert, linked_file
-from megalite.config.load import nest, read_tree
+from megalite.commands.parser import Parser, as_name
+from megalite.config.importers import megatron
+from megalite.config.importers.convert import PROJECTS, Imported, Remark, convert, linked_file
+from megalite.config.load import nest, parse_yaml
 from megalite.config.rule import show
 from megalite.config.schema import ConfigError
 
 HEADINGS = {
     "lost": "not honoured",
     "approximate": "honoured approximately",
-    "assumed": "not in the file, taken from its program's defaults",
+    "assumed": "not in the file, taken from its project's defaults",
     "open": "left open by the file",
     "harmless": "without meaning here",
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("file", metavar="FILE", type=Path, help="ds_config.json, or a YAML file of `accelerate config`")
-    parser.add_argument("--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it")
-    parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    options = parser.parse_args(argv)
+    tool = parser()
+    options = tool.parse_args(argv)
     try:
-        tree = read(options.file)
+        tree = read(options.file, options.project)
         linked = linked_file(tree)
-        found = convert(tree, options.dp, None if linked is None else read(options.file.parent / linked))
+        found = convert(tree, options.dp, None if linked is None else read(str(Path(options.file).parent / linked)), options.project)
     except ConfigError as error:
-        parser.error(str(error))
+        tool.error(str(error))
     print(json.dumps(as_json(found), default=str) if options.json else as_yaml(found))
     if not options.json:
         print(report(found, options.file), file=sys.stderr)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__, allow_abbrev=False)
+    what = "the configuration, - for stdin, or in quotes the command that starts Megatron-LM"
+    made.add_argument("project", nargs="?", metavar="PROJECT", choices=PROJECTS, help=", ".join(PROJECTS))
+    made.add_argument("file", metavar="FILE", type=as_name, help=what)
+    made.add_argument("--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it")
+    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return made
 
 
 def positive(text: str) -> int:
@@ -55,16 +71,33 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def read(path: Path) -> Any:
-    """A file's content: JSON if it ends in .json, else YAML. Raises ConfigError if it cannot be read."""
-    if path.suffix != ".json":
-        return read_tree(str(path), "FILE")
+def read(file: str, project: str | None = None) -> Any:
+    """A file's content, by its ending or, on stdin, by what it looks like. Raises ConfigError if it cannot be read."""
+    path = Path(file)
+    if is_command(file):
+        return megatron.parse(file)
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
+        text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"FILE = {path} can not be read: {error.strerror}. Give the path of a JSON or YAML file.") from None
+        raise ConfigError(f"FILE = {file} can not be read: {error.strerror}. Give the path of a configuration.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"FILE = {file} can not be read: it is not UTF-8 text. Give the path of a configuration.") from None
+    if project == "megatron" or path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)):
+        return megatron.parse(text)
+    try:
+        if path.suffix == ".json" or text.lstrip().startswith("{"):
+            return json.loads(text, object_pairs_hook=distinct)
+        if path.suffix == ".toml" or (file == "-" and re.search(r"^\[[\w.]+\]\s*$", text, re.MULTILINE)):
+            return tomllib.loads(text)
     except ValueError as error:
-        raise ConfigError(f"FILE = {path} is not valid JSON: {error}. Correct it there.") from None
+        kind = "TOML" if isinstance(error, tomllib.TOMLDecodeError) else "JSON"
+        raise ConfigError(f"FILE = {file} is not valid {kind}: {error}. Correct it there.") from None
+    return parse_yaml(text, file, "FILE")
+
+
+def is_command(text: str) -> bool:
+    """Whether a text is a command line or a script, and not a path or a configuration."""
+    return text.startswith("#!") or bool(re.search(r"(^|\s)--[\w-]+(\s|=)", text))
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,9 +125,10 @@ def as_yaml(found: Imported) -> str:
     return yaml.safe_dump(nest(found.options), sort_keys=False, allow_unicode=True, width=140).rstrip("\n")
 
 
-def report(found: Imported, path: Path) -> str:
+def report(found: Imported, file: str) -> str:
     """The remarks by kind, keys with the same value and reason on one line."""
-    lines = [f"{path}, {found.format}'s configuration: {len(found.honoured)} keys honoured"]
+    name = "command line" if is_command(file) else "stdin" if file == "-" else file
+    lines = [f"{name}, {found.format}'s configuration: {len(found.honoured)} keys honoured"]
     for kind, heading in HEADINGS.items():
         remarks = [remark for remark in found.remarks if remark.kind == kind]
         lines += [f"{heading}:"] * bool(remarks)

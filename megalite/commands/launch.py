@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from functools import partial
 
-from megalite.checkout import command
 from megalite.commands.parser import Parser, positive
 from megalite.config.amounts import duration_seconds
 from megalite.config.load import LAUNCH, load_config
@@ -25,6 +25,7 @@ def main(words: Sequence[str]) -> int:
     ranks = gpu_count(tool) if options.nproc == "gpu" else int(options.nproc)
     config = load_config(rest, world_size=ranks * options.nnodes)  # a wrong option is one message, before torch is imported
     from megalite import checkpoint
+    from megalite.launch import crash
     from megalite.launch.agent import Launch, launch
 
     settings = Launch(
@@ -35,13 +36,14 @@ def main(words: Sequence[str]) -> int:
         restarts=options.max_restarts,
         patience_s=duration_seconds(config.run.timeout) or 0.0,
         newest=lambda: checkpoint.latest(config.run.directory / "checkpoints"),
+        crashed=partial(crash.launcher_failed, config),
     )
     return launch(settings, ["-m", "megalite", "train", *rest])
 
 
 def parser() -> Parser:
     """`megalite train --help` describes the options, from `LAUNCH`."""
-    made = Parser(prog=command("train"), description=__doc__, add_help=False, allow_abbrev=False)
+    made = Parser(prog="megalite train", description=__doc__, add_help=False, allow_abbrev=False)
     add = made.add_argument
     add("--nproc", type=number_of_ranks)
     add("--nnodes", type=positive, default=1)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
 from megalite.messages import say
+from megalite.progress import Progress
 
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
@@ -39,11 +40,48 @@ def warn(line: str) -> None:
         say(line)
 
 
+def progress_of(as_json: bool) -> Progress:
+    """The display of a command's progress. With --json it is a bar on a terminal, and no lines that might end up beside the object."""
+    return Progress(quiet=as_json and not sys.stderr.isatty())
+
+
 def positive(text: str) -> int:
     """The argparse type of a positive integer."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def as_tokens(text: str) -> int:
+    """The argparse type of a number of tokens: 300M, 10B or 15e12."""
+    from megalite.config.amounts import count
+
+    number = count(text) or 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write it as 300M, 10B or 15e12")
+    return number
+
+
+def as_path(text: str) -> Path:
+    """The argparse type of a file or directory; ~ is the home directory."""
+    return Path(os.path.expanduser(text))
+
+
+def as_name(text: str) -> str:
+    """The argparse type of what may be a path or something else: PATH, hf:PATH or a name; ~ is the home directory."""
+    scheme = "hf:" if text.startswith("hf:") else ""
+    return scheme + os.path.expanduser(text.removeprefix(scheme))
+
+
+def as_tokenizer(text: str) -> str:
+    """The argparse type of a tokenizer: byte, FILE.model, a directory, or org/name on the Hugging Face Hub, which becomes a directory."""
+    from megalite.config import hub
+    from megalite.config.schema import ConfigError
+
+    try:
+        return hub.directory(as_name(text).removeprefix("hf:"), "tokenizer")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def write_whole(path: Path, text: str) -> None:

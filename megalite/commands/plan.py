@@ -13,17 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.checkout import command, torchrun_target
-from megalite.commands.parser import Parser, positive, write_whole
-from megalite.config.amounts import count, resolve_steps
-from megalite.config.families import from_hf_config
-from megalite.config.load import build_parser as config_parser
-from megalite.config.load import flatten, from_dict, nest, parse_values, read_tree
-from megalite.config.presets import preset
+from megalite.commands.parser import Parser, as_name, as_path, as_tokens, positive, progress_of, write_whole
+from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planning import explaining
@@ -31,6 +26,7 @@ from megalite.planning.configuring import broken_rule, configured, to_yaml
 from megalite.planning.hardware import Device, HardwareError, find, known_devices
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
+from megalite.progress import Report, silent
 
 FIXED = ("tp", "pp", "dp", "zero", "micro_batch_size", "virtual_stages", "recompute", "schedule", "offload")
 DAY = 86_400
@@ -47,7 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         missing = [name for name in ("model", "gpus", "gpu", "sequence_length", "global_batch_size") if getattr(options, name) is None]
         if missing:
             tool.error(f"--{missing[0]} is missing.")
-        content, text = answer(options)
+        with progress_of(options.json) as progress:
+            content, text = answer(options, progress)
     except (ConfigError, HardwareError, OSError) as error:
         tool.error(str(error))
     print(json.dumps(content) if options.json else text)
@@ -58,11 +55,22 @@ def main(argv: list[str] | None = None) -> None:
 def parser() -> Parser:
     made = Parser(description=__doc__, allow_abbrev=False)
     add = made.add_argument
-    add("--model", metavar="NAME|FILE", help="a preset, a Hugging Face config.json, or a configuration of a run (.yaml)")
+    add(
+        "--model",
+        type=as_name,
+        metavar="NAME|FILE",
+        help="a preset, a configuration (.yaml, or shipped), a run, a checkpoint, config.json, or a Hugging Face directory or org/name",
+    )
     add("--gpus", type=positive, metavar="N", help="number of devices; plans use all of them")
-    add("--gpu", metavar="NAME|FILE", help=f"{', '.join(known_devices())}, or a YAML file of a device, as written by --calibrate")
+    add(
+        "--gpu",
+        type=as_name,
+        metavar="NAME|FILE",
+        help=f"{', '.join(known_devices())}, or a YAML file of a device, as written by --calibrate",
+    )
     add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
+    add("--vocab_size", type=positive, metavar="V", help="size of the vocabulary, for a configuration that leaves it to the data")
     add("--precision", choices=("bf16", "fp16", "fp32"), help="compute precision (default: the configuration's, or bf16)")
     for name in ("tp", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
@@ -71,20 +79,13 @@ def parser() -> Parser:
     add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")
     add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state is stored")
     add("--plans", type=positive, default=10, metavar="N", help="number of plans to print (default 10)")
-    add("--tokens", type=tokens, metavar="T", help="tokens to train on, for example 300B or 15e12: prints days and cost")
+    add("--tokens", type=as_tokens, metavar="T", help="tokens to train on, for example 300B or 15e12: prints days and cost")
     add("--price_per_hour", type=amount, metavar="P", help="US dollars per device and hour (default: from the hardware table)")
-    add("--write", type=Path, metavar="FILE", help="write the best plan as a run's configuration")
+    add("--write", type=as_path, metavar="FILE", help="write the best plan as a run's configuration")
     add("--explain", action="store_true", help="show this model's memory and step time from one GPU up to ZeRO-3 with offload")
-    add("--calibrate", type=Path, metavar="FILE", help="measure this machine and write a device file for --gpu")
+    add("--calibrate", type=as_path, metavar="FILE", help="measure this machine and write a device file for --gpu")
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
-
-
-def tokens(text: str) -> int:
-    number = count(text) or 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write it as 300M, 10B or 15e12")
-    return number
 
 
 def amount(text: str) -> float:
@@ -108,53 +109,32 @@ def calibrate(path: Path) -> str:
     except report.BenchmarkError as error:
         raise HardwareError(f"--calibrate: {error}") from None
     content = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
-    heading = f"# Measured by {command('plan')} --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
+    heading = f"# Measured by megalite plan --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
     write_whole(path, heading + yaml.safe_dump(content, sort_keys=False))
-    return f"{path} is written. {command('benchmark')} plan measures the error of predictions for this machine."
+    return f"{path} is written. megalite benchmark plan measures the error of predictions for this machine."
 
 
 def base_config(options: argparse.Namespace) -> Config:
     """The configuration that all plans share: the model, the batch, and everything else from a configuration file."""
-    given: dict[str, Any] = {}
-    name = options.model
-    if name.endswith(".json"):
-        given = {f"model.{key}": value for key, value in from_hf_config(_json(Path(name))).items()}
-    elif name.endswith((".yaml", ".yml")):
-        given = parse_values(config_parser(), flatten(read_tree(name, "--model") or {}, f"in {name}"), f"in {name}")
-        if shape := given.get("model.preset"):
-            given = {f"model.{key}": value for key, value in preset(shape).items()} | given
-    else:
-        given = {"model.preset": name} | {f"model.{key}": value for key, value in preset(name).items()}
-    given |= {
-        "data.sequence_length": options.sequence_length,
-        "train.global_batch_size": options.global_batch_size,
-        "train.precision": options.precision or given.get("train.precision", "bf16"),
-    }
-    config = from_dict(nest(given))
-    resolve_steps(config)
+    from megalite.commands.models import config_of
+
+    sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
+    config = config_of(options.model, options.gpus or 1, sizes=sizes)
     if config.lora.rank:
         raise ConfigError(
             f"lora.rank = {config.lora.rank} is not planned for: the planner models training of all weights. "
-            f"Use {command('train')} --dry_run for the memory of a layout with adapters."
+            f"Use megalite train --dry_run for the memory of a layout with adapters."
         )
+    if options.vocab_size is not None:
+        config.model.vocab_size = options.vocab_size
     if config.model.vocab_size is None:
-        raise ConfigError(f"--model {name} leaves the vocabulary to the data. Give a configuration file that says model.vocab_size.")
-    return config
+        raise ConfigError(f"--model {options.model} leaves the vocabulary to the data, which is not there. Give --vocab_size N.")
+    data = replace(config.data, sequence_length=options.sequence_length)
+    train = replace(config.train, global_batch_size=options.global_batch_size, precision=options.precision or config.train.precision)
+    return replace(config, data=data, train=train)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--model {path} can not be read: {error.strerror}. Give the config.json of a Hugging Face model.") from None
-    except ValueError as error:
-        raise ConfigError(f"--model {path} is not JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--model {path} is not a JSON object. Give the config.json of a Hugging Face model.")
-    return content
-
-
-def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict[str, Any], str]:
     """Search, write the --write file, and return the answer as JSON content and as text."""
     base, device = base_config(options), find(options.gpu)
     device.peak(base.train.precision)
@@ -164,8 +144,10 @@ def answer(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
     job = Job(base.model, device, options.sequence_length, options.global_batch_size, base.train.precision, gradient_bytes=gradient_bytes)
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
-    search = Search(job, base, options.gpus, fixed, options.plans)
+    search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
+    progress("listing the legal layouts")
     plans = search.plans()
+    progress("explaining")
     walked = explaining.walk(search) if options.explain else []
     content: dict[str, Any] = {"parameters": parameters(base), "gpu": device.name, "gpus": options.gpus, "plans": []}
     content |= {"considered": search.considered, "simulated": search.timed}
@@ -228,5 +210,5 @@ def heading(search: Search, plan: Plan, path: Path) -> str:
     return (
         f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
         f"Predicted: {plan.step.total:.4g} s per step, {explaining.amount(plan.memory.total)} on the fullest rank.\n\n"
-        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} {torchrun_target()} --config {path} --data.train PREFIX --train.steps N"
+        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} -m megalite train --config {path} --data.train PREFIX --train.steps N"
     )

@@ -20,18 +20,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of
 from megalite.data.chat_records import RecordReader, parsed_keys
 from megalite.data.chat_template import read_template
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
-from megalite.data.preparation.prepare import Progress, Summary, prepare
+from megalite.data.preparation.prepare import Summary, prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
@@ -41,16 +38,34 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(description=__doc__)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = made.add_argument
-    add("--input", **several, required=True, metavar="PATH|GLOB|hf:NAME", help="input files; hf:NAME[:CONFIG] is loaded with `datasets`")
-    add("--exclude", **several, default=[], metavar="PATTERN", help="skip files whose path matches, for example '*/tests/*'")
-    add("--output", required=True, type=Path, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones")
-    add("--tokenizer", metavar="byte|FILE.model|HF_DIR", help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory")
+    add(
+        "--input",
+        type=as_name,
+        **several,
+        required=True,
+        metavar="PATH|GLOB|hf:NAME",
+        help="input files; hf:NAME[:CONFIG] is loaded with `datasets`",
+    )
+    add("--exclude", type=as_name, **several, default=[], metavar="PATTERN", help="skip files whose path matches, for example '*/tests/*'")
+    add(
+        "--output",
+        required=True,
+        type=as_path,
+        metavar="PREFIX",
+        help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones",
+    )
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory",
+    )
     add("--train_tokenizer", type=int, metavar="VOCAB", help="first train a sentencepiece model (to --tokenizer or PREFIX.model)")
     add("--format", choices=["auto", "text", "jsonl", "csv", "parquet"], default="auto", help="format of the input files; auto: by suffix")
     add("--text_key", default="text", help="key or column of the text in a .jsonl, .csv, .parquet or hf: record")
     add("--split", default="train", help="split of hf:NAME")
     add("--chat", action="store_true", help="the input contains conversations; their form is detected by their keys")
-    add("--chat_template", type=Path, metavar="FILE", help="Jinja source that replaces the tokenizer's own template; only with --chat")
+    add("--chat_template", type=as_path, metavar="FILE", help="Jinja source that replaces the tokenizer's own template; only with --chat")
     add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="turns that count in the loss (default assistant)")
     add("--max_length", type=int, metavar="N", help="maximum tokens per conversation; a run can use data.sequence_length + 1")
     add("--too_long", choices=["drop", "truncate"], default="drop", help="whether longer conversations are dropped or truncated at the end")
@@ -71,7 +86,7 @@ def main() -> None:
         text_key = options.text_key if chat is None else None
         reading = {"file_format": options.format, "text_key": text_key, "split": options.split, "skip_bad": options.skip_bad > 0}
         sources = open_inputs(options.input, exclude=options.exclude, **reading)
-        with progress_display() as progress:
+        with progress_of(options.json) as progress:
             summary = prepare(
                 sources,
                 options.output,
@@ -130,40 +145,6 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
     template = None if options.chat_template is None else read_template(options.chat_template)
     reader = RecordReader(parsed_keys(options.keys), options.other_parts == "drop")
     return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate", reader, options.skip_bad)
-
-
-@contextmanager
-def progress_display() -> Iterator[Progress]:
-    """A progress bar on a terminal, otherwise a plain line per tenth. On stderr, so that stdout has only the result."""
-    if not sys.stderr.isatty():
-        yield plain_progress()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        rows: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in rows:
-                rows[what] = bar.add_task(what, total=total)
-            bar.update(rows[what], completed=done)
-
-        yield show
-
-
-def plain_progress() -> Progress:
-    printed: dict[str, int] = {}
-
-    def show(what: str, done: int, total: int) -> None:
-        tenth = 10 * done // max(total, 1)
-        if tenth > printed.get(what, 0):
-            printed[what] = tenth
-            print(f"{what}: {done / 1e6:.1f} of {total / 1e6:.1f} MB", file=sys.stderr, flush=True)
-
-    return show
 
 
 def report(summary: Summary, seconds: float, longest: int | None, as_json: bool) -> None:

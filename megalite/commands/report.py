@@ -1,7 +1,8 @@
-"""Write one HTML page about a run, or a comparison of several.
+"""Write one HTML page about a run, or a comparison of several; or serve the page of a run that is training.
 
     megalite report runs/run
-    megalite report runs/a runs/b --output comparison.html
+    megalite report runs/a runs/b --output comparison.html      the page of `megalite compare`
+    megalite report --live runs/run [--port 8000]               refreshed in the browser; Ctrl-C ends it
 
 Writes report.html into the (first) run's directory: loss, learning rate, gradient norm, throughput, memory, the pipeline's timeline,
 predictions and measurements, configuration and environment. The page is self-contained; a run may still be training.
@@ -9,29 +10,72 @@ predictions and measurements, configuration and environment. The page is self-co
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
-from megalite.commands.parser import Parser, write_whole
+from megalite.commands.parser import Parser, as_path, progress_of, write_whole
 from megalite.monitoring.report.page import page
-from megalite.monitoring.report.run import ReportError, read
+from megalite.monitoring.report.run import ReportError, Run, read_all
 
 
 def main(argv: list[str] | None = None) -> None:
-    tool = Parser(description=__doc__)
-    add = tool.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
-    add("--output", type=Path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
-    add("--json", action="store_true", help="print only one JSON object, with the page's path, on stdout")
+    tool = parser()
     options = tool.parse_args(argv)
+    if options.live:
+        serve(tool, options)
+        return
     output = options.output or options.runs[0] / "report.html"
+    runs = write_page(tool, options.runs, output, options.json)
+    print(json.dumps({"report": str(output), "runs": [run.name for run in runs]}) if options.json else output)
+
+
+def write_page(tool: Parser, directories: list[Path], output: Path | None, as_json: bool = False) -> list[Run]:
+    """Read the runs, and write their page if there is a path for it. Ends with one message if that is not possible."""
     try:
-        found = [read(directory) for directory in options.runs]
-        write_whole(output, page(found))
+        with progress_of(as_json) as progress:
+            progress("reading the runs")
+            found = read_all(directories)
+            progress("drawing the page")
+            if output is not None:
+                write_whole(output, page(found))
     except ImportError as error:
         tool.error(f"a report needs the package {error.name}: pip install {error.name}.")
     except ReportError as error:
         tool.error(str(error))
     except OSError as error:
         tool.error(f"{output} can not be written: {error.strerror}. Choose another with --output.")
-    print(json.dumps({"report": str(output), "runs": [run.name for run in found]}) if options.json else output)
+    return found
+
+
+def serve(tool: Parser, options: argparse.Namespace) -> None:
+    """Serve the run's page until Ctrl-C."""
+    from importlib.util import find_spec
+
+    from megalite.monitoring.report.live import LivePage, LiveServer
+
+    if len(options.runs) > 1 or options.output is not None:
+        tool.error("--live serves the page of one run and writes no file. Give one directory, without --output.")
+    directory = options.runs[0]
+    if not directory.is_dir():
+        tool.error(f"{directory} is no directory. Give that of a run; one that has not begun to train will do.")
+    if find_spec("matplotlib") is None:
+        tool.error("a report needs the package matplotlib: pip install matplotlib.")
+    try:
+        server = LiveServer(LivePage(directory), options.port)
+    except (OSError, OverflowError) as error:
+        tool.error(f"--port {options.port}: {getattr(error, 'strerror', None) or error}. Choose another, or leave it out for a free one.")
+    with server:
+        print(json.dumps({"url": server.url}) if options.json else f"{server.url} shows {directory}; Ctrl-C ends it", flush=True)
+        server.serve_forever()
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    add = made.add_argument
+    add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
+    add("--output", type=as_path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
+    add("--live", action="store_true", help="serve the page on this machine, at 127.0.0.1, while the run trains")
+    add("--port", type=int, default=0, metavar="N", help="port of --live (default: a free one)")
+    add("--json", action="store_true", help="print only one JSON object, with the page's path or address, on stdout")
+    return made

@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import NoReturn
 
 COMMANDS = {
+    "doctor": "check this machine: versions, GPUs, communication, limits, disk, and what is missing",
+    "init": "write a configuration for this machine",
     "train": "train a model, on one process or on many",
     "plan": "choose a layout for a number of GPUs: memory, step time, throughput",
     "bubble": "cost of a pipeline schedule: bubble, memory, messages, timeline",
@@ -22,12 +24,14 @@ COMMANDS = {
     "verify": "compare a layout with one process, step by step",
     "benchmark": "measure this machine (in a checkout only)",
     "checkpoint": "list, inspect, verify, compare and consolidate checkpoints",
-    "report": "write an HTML page about one run or several",
+    "report": "write an HTML page about one run or several, or serve that of a run that trains",
+    "compare": "compare runs: final figures, differing options, curves",
     "timeline": "compare the recorded steps of a run with the simulator's",
-    "import-config": "translate a DeepSpeed or Accelerate configuration",
+    "import-config": "translate another project's configuration",
+    "completion": "print a script that lets a shell complete commands and options",
     "demo": "prepare data and train a small model in minutes (in a checkout only)",
 }
-PRINTS_TABLES = ("plan", "bubble")  # their output may be piped to head, which closes the pipe early
+PRINTS_TABLES = ("plan", "bubble", "compare")  # their output may be piped to head, which closes the pipe early
 
 
 def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:

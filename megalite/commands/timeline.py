@@ -6,18 +6,21 @@ Prints the measured and the predicted bubble, and writes traces/timeline.json fo
 same when it ends.
 """
 
-from pathlib import Path
-
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, as_path
 from megalite.config.schema import ConfigError
 from megalite.monitoring.timeline import compare
 
 
 def main(argv: list[str] | None = None) -> None:
-    tool = Parser(description=__doc__)
-    tool.add_argument("run", type=Path, metavar="RUN_DIR", help="run directory")
+    tool = parser()
     options = tool.parse_args(argv)
     try:
         print("\n".join(compare(options.run)))
     except ConfigError as error:
         tool.error(str(error))
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    made.add_argument("run", type=as_path, metavar="RUN_DIR", help="run directory")
+    return made

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.commands import launch as launching
@@ -69,6 +71,7 @@ def main() -> int:
         end_run(error, config, device, mesh, job, ExitStatus.FAILED if agreed else None)
     except Exception as error:  # a fault of ours, or one of the device: its traceback is wanted
         job.end(ExitStatus.FAILED, str(error))
+        report_crash(f"{type(error).__name__}: {error}", config, mesh, job, traceback.format_exc())
         raise
     job.end(status)
     return process_status(status)
@@ -170,8 +173,18 @@ def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, 
     from megalite.monitoring.out_of_memory import out_of_memory
 
     job.end(status or ExitStatus.FAILED, str(error))
+    report = partial(report_crash, config=config, mesh=mesh, job=job)
     if status is not None:
+        if status == ExitStatus.FAILED:
+            report(str(error))
         exit_with(str(error), status=process_status(status))
     if isinstance(error, torch.OutOfMemoryError):
-        exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory")
-    exit_after_failure(error, str(error) if isinstance(error, OSError) else "")
+        exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory", report)
+    exit_after_failure(error, str(error) if isinstance(error, OSError) else "", report)
+
+
+def report_crash(reason: str, config: Config, mesh: Mesh, job: Job, trace: str = "") -> None:
+    """Write this rank's part of crash.md."""
+    from megalite.launch import crash
+
+    crash.rank_failed(config, mesh.rank, reason, activity=mesh.activity, since=job.since, trace=trace)

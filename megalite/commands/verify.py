@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from megalite.commands.parser import Parser
+from megalite.commands.parser import Parser, progress_of
 from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
 
@@ -26,10 +26,7 @@ TOLERANCES = {  # relative (loss, norm), absolute (weights)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    own, rest = parser.parse_known_args(argv)
+    own, rest = parser().parse_known_args(argv)
     if own.steps < 1:
         exit_with(f"--steps = {own.steps}: there must be at least one step to compare.")
     sizes = Parser(add_help=False, allow_abbrev=False)
@@ -44,12 +41,13 @@ def main(argv: list[str] | None = None) -> int:
 
     on_cpu = torch.cuda.device_count() < math.prod(layout.values())  # both runs use the same kind of device
 
-    with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch:
+    with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch, progress_of(own.json) as progress:
         try:
-            run_ranks(config, own.steps, Path(scratch, "layout"), on_cpu)
-            run_ranks(single_process(config), own.steps, Path(scratch, "single"), on_cpu)
+            run_ranks(config, own.steps, Path(scratch, "layout"), on_cpu, progress)
+            run_ranks(single_process(config), own.steps, Path(scratch, "single"), on_cpu, progress)
         except ConfigError as error:
             exit_with(str(error))
+        progress("comparing")
         relative, absolute = TOLERANCES[config.train.precision]
         found = compare(Path(scratch, "layout"), Path(scratch, "single"), relative, absolute)
     if own.json:
@@ -59,3 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(f"different: {found}")
     return int(found is not None)
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    made.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+    made.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    return made

@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from fractions import Fraction
@@ -19,7 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
-from megalite.checkout import CONFIGS, command, torchrun_target
+from megalite.checkout import CONFIGS
 from megalite.config import amounts, schema
 from megalite.config.dims import filling_dp
 from megalite.config.families import hf_shape
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 USAGE = (
-    f"{command('train')} [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --zero N] [--section.key VALUE ...], "
-    f"or: torchrun --nproc-per-node N {torchrun_target()} --config ..."
+    "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --zero N] [--section.key VALUE ...], "
+    "or: torchrun --nproc-per-node N -m megalite train --config ..."
 )
 LAUNCH = {
     "nproc": "Start N ranks on this machine; gpu: one for each GPU. Without it this process is the only one, or one of torchrun's.",
@@ -57,11 +59,12 @@ PATHS = (
     "parallel.offload_dir",
     "checkpoint.load",
     "lora.init_from",
+    "profiling.hardware",
 )
 """Options that name files, in which ~ is the home directory."""
 NOTHING_GIVEN = f"""Say what to train, for example
-  {command("train")} --config quickstart       (a small model; {command("demo")} prepares its data)
-  {command("train")} --config run.yaml --data.train PREFIX
+  megalite train --config quickstart --data.train PREFIX       (a small model; megalite prepare makes PREFIX from your text)
+  megalite train --config run.yaml                             (megalite init writes run.yaml for this machine)
 --list_configs lists the configurations shipped with megalite, --help [SECTION] the options: {", ".join(SECTIONS)}."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0
 """Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one exits, and local rank 0 must print."""
@@ -81,7 +84,7 @@ def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
             exit_with(help_text(arguments.section), status=0)
         if arguments.list_configs:
             exit_with("\n".join(f"{name:18} {what}" for name, what in shipped_configs().items()), status=0)
-        config = resolve(arguments, world_size)
+        config = resolve(arguments, world_size, weights=not arguments.print_config)
         if arguments.print_config and _is_local_rank_0():
             print(to_yaml(config), end="", flush=True)
         check(config, world_size)
@@ -203,8 +206,9 @@ class Arguments:
 
 def read_arguments(argv: list[str]) -> Arguments:
     """Parse `--name VALUE` and `--name=VALUE`. Raises ConfigError on a word that is not an option, or an option without a value."""
-    arguments, words = Arguments(), iter(argv)
-    for word in words:
+    arguments, words = Arguments(), deque(argv)
+    while words:
+        word = words.popleft()
         if word in ("-h", "--help"):
             arguments.help = True
         elif arguments.help and word in SECTIONS:
@@ -217,23 +221,53 @@ def read_arguments(argv: list[str]) -> Arguments:
             name, equals, value = word.removeprefix("--").partition("=")
             option = SHORT.get(name, name)
             if not word.startswith("--"):
-                raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE; lists as '[a, b]'.")
+                raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE.")
             if option != "config" and option not in OPTIONS:
                 raise unknown(
                     name, "on the command line", [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"], dashes="--"
                 )
-            following = value if equals else next(words, None)
+            following = value if equals else words.popleft() if words else None
             if following is None or (not equals and following.startswith("--")):
                 raise ConfigError(f"--{name} on the command line has no value. Write --{name} VALUE.")
             if option == "config":
                 arguments.files.append(following)
             else:
-                arguments.overrides[option] = following
+                arguments.overrides[option] = without_brackets(option, [following, *_more_entries(option, words)])
     return arguments
+
+
+def _more_entries(option: str, words: deque[str]) -> Iterator[str]:
+    """Take the words that follow a list's first one and belong to it, up to the next option."""
+    while takes(list, option) and words and not words[0].startswith("-"):
+        yield words.popleft()
+
+
+def takes(kind: type, option: str) -> bool:
+    """Whether values of a kind, list or str, are among those that an option's type lists."""
+    hint = OPTIONS[option].type
+    return any(kind in (each, get_origin(each)) for each in (hint, *(get_args(hint) if get_origin(hint) is not list else ())))
+
+
+def without_brackets(option: str, words: list[str]) -> str:
+    """The words of an option's value as one; a list may be written as `a b` or `a,b`."""
+    if not takes(list, option) or words[0][:1] in "[{" or words == ["null"]:
+        return " ".join(words)
+    if takes(str, option):  # a path may hold a comma
+        return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
+    return f"[{', '.join(part.strip() for word in words for part in word.split(',') if part.strip())}]"
 
 
 def read_tree(path: str, option: str) -> Any:
     """The content of a YAML file; option: the option that names it, for messages. Raises ConfigError if it cannot be read."""
+    try:
+        return parse_yaml(Path(path).read_text(encoding="utf-8"), path, option)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{option} = {path} can not be read: {reason}. {_nearest_file(path)}") from None
+
+
+def parse_yaml(text: str, path: str, option: str) -> Any:
+    """The content of a YAML text. Raises ConfigError if it is none; path, option: where it is from, for messages."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -248,10 +282,7 @@ def read_tree(path: str, option: str) -> Any:
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789"))
     try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{option} = {path} can not be read: {reason}. {_nearest_file(path)}") from None
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -265,6 +296,7 @@ def shipped_configs() -> dict[str, str]:
 
 def config_file(given: str) -> str:
     """The path of `--config`: a file or, if there is none of that name, a configuration shipped with megalite."""
+    given = os.path.expanduser(given)
     if Path(given).is_file() or Path(given).name != given or Path(given).suffix in (".yaml", ".yml"):
         return given
     shipped = CONFIGS / f"{given}.yaml"
@@ -279,17 +311,26 @@ def _nearest_file(path: str) -> str:
     return f"Nearest: {nearest_name(path, others)}." if others else "Give the path of a YAML file."
 
 
-def resolve(arguments: Arguments, world_size: int) -> Config:
-    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size, steps); not checked yet."""
+def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> Config:
+    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size, steps); not checked yet.
+
+    Models of the Hugging Face Hub are fetched and become directories; weights: also those of model.init_from.
+    """
     parser = build_parser()
     given: dict[str, Any] = {}
     for path in map(config_file, arguments.files):
-        tree = read_tree(path, "--config")
-        values = parse_values(parser, {} if tree is None else flatten(tree, f"in {path}"), f"in {path}")
-        given = amounts.on_top(given, values, f"in {path}")
+        given = amounts.on_top(given, _file_values(parser, path), f"in {path}")
     values = parse_values(parser, arguments.overrides, "on the command line", words=True)
     given = amounts.on_top(given, values, "on the command line")
     given |= {option: with_home(given[option]) for option in PATHS if option in given}
+    if given.get("model.init_from") or given.get("model.from_hf"):
+        from megalite.config.hub import with_directories
+
+        given |= with_directories(given, weights=weights)
+    if any(option in given for option in ("lora.targets", "lora.ranks", "lora.alphas", "lora.modules_to_save")):
+        from megalite.config.lora_names import with_own_names
+
+        given |= with_own_names(given)
     config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)
@@ -297,6 +338,16 @@ def resolve(arguments: Arguments, world_size: int) -> Config:
         config.model.vocab_size = data_vocab_size(config)
     amounts.resolve_steps(config)
     return config
+
+
+def _file_values(parser: "ArgumentParser", path: str) -> dict[str, Any]:
+    """The options in a YAML file; text where a list is expected is a list without brackets."""
+    tree = read_tree(path, "--config")
+    values = {} if tree is None else flatten(tree, f"in {path}")
+    lists = {option for option, value in values.items() if isinstance(value, str) and takes(list, option) and not takes(str, option)}
+    words = {option: without_brackets(option, [values[option]]) for option in lists}
+    others = {option: value for option, value in values.items() if option not in lists}
+    return parse_values(parser, others, f"in {path}") | parse_values(parser, words, f"in {path}", words=True)
 
 
 def with_home(value: Any) -> Any:
@@ -342,7 +393,7 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
     from jsonargparse import ArgumentParser
 
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
-    parser = ArgumentParser(prog=command("train"), usage=USAGE, exit_on_error=False, add_help=False)
+    parser = ArgumentParser(prog="megalite train", usage=USAGE, exit_on_error=False, add_help=False)
     if docs is not None:
         what = "YAML file of sections and keys, or a name from --list_configs. Options on the command line override it."
         parser.add_argument("--config", metavar="FILE|NAME", help=what)

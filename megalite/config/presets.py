@@ -7,12 +7,18 @@ from megalite.config.rule import nearest_name
 from megalite.config.schema import ConfigError
 
 
-def preset(name: str) -> dict[str, Any]:
-    """The ModelConfig fields of a named shape. Raises ConfigError naming the nearest preset."""
+def presets() -> dict[str, dict[str, Any]]:
+    """Name → ModelConfig fields of every shape."""
     import yaml
 
-    presets: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
-    if name not in presets:
-        legal = f"Legal values: {', '.join(presets)}. Nearest: {nearest_name(name, list(presets))}."
+    found: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
+    return found
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The ModelConfig fields of a named shape. Raises ConfigError naming the nearest preset."""
+    shapes = presets()
+    if name not in shapes:
+        legal = f"Legal values: {', '.join(shapes)}. Nearest: {nearest_name(name, list(shapes))}."
         raise ConfigError(f"model.preset = {name} is not a known shape. {legal}")
-    return presets[name]
+    return shapes[name]

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkout import command
 from megalite.config.schema import ConfigError, DataConfig
 from megalite.config.token_files import is_chat, prefixes
 
@@ -59,14 +58,14 @@ class TokenIndex:
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Token type, sizes [n], pointers [n] and document marks [d] of an .idx file."""
     if not path.is_file():
-        raise DataError(f"{path} is missing: a token file is a .bin and an .idx. Make it with {command('prepare')} --output PREFIX.")
+        raise DataError(f"{path} is missing: a token file is a .bin and an .idx. Make it with megalite prepare --output PREFIX.")
     length = path.stat().st_size
     if length < HEADER.size:
         raise DataError(f"{path} has {length} bytes, fewer than its header: it is truncated. Prepare it again.")
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     magic, version, code, sequences, marks = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise DataError(f"{path} does not start with MMIDIDX: it is not a token file index. Give a PREFIX that {command('prepare')} wrote.")
+        raise DataError(f"{path} does not start with MMIDIDX: it is not a token file index. Give a PREFIX that megalite prepare wrote.")
     if version != 1 or code not in DTYPES:
         raise DataError(
             f"{path} has version {version} and token type {code}; version 1 with types {sorted(DTYPES)} can be read. Prepare it again."

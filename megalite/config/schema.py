@@ -47,11 +47,11 @@ class ModelConfig:
     preset: str | None = None
     """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b or llama-3-70b. Other fields of this section override it."""
     from_hf: str | None = None
-    """Directory of a Hugging Face model whose config.json gives the shape. No weights are read."""
+    """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read."""
     init_from: str | None = None
     """Initial weights, for a run that starts at step 0: a checkpoint directory (optimizer state and data position are not used), a run's
-    directory for its newest checkpoint, or hf:DIR for a Hugging Face directory (set from_hf to DIR for the shape). null or none: random
-    weights; with from_hf and chat data, which are meant for fine-tuning, they must be asked for with none."""
+    directory for its newest checkpoint, or hf:DIR for a Hugging Face directory or org/name on the Hub (set from_hf to DIR for the shape).
+    null or none: random weights; with from_hf and chat data, which are meant for fine-tuning, they must be asked for with none."""
     vocab_size: int | None = None
     """Vocabulary size. null: that of the training data."""
     hidden_size: int = 256
@@ -182,6 +182,12 @@ class ModelConfig:
         return self.rope_local_theta is not None and self.uses_rope(layer) and self.window(layer) is not None
 
 
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+"""The roles of a layer's matrices, which can have adapters."""
+SAVED_MODULES = ("embedding", "head", "norms")
+"""What lora.modules_to_save may name."""
+
+
 @dataclass
 class LoraConfig:
     """Low-rank adapters (LoRA, Hu et al. 2021). With rank > 0 the model's weights are frozen and only the adapters are trained."""
@@ -190,16 +196,35 @@ class LoraConfig:
     """Rank of the adapters. 0: no adapters, train the model itself."""
     alpha: float = 16.0
     """Scale of the adapters: an adapted weight is W + alpha / rank * B A."""
+    scaling: Literal["standard", "rslora"] = "standard"
+    """Divisor of alpha: the rank (standard), or its square root (rslora, rank-stabilised)."""
     dropout: float = 0.0
     """Dropout probability on the adapters' input."""
-    targets: list[Literal["q", "k", "v", "o", "gate", "up", "down"]] | None = None
-    """Projections that have adapters, in every layer. null or an empty list: all projections of the model."""
+    targets: list[str] | None = None
+    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down, or their names in PEFT (q_proj; query_key_value means all
+    its parts). null, all-linear or an empty list: all projections of the model."""
+    ranks: dict[str, int] | None = None
+    """Ranks of single projections, {down: 4}. null: all have rank."""
+    alphas: dict[str, float] | None = None
+    """Alphas of single projections, {down: 8}. null: all have alpha."""
+    dora: bool = False
+    """Also train the length of every row of the adapted weights (DoRA, Liu et al. 2024)."""
+    modules_to_save: list[str] | None = None
+    """Modules trained in full next to the adapters: embedding, head and norms; the first two also by their names in PEFT. null: none."""
     init_from: str | None = None
     """Directory of a PEFT adapter that gives the initial A and B at step 0, on top of model.init_from. null: A is random and B is zero."""
 
     def adapts(self, role: str) -> bool:
         """Whether projections of this role have adapters."""
-        return self.rank > 0 and role != "" and (not self.targets or role in self.targets)
+        return self.rank > 0 and role in PROJECTIONS and (not self.targets or role in self.targets)
+
+    def rank_of(self, role: str) -> int:
+        return (self.ranks or {}).get(role, self.rank)
+
+    def scale_of(self, role: str) -> float:
+        """The factor on B A."""
+        rank = self.rank_of(role)
+        return (self.alphas or {}).get(role, self.alpha) / (rank if self.scaling == "standard" else rank**0.5)
 
 
 @dataclass

@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkout import command
 from megalite.config.samples import DataError as DataError
 from megalite.config.samples import TokenIndex
 from megalite.config.token_files import is_chat, metadata
@@ -50,7 +49,7 @@ class IndexedTokens(TokenIndex):
         self.eos: int | None = self.metadata.get("eos")
         self.loss = IndexedTokens(f"{prefix}.loss") if is_chat(prefix) else None
         if self.loss is not None and not np.array_equal(self.loss.sizes, self.sizes):
-            raise DataError(f"{prefix}.loss is not of the same documents as {prefix}. Prepare both again with {command('prepare')} --chat.")
+            raise DataError(f"{prefix}.loss is not of the same documents as {prefix}. Prepare both again with megalite prepare --chat.")
 
     def digest_parts(self) -> list[bytes]:
         """What identifies the content without reading all of it: both files' sizes and 16 pieces of 64 KiB spread over each."""
@@ -59,7 +58,7 @@ class IndexedTokens(TokenIndex):
 
     def _check_length(self) -> None:
         if not self._bin.is_file():
-            raise DataError(f"{self._bin} is missing: a token file is a .bin and an .idx. Prepare it again with {command('prepare')}.")
+            raise DataError(f"{self._bin} is missing: a token file is a .bin and an .idx. Prepare it again with megalite prepare.")
         expected = len(self) * self.dtype.itemsize
         if (actual := self._bin.stat().st_size) != expected:
             raise DataError(f"{self._bin} has {actual} bytes, its .idx counts {expected}: truncated, or not its .bin. Prepare both again.")

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkout import command
 from megalite.data import tokenizer_structure as structures
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.sentencepiece_model import SentencePieceModel, parse
@@ -258,7 +257,7 @@ def load_for(prefix: str | Path) -> Tokenizer:
     """The tokenizer of a token file, as named in PREFIX.json (a relative name is relative to PREFIX's directory)."""
     name = IndexedTokens(prefix).metadata.get("tokenizer")
     if name is None:
-        raise DataError(f"{prefix}.json names no tokenizer. Prepare the data with {command('prepare')}, or give the tokenizer.")
+        raise DataError(f"{prefix}.json names no tokenizer. Prepare the data with megalite prepare, or give the tokenizer.")
     return load(name if name == "byte" else Path(prefix).parent / name)
 
 

@@ -20,6 +20,7 @@ from megalite.generation.sources import for_inference
 from megalite.huggingface.convert import WEIGHT, model_of
 from megalite.huggingface.files import ConversionError
 from megalite.model.stage import Stage
+from megalite.progress import Report, silent
 
 SEED = 0
 
@@ -37,7 +38,7 @@ class Comparison:
         return max(self.worst)
 
 
-def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, rows: int) -> list[Comparison]:
+def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, rows: int, progress: Report = silent) -> list[Comparison]:
     """Compare in fp32 on one process: `rows` rows of `tokens` random tokens, then each text through the tokenizer of `hf`.
 
     Raises CheckpointError or ConfigError if one of the two cannot be loaded.
@@ -48,12 +49,16 @@ def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, row
     random = torch.randint(model.vocabulary, (rows, longest), generator=torch.Generator().manual_seed(SEED))
     inputs = {f"{rows} x {longest} random tokens": random}
     inputs |= {show_text(text): _encode(text, hf, model.vocabulary, model.max_position_embeddings) for text in texts}
-    theirs = _their_logits(hf, inputs)
+    theirs = _their_logits(hf, inputs, progress)
     for name, logits in theirs.items():
         if logits.shape[-1] != model.vocabulary:
             raise ConversionError(f"{hf} has {logits.shape[-1]} logits on {name}, and {directory} {model.vocabulary}: they are two models")
-    stage = load_stage(manifest)
-    return [_comparison(name, our_logits(stage, inputs[name]), theirs[name]) for name in inputs]
+    progress(f"opening {directory}")
+    stage, found = load_stage(manifest), []
+    for number, name in enumerate(inputs):
+        progress("logits of the checkpoint", number, len(inputs), "inputs")
+        found.append(_comparison(name, our_logits(stage, inputs[name]), theirs[name]))
+    return found
 
 
 def rounding(directory: Path, hf: Path) -> str | None:
@@ -83,8 +88,9 @@ def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
     return torch.tensor([ids])
 
 
-def _their_logits(hf: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict[str, Tensor]:
     """The logits of transformers, [rows, tokens, vocabulary] for each input."""
+    progress(f"opening {hf} with transformers")
     from transformers import AutoModelForCausalLM
 
     try:
@@ -96,8 +102,12 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[0]}" for kind, keys in report.items() if keys and kind != "error_msgs"]
     if wrong:
         raise ConversionError(f"transformers opens {hf} with {'; '.join(wrong)}")
+    found: dict[str, Tensor] = {}
     with torch.no_grad():
-        return {name: model.eval()(input_ids=ids, use_cache=False).logits for name, ids in inputs.items()}
+        for name, ids in inputs.items():
+            progress("logits of transformers", len(found), len(inputs), "inputs")
+            found[name] = model.eval()(input_ids=ids, use_cache=False).logits
+    return found
 
 
 def load_stage(manifest: Manifest) -> Stage:

@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from megalite import checkpoint
-from megalite.checkout import command
 from megalite.checkpoint import CheckpointError, find
 from megalite.config.dims import ParallelDims
 from megalite.config.families import hf_config
@@ -73,7 +72,7 @@ def open_source(name: Path | str) -> ModelSource:
     directory = find(Path(name))
     manifest = checkpoint.manifest_of(directory)
     if "config" not in manifest.state:
-        raise CheckpointError(f"{directory} holds no configuration. Give one that {command('train')} or {command('convert')} wrote.")
+        raise CheckpointError(f"{directory} holds no configuration. Give one that megalite train or megalite convert wrote.")
     config = from_dict(manifest.state["config"])
     read = partial(checkpoint.load, manifest, convert=True)
     step, companions = manifest.state.get("step", 0), origin(directory, config.model)

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkout import command
 from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
 from megalite.config.families import families, from_hf_config, hf_config
+from megalite.config.family_names import FAMILY_NAMES, Names, names_of
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import RuleContext, show
 from megalite.config.rules import model as model_rules
@@ -38,12 +38,13 @@ from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
-from megalite.huggingface.names import FAMILY_NAMES, Names, Place, places
+from megalite.huggingface.names import Place, places
 from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
 from megalite.huggingface.vocabulary import check_vocabulary, companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
+from megalite.progress import Report, silent
 
 WEIGHT = "weight/"
 HF = "hf:"
@@ -154,7 +155,7 @@ def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) 
 # ---- import
 
 
-def import_model(source: Path, directory: Path) -> dict[str, Any]:
+def import_model(source: Path, directory: Path, progress: Report = silent) -> dict[str, Any]:
     """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for display.
 
     Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
@@ -165,7 +166,7 @@ def import_model(source: Path, directory: Path) -> dict[str, Any]:
     check_vocabulary(source, theirs.model.vocabulary)
     temporary = directories.begin(directory)
     try:
-        stored = _store(temporary / "rank_00000.bin", theirs)
+        stored = _store(temporary / "rank_00000.bin", theirs, progress)
         (temporary / COMPANIONS).mkdir()
         for file in (source / "config.json", *companions(source)):
             shutil.copyfile(file, temporary / COMPANIONS / file.name)
@@ -176,9 +177,9 @@ def import_model(source: Path, directory: Path) -> dict[str, Any]:
     return _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
 
 
-def _store(path: Path, source: Source) -> dict[str, StoredTensor]:
+def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTensor]:
     """Write every tensor in chunks of whole rows."""
-    stored = {}
+    stored, done, parameters = {}, 0, parameter_count(model_specs(source.model))
     shapes = {segment.name: segment.shape for spec in model_specs(source.model) for segment in spec.segments}
     with open(path, "wb") as file:
         for name, (length, *others) in ((name, shapes[name]) for name in source.places):
@@ -187,6 +188,9 @@ def _store(path: Path, source: Source) -> dict[str, StoredTensor]:
             offsets = [(start, *(0 for _ in others)) for start in range(0, length, rows)]
             chunks = [append(file, at, source.read(name, at, (min(rows, length - at[0]), *others)).contiguous()) for at in offsets]
             stored[WEIGHT + name] = StoredTensor(name_of(dtype), (length, *others), chunks)
+            done += sum(chunk.bytes for chunk in chunks)
+            progress("importing", done, parameters * dtype.itemsize, "B")
+        progress("writing to disk")
         file.flush()
         os.fsync(file.fileno())
     return stored
@@ -209,6 +213,7 @@ def export_model(
     shard: int = SHARD,
     tokenizer: str | None = None,
     allow_tokenizer_change: bool = False,
+    progress: Report = silent,
 ) -> dict[str, Any]:
     """Write a checkpoint's weights and its tokenizer as a Hugging Face directory; returns a summary for display.
 
@@ -236,7 +241,8 @@ def export_model(
     config |= {"torch_dtype": name_of(max(dtypes.values(), key=lambda each: each.itemsize))}
     summary = _summary(model, config["model_type"], map(name_of, dtypes.values()))
     with new_directory(target) as temporary:
-        _write_weights(temporary, manifest, stored, found, dtypes, shard)
+        _write_weights(temporary, manifest, stored, found, dtypes, shard, progress)
+        progress("writing the tokenizer")
         directories.write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
         write_generation(temporary, found_tokenizer, like, ids)
         identity = write_tokenizer(temporary, found_tokenizer, manifest.state["step"])
@@ -267,9 +273,7 @@ def _shown(summary: dict[str, Any], architecture: str) -> dict[str, str]:
 def model_of(manifest: Manifest) -> ModelConfig:
     """The model of a checkpoint. Raises CheckpointError if it holds no configuration."""
     if "config" not in manifest.state:
-        raise CheckpointError(
-            f"{manifest.directory} holds no configuration. Give one that {command('train')} or {command('convert')} wrote."
-        )
+        raise CheckpointError(f"{manifest.directory} holds no configuration. Give one that megalite train or megalite convert wrote.")
     return from_dict(manifest.state["config"]).model
 
 
@@ -291,8 +295,17 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, Place]:
     """The places of a model's tensors in the family that it came from, or in the first that can express it. directory: the checkpoint's."""
+    return places(model, _family_of(model, directory))
+
+
+def head_of(model: ModelConfig, directory: Path) -> str:
+    """The name of the head's module in that family."""
+    return next(theirs for theirs, ours in names_of(model, _family_of(model, directory)).ends.items() if ours == "head")
+
+
+def _family_of(model: ModelConfig, directory: Path) -> str:
     like = origin(directory, model)
-    return places(model, to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
+    return str(to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
 
 
 def _stored(manifest: Manifest, found: dict[str, Place]) -> dict[str, StoredTensor]:
@@ -309,19 +322,22 @@ def _write_weights(
     found: dict[str, Place],
     dtypes: dict[str, torch.dtype],
     limit: int,
+    progress: Report,
 ) -> None:
     """Write the safetensors files and, if there are several, their index."""
     adapters, shards = Adapters(manifest), list(_shards(found, dtypes, limit))
     names = [SAFETENSORS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     index: dict[str, str] = {}
+    done, total = 0, sum(place.numel * dtypes[name].itemsize for name, place in found.items())
     for file_name, own in zip(names, shards, strict=True):
         tensors = {theirs: (dtypes[parts[0]], shape) for parts in own.values() for theirs, shape in found[parts[0]].tensors.items()}
         with closing(NewFile(directory / file_name, tensors)) as file:
             for parts in own.values():
                 _write_tensor(file, adapters, {name: stored[name] for name in parts}, found, dtypes[parts[0]])
                 index |= dict.fromkeys(found[parts[0]].tensors, file_name)
+                done += sum(found[name].numel * dtypes[name].itemsize for name in parts)
+                progress("exporting", done, total, "B")
     if len(shards) > 1:
-        total = sum(place.numel * dtypes[name].itemsize for name, place in found.items())
         content = {"metadata": {"total_size": total}, "weight_map": index}
         directories.write_synced(directory / f"{SAFETENSORS}{INDEX}", json.dumps(content, indent=2) + "\n")
 

@@ -10,6 +10,7 @@ from typing import Any
 import megalite
 from megalite.checkpoint import Manifest
 from megalite.checkpoint.directories import write_synced
+from megalite.config.hub import repository
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.config.token_files import is_chat, metadata, prefixes
@@ -100,7 +101,8 @@ def _trained(config: Config, state: dict[str, Any]) -> dict[str, str]:
         "optimizer": f"AdamW, learning rate {optimizer.lr:g} ({optimizer.decay}), weight decay {optimizer.weight_decay:g}",
         "precision": config.train.precision,
     }
-    return rows | ({"started from": config.model.init_from} if config.model.init_from else {})
+    start = config.model.init_from
+    return rows | ({"started from": repository(start.removeprefix("hf:"))} if start else {})
 
 
 def _tokenizer(identity: TokenizerIdentity | None) -> dict[str, str]:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from megalite.launch.exit_status import END_FILE, ExitStatus, training_status
 from megalite.launch.interrupts import SIGNALS, Listener, Second, end, line_of
 from megalite.launch.local_ranks import package_path
+from megalite.launch.output import LOGS
 from megalite.messages import say
 from megalite.processes import blocked, marked
 
@@ -51,6 +53,8 @@ class Launch:
         restarts: how often the ranks are started again after one has failed.
         patience_s: seconds for the ranks to save and end after a signal, and for the other nodes to arrive.
         newest: returns the newest checkpoint, for the message about a failure.
+        crashed: called with the rank that failed first, the message, and as keywords how each rank ended, when they were started, and the
+            directory with their last lines.
     """
 
     ranks: int
@@ -60,6 +64,7 @@ class Launch:
     restarts: int
     patience_s: float
     newest: Callable[[], Path | None]
+    crashed: Callable[..., None] = lambda first, reason, **known: None
 
 
 def launch(options: Launch, command: Sequence[str]) -> int:
@@ -86,7 +91,7 @@ def launch(options: Launch, command: Sequence[str]) -> int:
 
 def _environment(options: Launch, end_file: Path) -> dict[str, str]:
     """What the ranks inherit."""
-    found = {END_FILE: str(end_file), "PYTHONPATH": package_path(), **marked()}
+    found = {END_FILE: str(end_file), LOGS: str(end_file.parent), "PYTHONPATH": package_path(), **marked()}
     found["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # not those that are forwarded
     if options.ranks > 1:
         found["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
@@ -134,6 +139,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.end_file.unlink(missing_ok=True)
+        self.started = time.time()
         with blocked(SIGNALS):  # until the ranks have handlers
             started: dict[int, Any] = super()._start_workers(worker_group)
         self.pids = list(started.values())
@@ -191,7 +197,11 @@ class _Agent(LocalElasticAgent):
             return int(failure.exitcode) if failure.exitcode > 0 else int(training_status(self.received[0]))
         newest = self.options.newest()
         place = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
-        say(f"{_described(rank, failure)}; {place}")
+        line = f"{_described(rank, failure)}; {place}"
+        say(line)
+        known = {each.global_rank: "ended by the launcher" for each in self.get_worker_group().workers}
+        known |= {each: _ended(other) for each, other in result.failures.items()}
+        self.options.crashed(rank, line, ends=known, since=self.started, logs=self.end_file.parent)
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
 
 
@@ -202,6 +212,8 @@ def _first(result: RunResult) -> tuple[int, ProcessFailure]:
 
 
 def _described(rank: int, failure: ProcessFailure) -> str:
-    if failure.exitcode > 0:
-        return f"rank {rank} ended with status {failure.exitcode}"
-    return f"rank {rank} was ended by {failure.signal_name()}"
+    return f"rank {rank} {_ended(failure)}"
+
+
+def _ended(failure: ProcessFailure) -> str:
+    return f"ended with status {failure.exitcode}" if failure.exitcode > 0 else f"was ended by {failure.signal_name()}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
@@ -17,6 +16,7 @@ import torch
 
 import megalite
 from megalite.config.schema import ConfigError, NetworkConfig
+from megalite.launch.machine import SHARED_MEMORY, driver_version
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,8 +27,6 @@ EQUAL = ("kind", "megalite", "torch", "NCCL")
 """Must be equal on all ranks: other versions compute other numbers, and a GPU cannot communicate with a CPU."""
 ALIKE = ("driver", "device")
 """Should be equal on all ranks: rank 0 notes a difference."""
-SHARED_MEMORY = {"cuda": 64 << 20, "cpu": 4 << 20}
-"""Bytes of /dev/shm per rank: NCCL's buffers within a machine, or messages between tensor-parallel ranks. Docker's default is 64 MB."""
 
 
 def variables(network: NetworkConfig) -> dict[str, str]:
@@ -62,7 +60,7 @@ def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
         "kind": device.type,
         **software(),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
-        "driver": _driver() if gpu else None,
+        "driver": driver_version() if gpu else None,
         "device": torch.cuda.get_device_name(device) if gpu else "CPU",
         "host": os.uname().nodename,
         "shared_memory": _free_shared_memory(),
@@ -81,13 +79,6 @@ def _digest(package: Path) -> str:
     for path in sorted(package.rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()[:8]
-
-
-def _driver() -> str | None:
-    with suppress(OSError):
-        if match := re.search(r"\s(\d+\.[\d.]+)\s", Path("/proc/driver/nvidia/version").read_text()):
-            return match[1]
-    return None
 
 
 def _free_shared_memory() -> int | None:

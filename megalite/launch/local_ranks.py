@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -23,12 +23,20 @@ _PACKAGE_ROOT = str(Path(megalite.__file__).resolve().parents[1])
 POLL_S, GRACE_S = 0.05, 5.0  # between polls of the ranks; from SIGTERM to SIGKILL
 
 
-def run_ranks(count: int, command: Sequence[str], *, variables: Mapping[str, str] | None = None, output: IO[bytes] | None = None) -> int:
+def run_ranks(
+    count: int,
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+    poll: Callable[[], object] = lambda: None,
+) -> int:
     """Run `python COMMAND …` as ranks 0 … count − 1. Returns 0, or the status of the first rank that failed.
 
     Args:
         variables: added to the ranks' environment, which is this process's.
         output: the file for stdout and stderr of all ranks; default: the terminal.
+        poll: called every now and then while they run.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -40,7 +48,7 @@ def run_ranks(count: int, command: Sequence[str], *, variables: Mapping[str, str
             # -P: `-m` would import from the current directory first, where a user's file may have the name of a package.
             with blocked([signal.SIGINT]):  # the terminal sends it to the ranks as well
                 ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, stdout=output, stderr=output))
-        return _wait(ranks)
+        return _wait(ranks, poll)
     finally:
         _stop(ranks)
 
@@ -59,7 +67,7 @@ def package_path() -> str:
     return os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+def _wait(ranks: list[subprocess.Popen[bytes]], poll: Callable[[], object]) -> int:
     """Wait until all ranks have ended, or one has failed. Returns its status, 128 + the signal's number after a signal; else 0."""
     while True:
         statuses = [rank.poll() for rank in ranks]
@@ -70,6 +78,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
                 return status if status > 0 else 128 - status
         if None not in statuses:
             return 0
+        poll()
         time.sleep(POLL_S)
 
 

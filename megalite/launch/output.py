@@ -1,21 +1,76 @@
 """Standard output and error that may go away: a reader such as `head` has seen enough, or Ctrl-C ended `tee` together with the run.
 
 What is written then is dropped. A run must save its last step although nobody listens, and no command prints a traceback for it.
+
+The last lines are kept for a crash report. Under the launcher they are in a file, too, where they outlive a rank that is killed.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import BinaryIO
 
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # the reader has ended; the terminal was closed
+
+LOGS = "MEGALITE_LOG_DIR"
+"""Environment variable: where the launcher wants the last lines of its ranks."""
+KEPT = 16 << 10  # bytes
+
+
+class Recent:
+    """The last bytes that this process has printed. A file has them and more, up to 16 times as many."""
+
+    def __init__(self) -> None:
+        self._data, self._lock = b"", Lock()
+        self._file: BinaryIO | None = None
+
+    def keep_in(self, path: Path) -> None:
+        with suppress(OSError):
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (until the process ends)
+
+    def add(self, data: bytes) -> None:
+        with self._lock, suppress(OSError, ValueError):
+            self._data = (self._data + data)[-KEPT:]
+            if self._file is not None:
+                if self._file.tell() > 16 * KEPT:
+                    self._file.seek(0)
+                    self._file.truncate()
+                    data = self._data
+                self._file.write(data)
+
+    def lines(self) -> list[str]:
+        return _lines(self._data)
+
+
+RECENT = Recent()
+
+
+def log_of(directory: Path, rank: int) -> list[str]:
+    """The last lines of a rank of the launcher; none if it kept none."""
+    with suppress(OSError):
+        return _lines(_log(directory, str(rank)).read_bytes()[-KEPT:])
+    return []
+
+
+def _log(directory: Path, rank: str) -> Path:
+    return directory / f"rank_{rank}.log"
+
+
+def _lines(data: bytes) -> list[str]:
+    return data.decode(errors="replace").replace("\r", "\n").splitlines()
 
 
 class _Descriptor(io.FileIO):
     """A descriptor whose reader may end."""
 
     def write(self, data: object, /) -> int:
+        RECENT.add(bytes(data))  # type: ignore[call-overload]
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
@@ -26,6 +81,8 @@ class _Descriptor(io.FileIO):
 
 def outlive_readers() -> None:
     """From now on a reader of stdout or stderr that ends costs only what it does not read. Streams that were replaced are left alone."""
+    if LOGS in os.environ and "RANK" in os.environ:
+        RECENT.keep_in(_log(Path(os.environ[LOGS]), os.environ["RANK"]))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):

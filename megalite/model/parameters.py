@@ -2,17 +2,16 @@
 
 Units: 0 is the embedding, 1 … L the layers, L + 1 the final norm and the head.
 Global names: `embedding.weight`, `layers.3.attention.q.weight`, `layers.3.mlp.up.weight`, `norm.weight`, `head.weight`.
-The adapters of a weight are `layers.3.attention.q.lora_a` and `layers.3.attention.q.lora_b`.
+Those of adapters follow from these: `model.adapters`.
 Stored names differ where segments are fused: `layers.3.attention.qkv.weight` holds q, k and v, `layers.3.mlp.in.weight` gate and up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import sqrt
 
-from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.schema import ModelConfig
 from megalite.parallel.spec import ParamSpec, Segment
 
 VOCAB_ALIGN = 8  # vocabulary rows per tp rank are padded to a multiple of this
@@ -61,8 +60,8 @@ class _Specs:
         axis = axis or self.partial_axis
         rms = self.model.norm == "rms" if rms is None else rms
         shape, one = (width or self.model.hidden_size,), 1.0 - self.model.norm_offset
-        weight = Segment(f"{name}.weight", shape, grad_partial_axis=axis, decay=False, init_value=one)
-        bias = Segment(f"{name}.bias", shape, grad_partial_axis=axis, decay=False)
+        weight = Segment(f"{name}.weight", shape, grad_partial_axis=axis, decay=False, init_value=one, role="norms")
+        bias = Segment(f"{name}.bias", shape, grad_partial_axis=axis, decay=False, role="norms")
         return _each_alone(unit, weight) if rms or not self.model.norm_bias else _each_alone(unit, weight, bias)
 
     def column(self, name: str, unit: int, parts: Sequence[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
@@ -84,7 +83,7 @@ class _Specs:
             return []
         one, copies = 1.0 - self.model.norm_offset, kv_replicas(self.model, self.tp)
         segments = (
-            Segment(f"{name}.{part}.weight", (width,), 0, replicas, decay=False, init_value=one)
+            Segment(f"{name}.{part}.weight", (width,), 0, replicas, decay=False, init_value=one, role="norms")
             for part, width, replicas in (("q_norm", q, 1), ("k_norm", kv, copies))
         )
         return _each_alone(unit, *segments)
@@ -111,7 +110,8 @@ class _Specs:
     def _vocabulary(self, name: str, copy: bool = False) -> Segment:
         """A table [vocabulary, hidden], split along dim 0, in memory padded to equal parts."""
         rows = padded_vocabulary(self.model.vocabulary, self.tp)
-        return Segment(name, (self.model.vocabulary, self.model.hidden_size), 0, padded=rows, copy=copy, init_std=self.std)
+        shape, role = (self.model.vocabulary, self.model.hidden_size), name.removesuffix(".weight")
+        return Segment(name, shape, 0, padded=rows, copy=copy, init_std=self.std, role=role)
 
     def layer(self, index: int) -> list[ParamSpec]:
         """Attention and feed-forward of layer `index`, each with its norms, in the order of the forward."""
@@ -162,29 +162,3 @@ def model_specs(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = Fa
         else:
             specs += build.layer(unit - 1)
     return specs
-
-
-def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> list[ParamSpec]:
-    """The specs, all frozen, followed by those of the adapters A [rank, in] and B [out, rank]; unchanged where `lora.rank` is 0."""
-    if not lora.rank:
-        return list(specs)
-    frozen = [replace(spec, segments=tuple(replace(segment, trainable=False) for segment in spec.segments)) for spec in specs]
-    return frozen + [adapter for spec in specs for adapter in _adapters(spec, lora, "tp" if tp > 1 else None)]
-
-
-def _adapters(spec: ParamSpec, lora: LoraConfig, partial_axis: str | None) -> list[ParamSpec]:
-    """The A's of a stored tensor's segments, stored as one tensor since they read the same input, and their B's, one tensor each.
-
-    A is drawn from a normal distribution with the variance of PEFT's uniform one, and B starts at zero. `partial_axis`: the axis whose
-    ranks split the tensor; `parallel.tensor.lora` says which gradients are then partial.
-    """
-    first, second = [], []
-    for base in (segment for segment in spec.segments if lora.adapts(segment.role)):
-        name, (outputs, inputs), by_rows = base.name.removesuffix("weight"), base.shape, base.split == 0
-        a_partial, b_partial = (partial_axis, None) if by_rows else (None, partial_axis)
-        a_shape, b_shape, std = (lora.rank, inputs), (outputs, lora.rank), (3 * inputs) ** -0.5
-        a = Segment(f"{name}lora_a", a_shape, None if by_rows else 1, grad_partial_axis=a_partial, init_std=std)
-        b = Segment(f"{name}lora_b", b_shape, 0 if by_rows else None, base.replicas, grad_partial_axis=b_partial)
-        first.append(a)
-        second += _each_alone(spec.unit, b)
-    return [ParamSpec(spec.name.removesuffix("weight") + "lora_a", spec.unit, tuple(first)), *second] if first else []

@@ -48,7 +48,7 @@ class Segment:
         trainable: whether it has a gradient and optimizer state.
         copy: whether this is the second copy of a tied tensor, which is neither counted nor stored.
         init_std, init_value: initialised from normal(0, init_std), or to the constant init_value if init_std is 0.
-        role: q, k, v, o, gate, up or down for the weights of a layer's projections; empty for others.
+        role: q, k, v, o, gate, up or down for the weights of a layer's projections; embedding, head, norms, adapter; empty for others.
     """
 
     name: str

@@ -91,7 +91,7 @@ class Activations:
             return 0, 0
         last = unit.blocks[-1]
         product = last.products[-1]
-        first = self._size(product.stashed) - self._size(product.kept) - self._size(last.after.kept)
+        first = self._size(product.stashed) - self._size((product.between,)) - self._size(last.after.kept)
         return sum(self._size(each.stashed) for each in unit.products), max(first, 0)
 
     @property

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from textwrap import wrap
+from types import MappingProxyType
 from typing import Any
 
+from megalite.config.load import field_docs
 from megalite.config.rule import RuleContext
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.planning.step import Choice
 
+COLUMN, WIDTH = 38, 140
 ELSEWHERE = ("data.train", "data.validation", "run.", "checkpoint.", "faults.", "validation.", "logging.", "profiling.")
 """Options that a plan does not decide: their rules are checked only when the run starts."""
 
@@ -42,19 +49,20 @@ def broken_rule(config: Config, world_size: int) -> str | None:
 
 
 def tree_of(config: Config) -> dict[str, dict[str, Any]]:
-    """Section → key → value of everything that differs from the defaults; a preset replaces the shape options that it sets."""
+    """Section → key → value of everything that differs from the defaults; a preset or model.from_hf replaces the shape that it gives."""
     defaults, tree = asdict(Config()), asdict(config)
-    shape = asdict(ModelConfig()) if config.model.preset is None else _preset_shape(config.model.preset)
-    defaults["model"] = {**shape, "preset": None}
+    defaults["model"] = {**_shape(config.model), "preset": None, "from_hf": None}
     defaults["parallel"] = {**asdict(ParallelConfig()), **dict.fromkeys(("tp", "pp", "dp", "zero", "schedule"))}  # always written
     found = {name: {key: value for key, value in section.items() if value != defaults[name][key]} for name, section in tree.items()}
     return {name: section for name, section in found.items() if section}
 
 
-def _preset_shape(name: str) -> dict[str, Any]:
+def _shape(model: ModelConfig) -> dict[str, Any]:
+    from megalite.config.families import hf_shape
     from megalite.config.presets import preset
 
-    return asdict(ModelConfig(**preset(name)))
+    given = preset(model.preset) if model.preset is not None else hf_shape(model.from_hf) if model.from_hf is not None else {}
+    return asdict(ModelConfig(**given))
 
 
 def to_yaml(config: Config, heading: str) -> str:
@@ -63,3 +71,36 @@ def to_yaml(config: Config, heading: str) -> str:
 
     comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
     return comments + yaml.safe_dump(tree_of(config), sort_keys=False, allow_unicode=True, width=140)
+
+
+def commented(config: Config, heading: str, replaced: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The same with each option's documentation beside or above it.
+
+    Args:
+        replaced: section.key → the text to write instead of the option's value.
+    """
+    docs, lines = field_docs(), [f"# {line}".rstrip() for line in heading.splitlines()]
+    for section, options in tree_of(config).items():
+        lines += ["", f"{section}:"]
+        for key, value in options.items():
+            name = f"{section}.{key}"
+            text = f"  {key}: {_flow(replaced.get(name, value))}"
+            remark = f"# {_first_sentence(docs[name])}"
+            beside = f"{text:{COLUMN}}  {remark}"
+            lines += (
+                [beside] if len(beside) <= WIDTH else [*(f"  {line}" for line in wrap(remark, WIDTH - 4, subsequent_indent="# ")), text]
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _flow(value: Any) -> str:
+    """A value on one line."""
+    import yaml
+
+    return str(yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)).removesuffix("...\n").strip()
+
+
+def _first_sentence(doc: str) -> str:
+    text = " ".join(doc.replace("%%", "%").split())
+    found = re.match(r"(.+?[^.]\.)(?= [A-Z]|$)", text)
+    return found[1] if found else text

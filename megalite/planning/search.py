@@ -27,6 +27,7 @@ from megalite.planning.configuring import broken_rule, configured
 from megalite.planning.memory import RankMemory, estimate
 from megalite.planning.pacing import schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
+from megalite.progress import Report, silent
 
 USABLE = 0.93
 """Fraction of a device's memory that a plan may use: the driver's context, NCCL's buffers and fragmentation take the rest."""
@@ -85,6 +86,7 @@ class Search:
     considered: int = 0  # number of legal layouts
     timed: int = 0  # of these, the number simulated
     rejected: Choice | None = None  # the first layout, so about the fastest, that does not fit
+    progress: Report = silent
 
     def __post_init__(self) -> None:
         self.stepper = Stepper(self.job)
@@ -100,7 +102,9 @@ class Search:
         self.considered = sum(len(list(self.variants(core))) for _, _, _, core, _ in heap)
         heapq.heapify(heap)
         found: dict[Choice, Plan] = {}
+        looked_at = count(1)
         while heap and len(found) < self.wanted:
+            self.progress("searching", next(looked_at), unit="layouts")
             time, level, _, choice, step = heapq.heappop(heap)
             if level is Level.DIVIDED:
                 heapq.heappush(heap, (max(time, self.stepper.filled(choice)), Level.PARTITIONED, next(number), choice, None))

@@ -77,6 +77,7 @@ class _Tensor:
             again = train.recompute_of(number - 1) == "full"
         passes, summed = unit.collectives(self.shared), unit.summed * self.sizes.accumulate
         rings = passes.forward * (1 + again) + passes.backward
+        more += 2 * (1 + again) * ring(unit.lengths * self.sizes.accumulate, self.ranks)
         return rings * ring(self.sizes.whole, self.ranks) + 2 * (2 + again) * ring(summed, self.ranks) + more
 
     def step(self, buckets: Sequence[BucketLayout]) -> float:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from megalite import checkpoint
@@ -17,12 +18,21 @@ from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.saver import Save
 from megalite.config.load import to_dict
 from megalite.launch.environment import software
+from megalite.model.adapters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
 from megalite.training.resume_checks import changed_compression, changes, check_resume, is_same_run, without_adapters
 
 if TYPE_CHECKING:
     from megalite.training.trainer import StepResult, Trainer
+
+
+LONG_S = 5.0  # a save or a load that takes as long tells its rate
+
+
+def rate(size: int, seconds: float) -> str:
+    """The size and the rate of a save or a load that took long; empty if it did not."""
+    return f", {size / 1e9:.2f} GB at {size / 1e9 / seconds:.2f} GB/s" if seconds >= LONG_S else ""
 
 
 def start_weights(trainer: Trainer, restarted: bool) -> None:
@@ -91,20 +101,25 @@ def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
 def load_weights(trainer: Trainer, source: str) -> None:
     """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source are initialized."""
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
-        from megalite.huggingface.adapters import starting_weights  # imported only where it is needed
+        from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed
 
         read = starting_weights(replace(trainer.config, model=replace(trainer.config.model, init_from=source)))
     else:
         read = partial(checkpoint.load, without_adapters(_checked(trainer, Path(source))), convert=True)
-    if drawn := trainer.config.lora.rank > 0 and trainer.config.lora.init_from is None:
-        trainer.store.initialize(trainer.config.run.seed, frozen=False)
+    drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
+    if drawn:
+        trainer.store.initialize(trainer.config.run.seed, drawn)
+    started = perf_counter()
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        read(trainer.store.to_load(trained=not drawn))
+        read(trainer.store.to_load(without=drawn))
+    if (seconds := perf_counter() - started) >= LONG_S:
+        trainer.notes.append(f"the weights of {source} were read in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
 
 
 def resume(trainer: Trainer, directory: Path) -> None:
     """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank finds damage."""
+    started = perf_counter()
     manifest = _checked(trainer, directory)
     state = manifest.state
     check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)  # before any weight is overwritten
@@ -113,6 +128,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
         if trainer.store.reducer.powersgd is not None:
             shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
             trainer.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
+    if (seconds := perf_counter() - started) >= LONG_S:
+        trainer.notes.append(f"{directory} was read in {seconds:.1f} s{rate(sum(manifest.files.values()), seconds)}")
     trainer.notes += [*changes(trainer.config, state, software()), *changed_compression(trainer.config, state)]
     trainer.store.publish()
     trainer.step_done, trainer.samples, trainer.finalizer.skipped = state["step"], state["samples"], state["skipped"]

@@ -36,7 +36,7 @@ AXES = ("tp", "dp", "pp")
 def read(argv: list[str], world_size: int | None) -> Config:
     """The configuration, validated except for files. Raises ConfigError."""
     arguments = read_arguments(argv)
-    config = resolve(arguments, world_size or 1)
+    config = resolve(arguments, world_size or 1, weights=False)
     if world_size is None:
         dims = ParallelDims.of(config)
         world_size, config.parallel.dp = dims.world, dims.dp

@@ -20,6 +20,7 @@ from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from megalite.monitoring.observer import Observer
 from megalite.monitoring.throughput import throughput
+from megalite.training.checkpointing import rate
 from megalite.training.signals import StopRequest, agreed
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.watchdog import Watchdog
@@ -37,7 +38,12 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> ExitStatus:
     gc.disable()
     recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
-    with StopRequest(limit) as request, console, recording as writer, Watchdog(config, trainer.mesh, trainer.run_dir):
+    with (
+        StopRequest(limit, trainer.mesh.activity) as request,
+        console,
+        recording as writer,
+        Watchdog(config, trainer.mesh, trainer.run_dir),
+    ):
         announce(trainer, console)
         ended = None
         while trainer.step_done < config.train.steps:
@@ -150,7 +156,7 @@ def report_saves(saver: Saver, console: Console, last: bool) -> None:
     for save in ended:
         durable = f", on disk after {save.durable:.2f} s" if saver.options.async_save else ""
         if save.durable:
-            console.message(f"saved {save.directory}, held {save.held:.2f} s{durable}")
+            console.message(f"saved {save.directory}, held {save.held:.2f} s{durable}{rate(save.bytes, save.durable)}")
         if save.error is not None:
             if not isinstance(save.error, CheckpointError) or (last and save is ended[-1] and not save.durable):
                 raise save.error

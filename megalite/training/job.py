@@ -6,6 +6,7 @@ Rank 0 holds the lock and writes; every rank learns whether the job may go on.
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.schema import Config, ConfigError
@@ -31,15 +32,20 @@ class Job:
 
     Attributes:
         restarted: torchrun or SLURM has started the job again.
+        since: when it began, in seconds since the epoch.
     """
 
     def __init__(self, config: Config, lock: RunLock | None, restarted: bool = False):
         self._config, self._lock, self.restarted = config, lock, restarted
         self._summary: SummaryWriter | None = None
+        self.since = time.time()
 
     def running(self) -> None:
         """Record that the job trains. Until then it has changed nothing."""
         if self._lock is not None:
+            from megalite.launch import crash
+
+            crash.set_aside(self._config.run.directory)
             self._summary = SummaryWriter(self._config)
 
     def end(self, status: ExitStatus, reason: str | None = None) -> None:
@@ -47,7 +53,7 @@ class Job:
         if self._lock is None:
             return
         if self._summary is None and status == ExitStatus.FAILED:
-            self.running()
+            self._summary = SummaryWriter(self._config)
         if self._summary is not None:
             self._summary.end(status, reason)
         self._lock.release()

@@ -16,7 +16,8 @@ from torch import Tensor
 from megalite.build import parts as build
 from megalite.build import plan
 from megalite.config.schema import Config
-from megalite.model.parameters import model_specs, with_adapters
+from megalite.model.adapters import with_adapters
+from megalite.model.parameters import model_specs
 from megalite.optimizer.interface import Optimizer
 from megalite.parallel.pipeline.gathering import check_gathering
 from megalite.parallel.pipeline.schedule import Kind

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megalite.checkout import command
 from megalite.checkpoint import CheckpointError, Manifest
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict, to_dict
@@ -90,7 +89,7 @@ def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
 def without_adapters(manifest: Manifest) -> Manifest:
     """Return the manifest of a checkpoint to start from. Raises CheckpointError if it holds adapters, which would not be loaded."""
     if from_dict(manifest.state.get("config", {})).lora.rank:
-        way_out = f"Merge them with {command('convert')} export and start from hf:DIR, or export them alone, for lora.init_from"
+        way_out = "Merge them with megalite convert export and start from hf:DIR, or export them alone, for lora.init_from"
         raise CheckpointError(f"model.init_from = {manifest.directory} holds adapters next to its weights. {way_out}.")
     return manifest
 

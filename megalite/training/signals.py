@@ -14,6 +14,7 @@ import threading
 from time import monotonic
 from types import FrameType
 
+from megalite.activity import Activity
 from megalite.launch.exit_status import ExitStatus
 from megalite.launch.interrupts import SIGNALS, Listener, Second, end, status_of
 from megalite.processes import LAUNCHER
@@ -32,9 +33,11 @@ class StopRequest:
 
     Args:
         seconds: time limit from now; None: no limit.
+        activity: of this rank, for the report about a run whose ranks are ended because one has failed.
     """
 
-    def __init__(self, seconds: float | None = None):
+    def __init__(self, seconds: float | None = None, activity: Activity | None = None):
+        self._activity = activity
         self._deadline = None if seconds is None else monotonic() + seconds
         self._signals: list[int] = []
         self._second = Second()
@@ -45,6 +48,9 @@ class StopRequest:
 
     def _react(self, number: int) -> None:
         """On another thread, while the main thread may be anywhere."""
+        from megalite.launch.output import RECENT  # a command has imported it
+
+        RECENT.add(f"[received {signal.Signals(number).name} in {self._activity}]\n".encode())
         # At the second Ctrl-C torchrun sends SIGTERM.
         if number != signal.SIGINT and not (number == signal.SIGTERM and self._second.first is not None and _under_torchrun()):
             return

@@ -22,13 +22,12 @@ from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh import Mesh
-from megalite.model.parameters import model_specs, with_adapters
+from megalite.model.adapters import total_parameters
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
 from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.spec import parameter_count
 from megalite.training import checkpointing
 from megalite.training.faults import Injection
 from megalite.training.guard import Guard
@@ -115,7 +114,7 @@ class Trainer:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, adapters included."""
-        return parameter_count(with_adapters(model_specs(self.config.model), self.config.lora))
+        return total_parameters(self.config.model, self.config.lora)
 
     # ---- state
 

@@ -20,6 +20,7 @@ from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.launch import local_ranks as ranks
 from megalite.launch.process import choose_device, configure_process, start_process_group
+from megalite.progress import Report, silent
 from megalite.training.trainer import Trainer
 
 RANK = "megalite.training.verify_rank"  # the module that each rank runs
@@ -98,14 +99,20 @@ def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[
     return everyone
 
 
-def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False) -> None:
+def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False, progress: Report = silent) -> None:
     """Start the configuration's ranks, each of which calls `record`. Raises ConfigError with their output if they fail."""
+
+    def look() -> None:
+        done = sum(1 for _ in directory.glob("step_*.safetensors"))
+        progress(f"training on {count} rank{'s' * (count > 1)}", done, steps, "steps")
+
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(to_dict(config)))
     count = build.layout(config).world
     with tempfile.TemporaryFile() as output:
         variables = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-        if ranks.run_ranks(count, ["-m", "megalite.launch.rank", RANK, str(directory), str(steps)], variables=variables, output=output):
+        command = ["-m", "megalite.launch.rank", RANK, str(directory), str(steps)]
+        if ranks.run_ranks(count, command, variables=variables, output=output, poll=look):
             output.seek(0)
             raise ConfigError(f"the run on {count} ranks failed:\n{output.read().decode(errors='replace')[-4000:]}")
 

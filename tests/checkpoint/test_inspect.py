@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalite import checkpoint
+from megalite.checkpoint import inspect as inspecting
 from megalite.commands.checkpoint import main
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
@@ -132,6 +133,21 @@ def test_consolidate_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["consolidate", str(tmp_path), str(file), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["bytes"] == file.stat().st_size and sorted(load_file(file)) == ["a", "b"]
+
+
+def test_verify_and_consolidate_tell_how_far_they_are(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    manifest = checkpoint.manifest_of(checkpoint.find(tmp_path))
+    seen: dict[str, tuple[int, int | None]] = {}
+
+    def progress(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
+        assert done > seen.get(what, (0, None))[0] and unit == "B"
+        seen[what] = done, total
+
+    assert inspecting.damages(manifest, progress) == []
+    inspecting.consolidate(manifest, tmp_path / "all", True, progress)
+    (verified, files), (written, tensors) = seen["verifying"], seen["writing"]
+    assert verified == files == sum(manifest.files.values()) and written == tensors
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from megalite.commands.start import start
+from megalite.launch.local_ranks import package_path
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +43,14 @@ def test_sigterm_ends_a_benchmark_by_an_exception(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit) as end:
         start("benchmark")
     assert end.value.code == 143
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["doctor", "--quick"]], ids=" ".join)
+def test_a_reader_that_ends_early_costs_no_traceback(words: list[str]) -> None:
+    """As with `| head`: the pipe is closed before the command writes."""
+    environment = {**os.environ, "PYTHONPATH": package_path()}
+    with subprocess.Popen([sys.executable, "-m", "megalite", *words], stdout=-1, stderr=-1, env=environment) as command:
+        assert command.stdout and command.stderr
+        command.stdout.close()
+        assert command.stderr.read() == b""
+    assert command.returncode == 0

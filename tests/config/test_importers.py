@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from megalite.commands.import_config import main
 from megalite.config.importers.convert import convert
-from megalite.config.load import load_config, nest
-from megalite.config.schema import Config, ConfigError
+from megalite.config.load import nest
+from megalite.config.schema import ConfigError
+from tests.config.imported import leaves, load
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "import_config.py"
 ADAMW = {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.98], "eps": 1e-9, "weight_decay": 0.05}}
@@ -118,6 +119,10 @@ def fsdp(**section: Any) -> dict[str, Any]:
     return {**LAUNCHED, "distributed_type": "FSDP", "fsdp_config": {**FSDP, **{f"fsdp_{key}": value for key, value in section.items()}}}
 
 
+def sizes(**section: int) -> dict[str, Any]:
+    return {"parallelism_config": {f"parallelism_config_{key}_size": size for key, size in section.items()}}
+
+
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content, options, keys that are not honoured
     "Trainer, ZeRO-3, auto": (TRAINER_ZERO3, TRAINER_OPTIONS, set()),
     "DeepSpeed, ZeRO-2 with offload": (PLAIN_ZERO2, PLAIN_OPTIONS, PLAIN_LOST),
@@ -190,9 +195,18 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
     "Accelerate, FSDP2": (fsdp(version=2, reshard_after_forward=True), FSDP_OPTIONS | {"parallel.zero": 3}, set()),
     "Accelerate, FSDP2 without resharding": (fsdp(version=2, reshard_after_forward=False), FSDP_OPTIONS | {"parallel.zero": 2}, set()),
     "Accelerate, FSDP2 with tensor parallel": (
-        fsdp(version=2, reshard_after_forward=True)
-        | nest({f"parallelism_config.parallelism_config_{key}": size for key, size in (("tp_size", 2), ("dp_shard_size", 4))}),
+        fsdp(version=2, reshard_after_forward=True) | sizes(tp=2, dp_shard=4),
         FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.dp": 4, "parallel.dp_shard": 4},
+        set(),
+    ),
+    "Accelerate, FSDP2 with tensor and context parallel": (
+        fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4},
+        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.dp": 2, "parallel.dp_shard": 2},
+        {"parallelism_config.parallelism_config_cp_size", "gradient_accumulation_steps"},
+    ),
+    "Accelerate, HSDP": (
+        fsdp(version=2, reshard_after_forward=True) | sizes(dp_replicate=2, dp_shard=2, tp=2),
+        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.dp": 4, "parallel.dp_shard": 2},
         set(),
     ),
     "Accelerate, FSDP, unknown strategy": (
@@ -249,28 +263,11 @@ def tool(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
     return call
 
 
-def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
-
-
 def write(content: dict[str, Any], directory: Path, name: str = "") -> Path:
     """A DeepSpeed configuration as JSON, any other as YAML."""
     path = directory / (name or ("config.yaml" if "distributed_type" in content else "ds_config.json"))
     path.write_text(yaml.safe_dump(content) if path.suffix == ".yaml" else json.dumps(content, indent=4))
     return path
-
-
-def load(path: Path, options: dict[str, Any]) -> Config:
-    """What pretrain.py makes of an emitted file, beside data, a model and what else the file leaves open."""
-    for name in ("tokens.bin", "tokens.idx"):
-        (path.parent / name).touch()
-    dp = options.get("parallel.dp", 1)
-    ours = {"data.train": path.parent / "tokens", "model.preset": "tiny", "model.vocab_size": 256}
-    ours |= {"train.steps": 10_000, "train.micro_batch_size": 1}
-    ours["train.global_batch_size"] = dp * options.get("train.micro_batch_size", 1)
-    words = [f"--{option}={value}" for option, value in ours.items() if option not in options]
-    return load_config(["--config", str(path), *words], world_size=dp * options.get("parallel.tp", 1))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -433,6 +430,22 @@ def test_a_deepspeed_file_is_read_from_beside_the_file_that_names_it(tool, tmp_p
     assert ended.value.code == 2
 
 
+def test_the_batch_and_the_sharding_of_parallelism_config_are_kept_or_named():
+    """Ranks of a tp or cp group read the same rows: 8 processes are 2 data-parallel ranks, as where cp is left out."""
+    content = fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4}
+    found = convert(content)
+    assert (found.options["parallel.dp"], found.options["parallel.dp_shard"], found.options["parallel.tp"]) == (2, 2, 2)
+    why = {remark.key: remark.why for remark in found.remarks if remark.kind == "lost"}
+    assert "4 processes, not 8: the same batch" in why["parallelism_config.parallelism_config_cp_size"]
+    formula = "set train.global_batch_size to train.micro_batch_size * 4 * 2"
+    assert formula in why["gradient_accumulation_steps"]
+    nested = fsdp(version=2, gradient_accumulation_steps=4)["fsdp_config"] | {"gradient_accumulation_steps": 4}
+    del nested["fsdp_gradient_accumulation_steps"]
+    assert formula in str(convert(content | {"fsdp_config": nested}).remarks)
+    with pytest.raises(ConfigError, match=r"num_processes = 8 is not the product .* Correct one of them"):
+        convert(fsdp(version=2) | sizes(dp_shard=2, tp=2))
+
+
 def test_what_is_still_to_be_set_is_said(tool, tmp_path):
     """A warm-up that is longer than the default run is kept, and refused where the file says how long the run is."""
     scheduler = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 500}}
@@ -455,10 +468,13 @@ def test_ranks_given_by_hand_complete_the_batch(tool, tmp_path):
 BAD = {
     "ds.json": ("{", "is not valid JSON"),
     "twice.json": ('{"fp16": {"enabled": true, "enabled": false}}', "the key enabled appears twice"),
-    "other.json": ('{"hidden_size": 8}', "neither DeepSpeed's configuration"),
-    "list.json": ("[1]", "neither DeepSpeed's configuration"),
+    "other.json": ('{"hidden_size": 8}', "one of: accelerate, torchtitan, megatron, axolotl, llama-factory, torchtune, deepspeed."),
+    "list.json": ("[1]", "has no keys by which its project is recognized"),
+    "broken.toml": ("[training", "is not valid TOML"),
+    "quotes.sh": ("pretrain_gpt.py --lr '1", "can not be read: No closing quotation"),
+    "empty.sh": ("echo nothing", "has no command that runs a .py file"),
     "broken.yaml": ("a: [", "is not valid YAML"),
-    "ours.yaml": ("optimizer:\n  lr: 1.0e-3\nfp16:\n  hysteresis: 2\n", "nor Accelerate's"),
+    "ours.yaml": ("optimizer:\n  lr: 1.0e-3\nfp16:\n  hysteresis: 2\n", "Name the project before the file"),
     "both.json": ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "fp16.enabled and bf16.enabled contradict each other"),
     "missing.json": (None, "can not be read: No such file"),
     "missing.yaml": (None, "can not be read: No such file"),

@@ -127,6 +127,34 @@ def test_without_a_configuration_it_says_how_to_start(capsys):
     assert end.value.code == 2 and "--config quickstart" in told and "--list_configs" in told and "--help [SECTION]" in told
 
 
+@pytest.mark.parametrize(
+    ("words", "option", "value"),
+    [
+        (("q", "v"), "lora.targets", ["q", "v"]),
+        (("q,v",), "lora.targets", ["q", "v"]),
+        (("q,", "v"), "lora.targets", ["q", "v"]),
+        (("[q,", "v]"), "lora.targets", ["q", "v"]),
+        (("q",), "lora.targets", ["q"]),
+        (("null",), "lora.targets", None),
+        (("3", "1"), "parallel.partition", [3, 1]),
+        (("3,1",), "parallel.partition", [3, 1]),
+        (("0.9,", "0.99"), "optimizer.betas", [0.9, 0.99]),
+        (("a,b",), "data.train", "a,b"),
+        (("a", "b"), "data.train", ["a", "b"]),
+    ],
+)
+def test_a_list_needs_no_brackets(words, option, value):
+    arguments = loading.read_arguments([f"--{option}", *words, "--run.name", "after"])
+    parser = loading.build_parser()
+    assert loading.parse_values(parser, arguments.overrides, "on the command line", words=True) == {option: value, "run.name": "after"}
+
+
+def test_a_list_in_a_file_needs_no_brackets():
+    Path("list.yaml").write_text("lora:\n  rank: 2\n  targets: q, v\nparallel:\n  partition: 3,1\nmodel:\n  from_hf: null\n")
+    config = loading.resolve(loading.read_arguments(["--config", "list.yaml"]), 1)
+    assert (config.lora.targets, config.parallel.partition) == (["q", "v"], [3, 1])
+
+
 def test_help_of_one_section(capsys):
     with pytest.raises(SystemExit) as end:
         load_config(["--help", "lora"], world_size=1)
@@ -179,7 +207,7 @@ MESSAGES = [
     (["--config", "rum.yaml"], "", "--config = rum.yaml can not be read: No such file or directory. Nearest: run.yaml."),
     (["--tp"], None, "--tp on the command line has no value. Write --tp VALUE."),
     (["--tp", "--pp", "2"], None, "--tp on the command line has no value."),
-    (["--data.train", "a", "b"], None, "b on the command line belongs to no option."),
+    (["--run.name", "a", "b"], None, "b on the command line belongs to no option."),
     (["--tp", "two"], None, "parallel.tp = two on the command line is not an integer."),
     (["--tp", "1.5"], None, "parallel.tp = 1.5 on the command line is not an integer."),
     ([], "parallel: {tp: true}", "parallel.tp = true in run.yaml is not an integer."),

@@ -60,6 +60,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "lora.rank": (-1, 0),
     "lora.alpha": (0.0, 1e-9),
     "lora.dropout": (1.0, 0.0),
+    **dict.fromkeys(("lora.ranks", "lora.alphas"), ({"q": 0}, None)),
     "optimizer.lr": (float("inf"), 1.0),
     **dict.fromkeys(("fp16.loss_scale_window", "fp16.hysteresis"), (0, 1)),
     "fp16.min_loss_scale": (0.0, 1e-9),
@@ -82,6 +83,26 @@ ROWS = [
         {"lora.rank": 4, "lora.targets": ["gate"], "model.gated_mlp": False},
         {"lora.targets": None},
         ("model.gated_mlp = false", "leave lora.targets out"),
+    ),
+    Row("lora has a rank", {"lora.dora": True}, {"lora.rank": 4}),
+    *(
+        Row(f"lora.{option} are known", {"lora.rank": 4, f"lora.{option}": value}, {f"lora.{option}": None}, ("names wq. Legal names: ",))
+        for option, value in (("targets", ["q", "wq"]), ("ranks", {"wq": 1}), ("alphas", {"wq": 1.0}), ("modules_to_save", ["wq"]))
+    ),
+    Row(
+        "lora.ranks are of targets",
+        {"lora.rank": 4, "lora.targets": ["q"], "lora.ranks": {"q": 2, "down": 1}},
+        {"lora.targets": ["q", "down"]},
+        ('lora.ranks = {"q": 2, "down": 1} names down, which has no adapter', "add it to lora.targets"),
+    ),
+    Row(
+        "lora.alphas are of targets", {"lora.rank": 4, "lora.alphas": {"gate": 1.0}, "model.gated_mlp": False}, {"lora.alphas": {"up": 1.0}}
+    ),
+    Row(
+        "a tied head is saved with the embedding",
+        {"lora.rank": 4, "lora.modules_to_save": ["head"], "model.tie_word_embeddings": True},
+        {"lora.modules_to_save": ["embedding", "head"]},
+        ("the head is the embedding",),
     ),
     Row(
         "lora.init_from is an adapter",
@@ -272,7 +293,7 @@ ROWS = [
         "chat or text",
         {"data.train": ["chat", "tokens"]},
         {"data.train": ["chat"], "data.validation": 0.1},
-        ("mix conversations (chat) with text", "prepare_data.py --chat"),
+        ("mix conversations (chat) with text", "megalite prepare --chat"),
     ),
     Row("chat or text", {"data.train": "chat", "data.validation": "tokens"}, {"data.validation": {"chat": 1.0}}),
     Row(

@@ -1,6 +1,7 @@
 """tools/prepare_data.py from input to token file: content, order, independence of workers, atomicity, messages."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.commands.prepare import main
+from megalite.config import hub
 from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.prepare import prepare
@@ -111,6 +113,21 @@ def test_every_format_in_order(run, tmp_path, make):
     assert (result["documents"], result["tokens"]) == (60, sum(len(text.encode()) + 1 for text in TEXTS))
     assert (result["vocab_size"], result["eos"], result["dtype"], result["tokenizer"]) == (257, 256, "uint16", "byte")
     assert sorted(path.name for path in Path("out").iterdir()) == ["x.bin", "x.idx", "x.json"]
+
+
+def test_a_dataset_of_the_hub_without_a_network_is_one_message(refusal, monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "0")  # as they were, afterwards
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "online", lambda: False)
+
+    def load_dataset(*words: object, **options: object) -> None:
+        assert os.environ["HF_HUB_OFFLINE"] == os.environ["HF_DATASETS_OFFLINE"] == "1", "nothing is tried again and again"
+        raise ConnectionError("Couldn't reach org/name.")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    message = refusal("--input", "hf:org/name:plain", "--tokenizer", "byte", "--output", "z")
+    assert "Couldn't reach org/name. The Hub can not be reached: run hf download --repo-type dataset org/name --local-dir DIR" in message
 
 
 def test_hugging_face_dataset_by_name(run, refusal, tmp_path, monkeypatch):

@@ -24,6 +24,15 @@ LAYOUTS: dict[str, Case] = {
     },
     "pp 2, dp 2, ZeRO-3, offloaded": {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2, "offload": "cpu"},
 }
+VARIANT = {
+    **{"dora": True, "scaling": "rslora", "ranks": {"k": 2, "down": 3}, "alphas": {"v": 5.0}},
+    **{"modules_to_save": ["embedding", "norms"]},
+}
+VARIANT_LAYOUTS: dict[str, Case] = {
+    "tp 2, sequence parallel, replicated keys": {"tp": 2, "sequence_parallel": True, "microbatches": 2, "recompute": "full"},
+    "tp 2, pp 2, zb-h1": {"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4},
+    "pp 2, dp 2, ZeRO-3": {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +50,29 @@ def configuration(case: Case, prefix: str, precision: str = "fp64", **lora: Any)
 def single(references, prefix):
     """The run of one process in each precision."""
     return lambda precision: references.run(jobs_lora.train, configuration({}, prefix, precision), STEPS)
+
+
+@pytest.fixture(scope="module")
+def single_variant(references, prefix):
+    return references.run(jobs_lora.train, configuration({}, prefix, **VARIANT), STEPS - 1)
+
+
+@pytest.mark.parametrize("layout", VARIANT_LAYOUTS)
+def test_every_variant_trains_like_one_process(layout, ranks, prefix, single_variant):
+    """DoRA's row lengths, which span the tp ranks of a row-parallel weight; ranks and alphas of their own; modules trained in full."""
+    case = {**MODEL, **VARIANT_LAYOUTS[layout]}
+    config = configuration(VARIANT_LAYOUTS[layout], prefix, **VARIANT)
+    got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs_lora.train, config, STEPS - 1)
+    for rank in got:
+        assert rank["losses"] == pytest.approx(single_variant["losses"], rel=1e-9, abs=0)
+        assert rank["grad_norms"] == pytest.approx(single_variant["grad_norms"], rel=1e-9, abs=0)
+    before, after = got[0]["before"], got[0]["tensors"]
+    assert after.keys() == single_variant["tensors"].keys()
+    for name, value in after.items():
+        assert (value - single_variant["tensors"][name]).abs().max() <= 1e-9, name
+        trained = any(part in name for part in ("lora", "norm", "embedding"))
+        assert torch.equal(value, before[name]) is not trained, name
+    assert after["weight/layers.0.mlp.down.lora_a"].shape == (3, 48) and after["weight/layers.0.attention.k.lora_b"].shape[1] == 2
 
 
 @pytest.mark.parametrize(("layout", "precision"), [*((layout, "fp64") for layout in LAYOUTS), ("tp 2, sequence parallel, zb-h1", "fp32")])
@@ -92,7 +124,7 @@ def test_optimizer_state_is_that_of_the_adapters_alone(zero, ranks, prefix):
 
 def test_resumes_bitwise_and_refuses_other_adapters(ranks, prefix, tmp_path):
     case: Case = {"dp": 2, "zero": 3, "microbatches": 2}
-    config = configuration(case, prefix, "bf16")
+    config = configuration(case, prefix, "bf16", dora=True)
     config["run"] = {"dir": str(tmp_path), "name": "saved"}
     expected = ranks.run(2, jobs_training.train_and_save, config, 2, 2)[0]
     assert {name.split("/")[1] for name in expected["tensors"] if name.startswith("exp_avg/")} == {
@@ -102,5 +134,5 @@ def test_resumes_bitwise_and_refuses_other_adapters(ranks, prefix, tmp_path):
     for got in ranks.run(2, jobs_training.resume, config, 2):
         assert got["losses"] == expected["losses"][2:]
         assert all(torch.equal(value, expected["tensors"][name]) for name, value in got["tensors"].items())
-    config["lora"]["alpha"] = 4.0
-    assert "lora.alpha was 8.0, is 4.0" in ranks.run(2, jobs_training.refusal, config)[0]
+    config["lora"] |= {"alpha": 4.0, "dora": False}
+    assert "lora.alpha was 8.0, is 4.0; lora.dora was True, is False" in ranks.run(2, jobs_training.refusal, config)[0]

@@ -101,6 +101,21 @@ LLAMA = CASES["llama, tied, llama3 rope"]
 SHARDED = CASES["llama, one key-value head"]
 
 
+def test_import_and_export_tell_how_far_they_are(tmp_path: Path):
+    seen: dict[str, list[tuple[int, int | None]]] = {}
+
+    def progress(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
+        seen.setdefault(what, []).append((done, total))
+
+    theirs, ours = write(SHARDED, tmp_path / "theirs"), tmp_path / "ours"
+    converting.import_model(theirs, ours, progress)
+    converting.export_model(ours, tmp_path / "again", progress=progress)
+    size = sum(tensor.nbytes for tensor in stored(theirs).values())
+    for what in ("importing", "exporting"):
+        done, totals = zip(*seen[what], strict=True)
+        assert len(done) > 3 and list(done) == sorted(done) and done[-1] == size and set(totals) == {size}
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     """The one message with which the tool ends, status 2."""
     capsys.readouterr()

@@ -254,9 +254,9 @@ def test_memory_and_sensors_are_read_at_the_interval_and_a_broken_sensor_once(tm
 def test_a_memory_snapshot_is_written_after_its_step_on_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: done.append("records"))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: done.append(Path(path).name))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("memory"))
     for ranks in ([], [1]):  # by default rank 0, and this is rank 1
         instrument = tracing.MemorySnapshot(on_gpu(tmp_path, memory_snapshot=2, ranks=ranks))
         for number in (1, 2, 3):
             instrument.after(number)
-    assert done == ["records", "memory_rank_00001_step_00000002.pickle"]
+    assert done == ["records"] and [file.name for file in (tmp_path / "traces").iterdir()] == ["memory_rank_00001_step_00000002.pickle"]

@@ -96,6 +96,8 @@ def test_several_runs_are_compared(tmp_path: Path):
     assert re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td>', differences) == [
         ("optimizer.lr", "0.0003", "0.0006")
     ]
+    for text in ("Loss", "Loss over tokens", "Loss over time", "million tokens", "minutes of training"):
+        assert f">{text}</text>" in page
 
 
 def test_long_runs_are_thinned_and_lose_no_extreme(tmp_path: Path):

@@ -1,7 +1,8 @@
-"""Adapters of a column- and of a row-parallel linear against torch's autograd, dropout included."""
+"""Adapters of a column- and of a row-parallel linear against torch's autograd, dropout and trained row lengths (DoRA) included."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from megalite_kernels.dropout import dropout
 from torch import Tensor
 
+from megalite.config.schema import LoraConfig
 from megalite.mesh import Layout, Mesh
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.spec import ParamSpec, Segment
@@ -17,7 +19,9 @@ from megalite.parallel.tensor.lora import attach_adapters
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 
-WIDTH, PARTS, RANK, SCALE = 6, {"q": 4, "k": 3, "v": 5}, 2, 1.5
+WIDTH, PARTS = 6, {"q": 4, "k": 3, "v": 5}
+LORA = LoraConfig(rank=2, alpha=3.0, ranks={"v": 3}, alphas={"v": 2.4})
+RANKS, SCALES = {"q": 2, "v": 3, "down": 2}, {"q": 1.5, "v": 0.8, "down": 1.5}
 MASK = partial(dropout, key=7, samples=torch.arange(2), positions=torch.arange(5), p=0.4)
 
 
@@ -30,45 +34,76 @@ def weight(queue: WeightGradQueue, name: str, *segments: Segment, trained: bool)
     return made
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_outputs_and_gradients(kind, masked, deferred):
+@pytest.mark.parametrize("kind", ["column", "column with bias", "row"])
+def test_outputs_and_gradients(kind, masked, deferred, dora):
     torch.manual_seed(0)
     queue = WeightGradQueue()
     queue.deferred = deferred
-    parts = PARTS if kind == "column" else {"down": 7}
-    adapted = {"q": slice(0, 4), "v": slice(7, 12)} if kind == "column" else {"down": slice(0, 7)}
-    base = [Segment(f"{part}.weight", (rows, WIDTH)) for part, rows in parts.items()]
+    by_rows, parts = kind != "row", {"down": 7} if kind == "row" else PARTS
+    adapted = {"q": slice(0, 4), "v": slice(7, 12)} if by_rows else {"down": slice(0, 7)}
+    base = [Segment(f"{part}.weight", (rows, WIDTH), 0 if by_rows else 1, role=part) for part, rows in parts.items()]
     stored = {"x.weight": weight(queue, "x.weight", *base, trained=False)}
-    stored["x.lora_a"] = weight(queue, "x.lora_a", *(Segment(f"{part}.lora_a", (RANK, WIDTH)) for part in adapted), trained=True)
+    stored["x.lora_a"] = weight(queue, "x.lora_a", *(Segment(f"{part}.lora_a", (RANKS[part], WIDTH)) for part in adapted), trained=True)
     for part in adapted:
-        stored[f"{part}.lora_b"] = weight(queue, part, Segment(f"{part}.lora_b", (parts[part], RANK)), trained=True)
+        stored[f"{part}.lora_b"] = weight(queue, part, Segment(f"{part}.lora_b", (parts[part], RANKS[part])), trained=True)
+        if dora:
+            stored[f"{part}.lora_magnitude"] = weight(queue, part, Segment(f"{part}.lora_magnitude", (parts[part],)), trained=True)
+    bias = weight(queue, "x.bias", *(Segment(f"{part}.bias", (rows,), 0) for part, rows in parts.items()), trained=False)
+    stored |= {"x.bias": bias} if kind == "column with bias" else {}
     tp = Mesh(Layout()).tp
-    attach_adapters(stored, SCALE, tp)
-    if kind == "column":
-        layer = ColumnParallelLinear(stored["x.weight"], None, tp, False)
+    attach_adapters(stored, replace(LORA, dora=dora), tp)
+    if by_rows:
+        layer = ColumnParallelLinear(stored["x.weight"], stored.get("x.bias"), tp, False)
     else:
         layer = RowParallelLinear(stored["x.weight"], None, tp, False, Activation("silu", False, CompiledOps()))
     x = torch.randn(5, 2, WIDTH, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(5, 2, sum(parts.values()), dtype=torch.float64)
 
-    def plain(x: Tensor, a: Tensor, *bs: Tensor) -> Tensor:
-        x = x if kind == "column" else torch.nn.functional.silu(x)
-        keep = MASK(torch.ones_like(x)) if masked else 1.0  # the factor of each element: 0, or what the kept ones are scaled by
-        out, inner = x @ stored["x.weight"].tensor.t(), (x * keep) @ a.t()
-        for index, (b, rows) in enumerate(zip(bs, adapted.values(), strict=True)):
-            part = inner[..., index * RANK : (index + 1) * RANK] @ b.t()
-            out = out + SCALE * torch.nn.functional.pad(part, (rows.start, out.shape[-1] - rows.stop))
+    def plain(x: Tensor) -> Tensor:
+        x = x if by_rows else torch.nn.functional.silu(x)
+        dropped = x * MASK(torch.ones_like(x)) if masked else x
+        out = x @ stored["x.weight"].tensor.t() + (stored["x.bias"].tensor if "x.bias" in stored else 0)
+        for a, (part, rows) in zip(stored["x.lora_a"].tensor.split([RANKS[part] for part in adapted]), adapted.items(), strict=True):
+            before = stored["x.weight"].tensor[rows]
+            after = before + SCALES[part] * stored[f"{part}.lora_b"].tensor @ a
+            if dora:  # as PEFT: the magnitude starts at the rows' lengths, and their present lengths are constants
+                magnitude = before.norm(dim=1).detach() + stored[f"{part}.lora_magnitude"].tensor
+                after = (magnitude / after.norm(dim=1).detach()).unsqueeze(1) * after
+            added = dropped @ (after - before).t()
+            out = out + torch.nn.functional.pad(added, (rows.start, out.shape[-1] - rows.stop))
         return out
 
-    trained = [stored["x.lora_a"], *(stored[f"{part}.lora_b"] for part in adapted)]
-    out = layer(x, MASK if masked else None)
-    expected = plain(x, *(each.tensor for each in trained))
+    trained = [each for each in stored.values() if each.trainable]
+    out, expected = layer(x, MASK if masked else None), plain(x)
     torch.testing.assert_close(out, expected)
     wanted = torch.autograd.grad(expected, [x, *(each.tensor for each in trained)], gradient)
     out.backward(gradient)
     with torch.no_grad():  # as the pipeline's runtime does
         queue.run(0, 0)
     torch.testing.assert_close([x.grad, *(each.grad for each in trained)], list(wanted))
-    assert stored["x.weight"].grad is None
+    assert stored["x.weight"].grad is None and len(trained) == (1 + len(adapted) * (2 if dora else 1))
+
+
+def test_row_lengths_that_have_not_been_trained_change_nothing():
+    """In bf16 too, where no rounding of a stored length may change the model that training starts from."""
+    torch.manual_seed(0)
+    value = torch.randn(8, WIDTH).bfloat16()
+    shapes = {"x.weight": (8, WIDTH), "x.lora_a": (2, WIDTH), "x.lora_b": (8, 2), "x.lora_magnitude": (8,)}
+    tensors = {"x.weight": value, "x.lora_a": torch.randn(2, WIDTH).bfloat16(), "x.lora_b": torch.zeros(8, 2).bfloat16()}
+    stored = {
+        name: Weight(
+            ParamSpec(name, 1, (Segment(name, shape, role="up"),)),
+            tensors.get(name, torch.zeros(shape).bfloat16()),
+            None,
+            WeightGradQueue(),
+        )
+        for name, shape in shapes.items()
+    }
+    tp = Mesh(Layout()).tp
+    attach_adapters(stored, replace(LORA, dora=True), tp)
+    x = torch.randn(5, 2, WIDTH).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(ColumnParallelLinear(stored["x.weight"], None, tp, False)(x), x @ value.t())

@@ -26,6 +26,7 @@ MODEL = {
 }
 Options = dict[str, Any] | None
 LORA, SOME = {"rank": 4}, {"rank": 4, "targets": ["q", "down"]}
+DORA = {"rank": 4, "ranks": {"o": 2}, "dora": True, "modules_to_save": ["embedding", "norms"]}
 GPT2 = {"norm": "layer", "gated_mlp": False, "position": "learned", "attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
 
 
@@ -56,6 +57,7 @@ ALONE = {
     "two rotary tables": {"model": {"rope_local_theta": 100.0, "sliding_window": 16, "sliding_window_layers": [0, 1]}},
     "adapters": {"lora": LORA},
     "adapters of some projections": {"lora": SOME},
+    "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
 }
 ON_TWO = {
     **{f"tp, {mode}": {"tp": 2, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
@@ -63,6 +65,7 @@ ON_TWO = {
     **{f"pp, {name}": {"pp": 2, "schedule": name} for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")},
     "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA},
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
+    "pp, zb-h1, DoRA": {"pp": 2, "schedule": "zb-h1", "lora": DORA},
 }
 
 
@@ -107,6 +110,7 @@ BUILT = {
     "compressed": {"dp": 2, "powersgd_rank": 2, "tp": 2},
     "adapters": {"dp": 2, "tp": 2, "lora": LORA},
     "adapters, ZeRO-3": {"dp": 2, "zero": 3, "offload": "cpu", "lora": SOME},
+    "DoRA, tied": {"pp": 2, "dp": 2, "tp": 2, "lora": DORA, "model": {"tie_word_embeddings": True}},
     "fp16, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved", "train": {"precision": "fp16"}},
 }
 
@@ -165,6 +169,8 @@ TRAFFIC = {
     "tp, adapters": {"tp": 2, "lora": LORA},
     "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": SOME, "train": {"recompute": "full"}},
     "ZeRO-3, adapters": {"dp": 2, "zero": 3, "lora": LORA},
+    "tp and sp, DoRA, recomputed": {"tp": 2, "sequence_parallel": True, "lora": DORA, "train": {"recompute": "full"}},
+    "pp, tied and trained, DoRA": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": DORA},
     "pp, tied, adapters": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": LORA},
 }
 

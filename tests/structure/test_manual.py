@@ -27,8 +27,8 @@ PAGES = (
     + [page for name, page in BY_NAME.items() if name not in FIRST and commands(page)]
     + ["CONTRIBUTING.md"]
 )
-TITLES = {"", "needs a GPU", "needs a network", "needs SLURM", "on every node"}
-ELSEWHERE = {"make demo": "tests/commands/test_demo.py"}
+TITLES = {"", "needs a GPU", "needs a network", "needs Docker", "needs SLURM", "on every node"}
+ELSEWHERE = ("make demo",)  # .ci/run runs it
 FEWER_RANKS = {"--nproc 8": "--nproc 4", "--nproc-per-node 8": "--nproc-per-node 2"}
 SMALLER = {
     ("train", "--faults"): "--train.steps 14 --train.watchdog 3s --run.timeout 8s",
@@ -92,7 +92,20 @@ def without_slurm(command: Command, place: Path) -> Iterator[tuple[list[str], in
     yield ["megalite", "train", *words[script + 1 :], "--dry_run", "--world_size", str(world), "--model.vocab_size", "128256"], 0
 
 
-RUN = {"": as_written, "needs a GPU": without_a_gpu, "needs a network": without_a_gpu, "needs SLURM": without_slurm}
+def without_docker(command: Command, place: Path) -> Iterator[tuple[list[str], int]]:
+    """What runs in the container: the words after the image's name are those of `megalite`."""
+    if command.words[1] == "run":
+        words = command.words[command.words.index("megalite") + 1 :]
+        yield shortened(["megalite", *words]), 0
+
+
+RUN = {
+    "needs Docker": without_docker,
+    "": as_written,
+    "needs a GPU": without_a_gpu,
+    "needs a network": without_a_gpu,
+    "needs SLURM": without_slurm,
+}
 
 
 def on_two_nodes(command: Command, place: Path) -> None:
@@ -112,6 +125,7 @@ def check(command: Command, done: subprocess.CompletedProcess[str], status: int)
 
 
 def test_every_command_is_in_a_block_that_is_run():
+    assert set(ELSEWHERE) <= set((ROOT / ".ci" / "run").read_text().splitlines())
     programs = re.compile(r"^(\$ |megalite |torchrun |python |sbatch |srun |make |pip )", re.MULTILINE)
     for page in (*PAGES, "README.md", *BY_NAME.values()):
         others = re.sub(r"^```sh.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

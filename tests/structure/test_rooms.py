@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -68,4 +69,7 @@ def test_the_console_command_names_its_commands_and_the_nearest_to_a_wrong_one()
     *listed, status = python(code, "--help").splitlines()
     assert status == "0" and all(any(line.split()[:1] == [name] for line in listed) for name in COMMANDS)
     assert python(code, "plam") == "megalite: plam is not a command. Nearest: plan. See megalite --help.\n2\n"
-    assert python(code, "--version") == f"megalite {megalite.__version__}\n0\n"
+    first, *_, status = python(code, "--version").splitlines()
+    assert first.startswith(f"megalite {megalite.__version__}") and status == "0"
+    found, imported = python(f"{code}\nprint('torch' in sys.modules)", "--version", "--json").splitlines()[::2]
+    assert {"megalite", "python", "torch", "triton", "devices", "commit"} <= json.loads(found).keys() and imported == "False"

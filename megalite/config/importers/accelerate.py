@@ -3,12 +3,16 @@ utils/dataclasses.py."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megalite.config.importers import deepspeed
 from megalite.config.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, never, only, sets, word
+from megalite.config.schema import ConfigError
 
+NAME = "Accelerate"
 PLUGIN, FSDP, SIZES = "deepspeed_config.", "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
+DIMS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 MARK = "distributed_type"
 LINKED = f"{PLUGIN}deepspeed_config_file"
 TYPES = ("MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "NO", "FALSE")  # YAML reads an unquoted no as false
@@ -21,10 +25,27 @@ def linked_file(source: Source) -> str | None:
     return source.get(LINKED) if source.word(MARK) == "DEEPSPEED" and source.word(LINKED) not in ("NONE", "") else None
 
 
+def recognizes(leaves: dict[str, Any]) -> bool:
+    return MARK in leaves
+
+
 def ranks(source: Source) -> int | None:
-    """Number of data-parallel ranks, processes / tp; None if it is not known."""
-    processes, tp = source.size("num_processes"), source.size(f"{SIZES}tp_size") or 1
-    return processes // tp if processes and processes % tp == 0 and source.word(MARK) in TYPES else None
+    """Number of data-parallel ranks: the ranks that read different rows. None if it is not known.
+
+    Ranks of one tp, cp or sp group read the same rows. Raises ConfigError if the sizes of parallelism_config are not all processes, which
+    Accelerate refuses too.
+    """
+    processes = source.size("num_processes")
+    if source.word(MARK) not in TYPES:
+        return source.dp
+    if not any(key.startswith(SIZES) for key in source.leaves):
+        return processes or source.dp
+    sizes = {name: source.size(f"{SIZES}{name}_size") or 1 for name in DIMS}
+    total = math.prod(sizes.values())
+    if processes and total not in (1, processes):
+        product = " * ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(f"num_processes = {processes} is not the product of parallelism_config: {product}. Correct one of them.")
+    return processes if total == 1 else sizes["dp_replicate"] * sizes["dp_shard"]
 
 
 def _type(value: Any, source: Source) -> Verdict:
@@ -34,7 +55,7 @@ def _type(value: Any, source: Source) -> Verdict:
 
 
 def _processes(value: Any, source: Source) -> Verdict:
-    known = ranks(source)
+    known = source.dp
     return honoured({"parallel.dp": known}) if known else lost("how many of them are data-parallel is not known: set parallel.dp")
 
 
@@ -51,18 +72,38 @@ def _strategy(value: Any, source: Source) -> Verdict:
     return honoured(zero | {"parallel.dp_shard": source.dp // machines})
 
 
-def _offload(value: Any, source: Source) -> Verdict:
+def _offload(prefix: str) -> Row:
     """FSDP updates parameters where they are stored: if they are offloaded, so is the optimizer state."""
-    if word(value) not in ("TRUE", "FALSE"):
-        return lost(deepspeed.BOOLEAN)
-    if word(value) == "FALSE":
-        return honoured({"parallel.offload": "none"})
-    strategy = source.get(f"{FSDP}reshard_after_forward", source.get(f"{FSDP}sharding_strategy", "FULL_SHARD"))
-    if STRATEGIES.get(word(strategy)) == 3:
-        return honoured({"parallel.offload": "cpu", "parallel.offload_parameters": True})
-    return honoured({"parallel.offload": "cpu"}, "only the optimizer state: weights are offloaded with parallel.zero: 3 only")
+
+    def judge(value: Any, source: Source) -> Verdict:
+        if word(value) not in ("TRUE", "FALSE"):
+            return lost(deepspeed.BOOLEAN)
+        if word(value) == "FALSE":
+            return honoured({"parallel.offload": "none"})
+        strategy = source.get(f"{prefix}reshard_after_forward", source.get(f"{prefix}sharding_strategy", "FULL_SHARD"))
+        if STRATEGIES.get(word(strategy)) == 3:
+            return honoured({"parallel.offload": "cpu", "parallel.offload_parameters": True})
+        return honoured({"parallel.offload": "cpu"}, "only the optimizer state: weights are offloaded with parallel.zero: 3 only")
+
+    return Row(judge, "parallel.offload")
 
 
+def fsdp_rows(prefix: str) -> Table:
+    """The rows of FSDP's own keys, which other projects take too."""
+    return {
+        **each(prefix, "sharding_strategy reshard_after_forward", Row(_strategy, "parallel.zero")),
+        f"{prefix}activation_checkpointing": sets("train.recompute", {"TRUE": "full", "FALSE": "none"}, deepspeed.BOOLEAN),
+        f"{prefix}offload_params": _offload(prefix),
+        f"{prefix}auto_wrap_policy": only("TRANSFORMER_BASED_WRAP", "whole layers are gathered: parallel.bucket_mb is nearest"),
+        f"{prefix}min_num_params": only("", "whole layers are gathered: parallel.bucket_mb is nearest"),
+        f"{prefix}transformer_layer_cls_to_wrap": never("whole layers are gathered, of any model"),
+        **each(prefix, "backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers", never(deepspeed.GATHERING)),
+        **each(prefix, "state_dict_type final_state_dict_type sync_module_states cpu_ram_efficient_loading", never(deepspeed.WHOLE)),
+        **each(prefix, "use_orig_params version", never("it chooses FSDP's interface, not what is computed")),
+    }
+
+
+WITHIN = "it is how the ranks of one sequence communicate"
 LAUNCH = "it is for the launcher: torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
 TABLE: Table = {
     "compute_environment": only("LOCAL_MACHINE", "runs are started with torchrun"),
@@ -72,15 +113,7 @@ TABLE: Table = {
         "train.precision", {"NO": "fp32", "FALSE": "fp32", "FP16": "fp16", "BF16": "bf16"}, "train.precision: bf16 is nearest"
     ),
     "downcast_bf16": only("NO FALSE", "it is for TPUs; train.precision: bf16 is nearest"),
-    **each(FSDP, "sharding_strategy reshard_after_forward", Row(_strategy, "parallel.zero")),
-    f"{FSDP}activation_checkpointing": sets("train.recompute", {"TRUE": "full", "FALSE": "none"}, deepspeed.BOOLEAN),
-    f"{FSDP}offload_params": Row(_offload, "parallel.offload"),
-    f"{FSDP}auto_wrap_policy": only("TRANSFORMER_BASED_WRAP", "whole layers are gathered: parallel.bucket_mb is nearest"),
-    f"{FSDP}min_num_params": only("", "whole layers are gathered: parallel.bucket_mb is nearest"),
-    f"{FSDP}transformer_layer_cls_to_wrap": never("whole layers are gathered, of any model"),
-    **each(FSDP, "backward_prefetch backward_prefetch_policy forward_prefetch", never(deepspeed.GATHERING)),
-    **each(FSDP, "state_dict_type sync_module_states cpu_ram_efficient_loading", never(deepspeed.WHOLE)),
-    **each(FSDP, "use_orig_params version", never("it chooses FSDP's interface, not what is computed")),
+    **fsdp_rows(FSDP),
     f"{PLUGIN}zero_stage": deepspeed.STAGE,
     f"{PLUGIN}gradient_clipping": deepspeed.TABLE["gradient_clipping"],
     f"{PLUGIN}gradient_accumulation_steps": deepspeed.TABLE["gradient_accumulation_steps"],
@@ -95,8 +128,11 @@ TABLE: Table = {
     "dynamo_config.*": only("FALSE DEFAULT", "train.compile has no further choices"),
     f"{SIZES}tp_size": sets("parallel.tp"),
     f"{SIZES}dp_shard_size": sets("parallel.dp_shard"),
-    f"{SIZES}dp_replicate_size": never("it is parallel.dp / parallel.dp_shard"),
-    **each(SIZES, "cp_size sp_size", only("1", "parallel.tp with parallel.sequence_parallel is nearest")),
+    f"{SIZES}dp_replicate_size": Row(_processes, "parallel.dp"),
+    f"{SIZES}cp_size": sets("parallel.cp"),
+    f"{SIZES}sp_size": only("1", "the ranks of one sequence are left out, the batch is the same: parallel.sequence_parallel is nearest"),
+    **each(SIZES, "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation", never(WITHIN)),
+    **each("", "gradient_accumulation_steps fsdp_config.gradient_accumulation_steps", deepspeed.TABLE["gradient_accumulation_steps"]),
     "use_cpu": only("FALSE", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
     **each("", "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network gpu_ids", never(LAUNCH)),
     **each("", "main_training_function enable_cpu_affinity debug", never("it concerns Accelerate's own start")),

@@ -1,27 +1,66 @@
-"""DeepSpeed's ds_config.json and Accelerate's default_config.yaml → our options. Pure functions of the files' content.
+"""Configurations of other projects → our options. Pure functions of the files' content.
 
-A table for each format has one row per key; a key without a row has no counterpart here. Every key of a file sets options, or has a remark,
-or both.
+A table for each project has one row per key; a key without a row is unknown. Every key of a file sets options, or has a remark, or both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from megalite.config import amounts
 from megalite.config.dims import ParallelDims
-from megalite.config.importers import accelerate, deepspeed
-from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost
+from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
+from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
 from megalite.config.load import OPTIONS, build_parser, from_dict, nest, parse_values
-from megalite.config.rule import RuleContext, show
-from megalite.config.rules import RULES
+from megalite.config.presets import preset
+from megalite.config.rule import Rule, RuleContext, show
+from megalite.config.rules import RULES, numbers
 from megalite.config.schema import Config, ConfigError
 
-NEEDS = {"train.global_batch_size": ("train.micro_batch_size", "parallel.dp"), "optimizer.warmup_steps": ("train.steps",)}
+
+class Project(Protocol):
+    """What a module of this package has for one project. defaults: what the project gives to keys that the file does not have, where that
+    differs from ours."""
+
+    NAME: str
+
+    def recognizes(self, leaves: dict[str, Any]) -> bool: ...
+    def ranks(self, source: Source) -> int | None: ...
+    def defaults(self, source: Source) -> dict[str, Any]: ...
+    def table(self, source: Source) -> Table: ...
+
+
+PROJECTS: dict[str, Project] = {
+    "accelerate": accelerate,
+    "torchtitan": torchtitan,
+    "megatron": megatron,
+    "axolotl": axolotl,
+    "llama-factory": llama_factory,
+    "torchtune": torchtune,
+    "deepspeed": deepspeed,
+}
+"""The name on the command line → its module, in the order in which they are tried on a file."""
+NEEDS = {
+    "train.global_batch_size": ("train.micro_batch_size", "parallel.dp"),
+    "optimizer.warmup_steps": ("train.steps",),
+    "train.epochs": ("data.train",),
+    "optimizer.wsd_decay_fraction": ("train.steps",),
+    "parallel.tp": ("model.num_attention_heads", "model.intermediate_size"),
+    "parallel.pp": ("model.num_hidden_layers",),
+    "parallel.partition": ("model.num_hidden_layers",),
+    "data.sequence_length": ("model.max_position_embeddings",),
+    "data.packing": ("data.train",),
+    "data.reset_positions": ("data.train",),
+    "data.eod_mask_loss": ("data.train",),
+}
 """Option → other options that its rules read: if the file leaves one of those open, a violated rule is reported as what is still to be
 set."""
+FILES = ("run.dir", "model.from_hf", "model.init_from", "data.train", "data.validation", "lora.init_from")
+"""Options that name files, which may be on another machine: they are kept, and what is missing is reported."""
 
 
 class Remark(NamedTuple):
@@ -35,14 +74,15 @@ class Remark(NamedTuple):
 
 @dataclass
 class Imported:
-    """The result for a file: our options, section.key → value; the options that each key sets; remarks on keys; and the values of keys,
-    including defaults of keys that the file does not have."""
+    """The result for a file: our options, section.key → value; the options that each key sets; remarks on keys; the values of keys,
+    including defaults of keys that the file does not have; and the options of keys that are `auto`."""
 
     format: str
     options: dict[str, Any] = field(default_factory=dict)
     honoured: dict[str, list[str]] = field(default_factory=dict)
     remarks: list[Remark] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
+    auto: dict[str, str] = field(default_factory=dict)
 
     def set(self, key: str, options: dict[str, Any]) -> None:
         """Set the options of a key. Raises ConfigError if another key has set a different value."""
@@ -85,26 +125,19 @@ def linked_file(tree: Any) -> str | None:
     return accelerate.linked_file(Source(leaves_of(tree)))
 
 
-def convert(tree: Any, dp: int | None = None, linked: Any = None) -> Imported:
+def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str | None = None) -> Imported:
     """Convert a file's content.
 
-    dp: number of data-parallel ranks, if the file does not have it; linked: content of the file that `linked_file` names.
-    Raises ConfigError if the content has neither format, or contradicts itself.
+    dp: number of data-parallel ranks, if the file does not have it; linked: content of the file that `linked_file` names; project: a name
+    of PROJECTS, otherwise the one whose keys the file has.
+    Raises ConfigError if the content is of no known project, or contradicts itself.
     """
     leaves = leaves_of(tree)
-    if accelerate.MARK in leaves:
-        found, source = Imported("Accelerate"), Source(leaves, accelerate.ranks(Source(leaves)) or dp)
-        _judge(found, accelerate.table(source), source, accelerate.defaults(source))
-    elif any(key.startswith(deepspeed.MARKS) for key in leaves):
-        found, linked = Imported("DeepSpeed"), tree
-        source = Source(leaves, dp)
-    else:
-        marks = ", ".join(deepspeed.MARKS)
-        raise ConfigError(f"the file is neither DeepSpeed's configuration (none of {marks}) nor Accelerate's (no {accelerate.MARK}).")
+    module = PROJECTS[project or _project(leaves)]
+    found = Imported(module.NAME)
+    source = _judge(found, module, Source(leaves, dp))
     if linked is not None:
-        prefix = "" if linked is tree else f"{leaves[accelerate.LINKED]}: "
-        inner = Source(leaves_of(linked), source.dp)
-        _judge(found, deepspeed.table(inner), inner, deepspeed.defaults(inner), prefix)
+        _judge(found, deepspeed, Source(leaves_of(linked), source.dp), f"{leaves[accelerate.LINKED]}: ")
     _settle_auto(found)
     _check(found)
     found.honoured = {key: names for key, names in found.honoured.items() if names}
@@ -112,63 +145,102 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None) -> Imported:
     return found
 
 
-def _judge(found: Imported, table: Table, source: Source, defaults: dict[str, Any], prefix: str = "") -> None:
-    """Add every leaf of the file, and every default of a key that it does not have, to `found`."""
-    for key, value in (defaults | source.leaves).items():
+def _project(leaves: dict[str, Any]) -> str:
+    found = next((name for name, module in PROJECTS.items() if module.recognizes(leaves)), None)
+    if found is None:
+        names = ", ".join(PROJECTS)
+        raise ConfigError(f"the file has no keys by which its project is recognized. Name the project before the file, one of: {names}.")
+    return found
+
+
+def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -> Source:
+    """Add every leaf of the file, and every default of a key that it does not have, to `found`; return the completed source."""
+    source = replace(source, dp=module.ranks(source))
+    source = replace(source, defaults=module.defaults(source))
+    table = module.table(source)
+    for key, value in (source.leaves | {key: value for key, value in source.defaults.items() if key not in source.leaves}).items():
+        given, row = key in source.leaves, row_of(table, key)
         found.values[prefix + key] = value
-        sections = [f"{key[:end]}.*" for end, letter in enumerate(key) if letter == "."]
-        row = next((table[name] for name in (key, *reversed(sections)) if name in table), None)
         if value in (None, {}, []):
             verdict = harmless("it is empty")
         elif row is None:
-            verdict = lost("it has no counterpart here")
-        elif value == "auto":
-            found.remark(prefix + key, "open", row.option or "")
+            verdict = lost(f"it is not known as a key of {module.NAME}: look for its meaning in `megalite train --help`")
+        elif value == "auto" and module in (accelerate, deepspeed):
+            found.auto[prefix + key] = row.option or ""
             continue
         else:
             verdict = row.judge(value, source)
         kind, why = verdict.kind, verdict.why
-        if key not in source.leaves:
-            if kind == "harmless":
+        if not given:
+            verdict = verdict._replace(options={name: size for name, size in verdict.options.items() if name not in found.options})
+            if kind == "harmless" or (kind == "honoured" and not verdict.options):
                 continue
             kind, why = ("assumed", "it is the default there") if kind == "honoured" else ("approximate", f"by default; {why}")
         if verdict.options:
             found.set(prefix + key, verdict.options)
         if kind != "honoured":
             found.remark(prefix + key, kind, why)
+    return source
 
 
 def _settle_auto(found: Imported) -> None:
-    """Complete the remarks on `auto`, which leaves an option to the program that reads the file: here to the user, unless another key sets
-    it."""
-    for place, (key, value, kind, option) in enumerate(found.remarks):
-        if kind != "open":
-            continue
+    """Add the remarks on `auto`, which leaves an option to the program that reads the file: the user, unless another key sets it."""
+    for key, option in found.auto.items():
         if not option:
-            kind, why = "harmless", "it is left open, and nothing here depends on it"
+            found.remark(key, "harmless", "it is left open, and nothing here depends on it")
         elif option in found.options:
-            kind, why = "harmless", f"{found.setter(option)} sets {option}"
+            found.remark(key, "harmless", f"{found.setter(option)} sets {option}")
         else:
-            why = f"set {option}, or leave it at {show(attrgetter(option)(Config()))}"
-        found.remarks[place] = Remark(key, value, kind, why)
+            found.remark(key, "open", f"set {option}, or leave it at {show(attrgetter(option)(Config()))}")
 
 
 def _check(found: Imported) -> None:
     """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule depends on options that the
     file leaves open, report what is to be set."""
+    found.options |= {option: int(value) for option, value in found.options.items() if _is_whole(option, value)}
     parser = build_parser()
-    for option, value in [*found.options.items()]:
-        whole = int(value) if isinstance(value, float) and value.is_integer() and "int" in str(OPTIONS[option].type) else value
-        try:
-            found.options |= parse_values(parser, {option: whole}, "in it")
-        except ConfigError as error:
-            found.drop(option, str(error))
+    try:
+        parsed = parse_values(parser, found.options, "in it")
+    except ConfigError:
+        parsed = {}
+        for option, value in [*found.options.items()]:
+            try:
+                parsed |= parse_values(parser, {option: value}, "in it")
+            except ConfigError as error:
+                found.drop(option, str(error))
+    found.options |= {option: value for option, value in parsed.items() if not isinstance(value, Fraction)}
+    name = found.options.get("model.preset")
+    shape = {f"model.{key}": value for key, value in preset(name).items()} if name else {}
     for rule in RULES:
         if rule.option in found.options:
-            config = from_dict(nest(found.options))
-            values = {section.name: getattr(config, section.name) for section in fields(Config)}
-            context = RuleContext(**values, world_size=ParallelDims.of(config).world)
-            if rule.broken(context) and all(other in found.options for other in NEEDS.get(rule.option, ())):
-                found.drop(rule.option, rule.describe(context))
-            elif rule.broken(context):
-                found.remark(found.setter(rule.option), "open", rule.describe(context))
+            _check_rule(found, rule, shape)
+
+
+def _is_whole(option: str, value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer() and "int" in str(OPTIONS[option].type)
+
+
+def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
+    """Drop the rule's option if it is violated, or report what is to be set. shape: the options of the preset that the file chooses."""
+    options = shape | found.options
+    config = from_dict(nest({option: amounts.plain(option, value, "in it") for option, value in options.items()}))
+    amounts.resolve_steps(config)
+    world, cp = ParallelDims.of(config).world, config.parallel.cp
+    context = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
+    if not rule.broken(context):
+        return
+    needs = () if rule in numbers.RULES else NEEDS.get(rule.option, ())
+    why, open_options = rule.describe(context), [other for other in needs if other not in options]
+    if rule.option in FILES and not isinstance(options[rule.option], float):
+        found.remark(found.setter(rule.option), "open", why)
+    elif rule.option == "parallel.cp" and cp > 1:
+        found.drop(rule.option, f"{why} Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts.")
+    elif not open_options:
+        found.drop(rule.option, why)
+    elif not _elsewhere(open_options, found):
+        found.remark(found.setter(rule.option), "open", why)
+
+
+def _elsewhere(options: list[str], found: Imported) -> bool:
+    """Whether options that the file does not set come from files that it names or will name: the model's, or the data."""
+    return any(option == "data.train" or (option.startswith("model.") and "model.from_hf" in found.options) for option in options)

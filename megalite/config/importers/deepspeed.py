@@ -3,13 +3,13 @@ and runtime/lr_schedules.py."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from megalite.config.importers.batch import Batch
 from megalite.config.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, never, only, rounded, sets, word
-from megalite.config.schema import ConfigError
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+NAME = "DeepSpeed"
+BATCH = Batch("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ZERO, ADAM, WARMUP = "zero_optimization.", "optimizer.params.", "scheduler.params."
 MARKS = (*BATCH, ZERO[:-1], "gradient_clipping", "fp16.enabled", "bf16.enabled", "optimizer.type", "scheduler.type")
 """Keys that identify a DeepSpeed configuration: it has some of them, and no other file has."""
@@ -17,34 +17,12 @@ OFF = ("fp16", "bf16", "bfloat16", "tensorboard", "wandb", "csv_monitor", "comet
 """Sections that are off unless they set `enabled`."""
 
 
-def batch_sizes(source: Source) -> dict[str, int]:
-    """The options that follow from train = micro * accumulation * ranks. Raises ConfigError if that cannot hold."""
-    train, micro, steps = map(source.size, BATCH)
-    if BATCH[2] not in source.leaves and not (train and micro):
-        steps = 1  # DeepSpeed's default, if it cannot infer it
-    known = {name: size for name, size in zip((*BATCH[1:], "ranks"), (micro, steps, source.dp), strict=True) if size}
-    product, complete = math.prod(known.values()), len(known) == 3
-    if train and (train != product if complete else train % product):
-        right = f"{' * '.join(known)} = {' * '.join(map(str, known.values()))}"
-        raise ConfigError(f"train_batch_size = {train} is not {'' if complete else 'a multiple of '}{right}. Correct one of them.")
-    if complete:
-        train = product
-    elif train and steps and source.dp and BATCH[1] not in source.leaves:
-        micro = train // product
-    return {option: size for option, size in (("train.global_batch_size", train), ("train.micro_batch_size", micro)) if size}
+def recognizes(leaves: dict[str, Any]) -> bool:
+    return any(key.startswith(MARKS) for key in leaves)
 
 
-def _batch_size(option: str) -> Row:
-    return Row(lambda value, source: honoured({option: value, **batch_sizes(source)}), option)
-
-
-def _accumulation(value: Any, source: Source) -> Verdict:
-    options, train, micro = batch_sizes(source), source.size(BATCH[0]), source.size(BATCH[1])
-    if len(options) == 2:
-        return honoured(options)
-    product = f"{value} * {source.dp or 'parallel.dp'}"
-    whole = f"train.global_batch_size to {micro or 'train.micro_batch_size'} * {product}"
-    return lost(f"it follows from the batch sizes: set {f'train.micro_batch_size to {train} / ({product})' if train else whole}")
+def ranks(source: Source) -> int | None:
+    return source.dp
 
 
 def _learning_rate(value: Any, source: Source) -> Verdict:
@@ -95,9 +73,7 @@ BOOLEAN = "it is neither true nor false"
 OFFLOAD = sets("parallel.offload", DEVICES, "parallel.offload is none, cpu or disk")
 STAGE = sets("parallel.zero", {str(stage): stage for stage in range(4)}, "the stages of ZeRO are 0, 1, 2 and 3")
 TABLE: Table = {
-    BATCH[0]: _batch_size("train.global_batch_size"),
-    BATCH[1]: _batch_size("train.micro_batch_size"),
-    BATCH[2]: Row(_accumulation, "train.global_batch_size"),
+    **BATCH.table(),
     "gradient_clipping": sets("train.grad_clip"),
     "steps_per_print": sets("logging.interval"),
     "zero_optimization": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, BOOLEAN),

@@ -1,9 +1,9 @@
-"""How a key of another program's configuration is converted: the rows of the tables in deepspeed.py and accelerate.py."""
+"""How a key of another project's configuration is converted: the rows of the tables in the files beside this one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["honoured", "approximate", "assumed", "open", "lost", "harmless"]
@@ -26,19 +26,27 @@ class Row(NamedTuple):
 
 
 Table = dict[str, Row]
-"""section.key → its row; section.* is the row of all other keys of a section."""
+"""section.key → its row; a name that ends in * is the row of all other keys that begin so."""
+
+
+def row_of(table: Table, key: str) -> Row | None:
+    """The row of a key; None if the table does not know the key."""
+    begins = [name for name in table if name.endswith("*") and key.startswith(name[:-1])]
+    return table.get(key) or (table[max(begins, key=len)] if begins else None)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The leaves of a file, section.key → value, and its number of data-parallel ranks, if that is known."""
+    """The leaves of a file, section.key → value, its number of data-parallel ranks, if that is known, and the values that its program
+    gives to keys that the file does not have."""
 
     leaves: dict[str, Any]
     dp: int | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value, or the default if the key is missing; None if it is empty or auto."""
-        value = self.leaves.get(key, default)
+        value = self.leaves.get(key, self.defaults.get(key, default))
         return None if value == "auto" else value
 
     def word(self, key: str, default: Any = None) -> str:
@@ -48,6 +56,15 @@ class Source:
         """A positive integer; None if the value is anything else."""
         value = self.get(key)
         return int(value) if type(value) in (int, float) and value > 0 and value % 1 == 0 else None
+
+    def number(self, key: str) -> float | None:
+        """A number; None if the value is anything else."""
+        value = self.get(key)
+        return value if type(value) in (int, float) else None
+
+    def on(self, key: str) -> bool:
+        """Whether a switch is on."""
+        return self.get(key) is True
 
 
 def word(value: Any) -> str:
@@ -72,6 +89,11 @@ def harmless(why: str) -> Verdict:
     return Verdict("harmless", {}, why)
 
 
+def left(why: str) -> Verdict:
+    """The file leaves something to the user."""
+    return Verdict("open", {}, why)
+
+
 def sets(option: str, values: dict[str, Any] | None = None, why: str = "", roughly: str = "", scale: float = 1) -> Row:
     """A row that sets the option to the value: times `scale`, or mapped by `values`, in which case other values are lost."""
 
@@ -91,6 +113,16 @@ def only(words: str, why: str, here: str = "it is so here") -> Row:
 def never(reason: str) -> Row:
     """A row for a key that is harmless with any value."""
     return Row(lambda value, source: harmless(reason))
+
+
+def to_do(why: str) -> Row:
+    """A row for a key that leaves something to the user, with any value."""
+    return Row(lambda value, source: left(why))
+
+
+def missing(why: str) -> Row:
+    """A row for a key that is lost with any value that turns something on."""
+    return Row(lambda value, source: harmless("it is off") if word(value) in ("FALSE", "0", "NONE", "NO") else lost(why))
 
 
 def each(prefix: str, keys: str, row: Row) -> Table:

@@ -5,7 +5,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megalite.checkout import command
 from megalite.config.rule import Rule, RuleContext, is_checkpoint, nearest_name
 from megalite.config.schema import Config
 from megalite.config.token_files import data_vocab_size, is_chat, metadata, prefixes
@@ -23,7 +22,7 @@ def _nearest_prefix(source: Any) -> str:
     prefix = Path(_missing(source)[0]).with_suffix("")
     others = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.bin"))
     if not others:
-        return f"Make it with {command('prepare')} --output {prefix}."
+        return f"Make it with megalite prepare --output {prefix}."
     return f"Nearest: {nearest_name(str(prefix), others)}."
 
 
@@ -80,7 +79,7 @@ RULES: tuple[Rule, ...] = (
         "data.train",
         lambda c: not prefixes(c.data.train),
         message="names no token file",
-        legal=f"Give the PREFIX of PREFIX.bin and PREFIX.idx; {command('prepare')} --output PREFIX makes them.",
+        legal="Give the PREFIX of PREFIX.bin and PREFIX.idx; megalite prepare --output PREFIX makes them.",
     ),
     *_token_file_rules("data.train"),
     *_token_file_rules("data.validation"),
@@ -117,7 +116,7 @@ RULES: tuple[Rule, ...] = (
         "data.train",
         lambda c: len({is_chat(p) for p in _all_prefixes(c)}) > 1,
         message=lambda c: f"and data.validation mix conversations ({', '.join(filter(is_chat, _all_prefixes(c)))}) with text",
-        legal=f"Give token files of one kind; {command('prepare')} --chat makes those of conversations.",
+        legal="Give token files of one kind; megalite prepare --chat makes those of conversations.",
     ),
     Rule(
         "fine-tuning starts from weights",
@@ -131,7 +130,7 @@ RULES: tuple[Rule, ...] = (
         "data.packing",
         lambda c: c.data.packing and not any(map(is_chat, _all_prefixes(c))),
         message="has no effect: data.train is text, which fills every row",
-        legal=f"Set it to false, or prepare conversations with {command('prepare')} --chat.",
+        legal="Set it to false, or prepare conversations with megalite prepare --chat.",
     ),
     _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),

@@ -1,15 +1,13 @@
-"""Rules for the model: options that fit each other."""
+"""Rules for the model and its adapters: options that fit each other."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, divisors, is_checkpoint
-from megalite.config.schema import ROPE_SCALING_KEYS
-
-
-def _is_adapter(c: RuleContext) -> bool:
-    return Path(c.lora.init_from or "", "adapter_config.json").is_file()
+from megalite.config.schema import PROJECTIONS, ROPE_SCALING_KEYS, SAVED_MODULES, LoraConfig
 
 
 def _layers_exist(name: str) -> Rule:
@@ -61,6 +59,47 @@ def _scaling_example(c: RuleContext) -> str:
 def _rotates_part_of_a_pair(c: RuleContext) -> bool:
     factor, channels = c.model.partial_rotary_factor, c.model.rotary_dim
     return factor != 1 and (not 0 < factor < 1 or channels % 2 == 1 or channels == 0)
+
+
+_ALONE = "Remove it, or leave lora.targets out: then all projections of the model have adapters."
+
+
+def _without_rank(c: RuleContext) -> bool:
+    """Whether there are no adapters, and yet an option that is about them."""
+    plain = LoraConfig()
+    names = ("dropout", "targets", "init_from", "ranks", "alphas", "dora", "modules_to_save", "scaling")
+    return not c.lora.rank and any((getattr(c.lora, name) or None) != (getattr(plain, name) or None) for name in names)
+
+
+def _names(option: str, c: RuleContext) -> list[str]:
+    return list(getattr(c.lora, option) or ())
+
+
+def _first(option: str, wrong: Callable[[RuleContext, str], bool], c: RuleContext) -> str:
+    """The first name in an option that is wrong, else an empty text."""
+    return next((name for name in _names(option, c) if wrong(c, name)), "")
+
+
+def _unknown(option: str, known: tuple[str, ...]) -> Rule:
+    find = partial(_first, option, lambda c, name: name not in known)
+    return Rule(
+        f"lora.{option} are known",
+        f"lora.{option}",
+        find,
+        message=lambda c: f"names {find(c)}",
+        legal=f"Legal names: {', '.join(known)}.",
+    )
+
+
+def _adapted(option: str) -> Rule:
+    find = partial(_first, option, lambda c, name: not c.lora.adapts(name) or name == "gate" and not c.model.gated_mlp)
+    return Rule(
+        f"lora.{option} are of targets",
+        f"lora.{option}",
+        lambda c: c.lora.rank and find(c),
+        message=lambda c: f"names {find(c)}, which has no adapter",
+        legal="Remove the entry, or add it to lora.targets.",
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -179,21 +218,36 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "lora has a rank",
         "lora.rank",
-        lambda c: not c.lora.rank and (c.lora.dropout or c.lora.targets or c.lora.init_from),
+        _without_rank,
         message="trains the model itself, but other options of lora are set",
         legal="Set it, for example to 16, or remove the others.",
     ),
+    _unknown("targets", PROJECTIONS),
+    _unknown("ranks", PROJECTIONS),
+    _unknown("alphas", PROJECTIONS),
+    _unknown("modules_to_save", SAVED_MODULES),
     Rule(
         "lora.targets are there",
         "lora.targets",
-        lambda c: "gate" in (c.lora.targets or ()) and not c.model.gated_mlp,
+        lambda c: "gate" in _names("targets", c) and not c.model.gated_mlp,
         message="names gate, but {model.gated_mlp}",
-        legal="Remove it, or leave lora.targets out: then all projections of the model have adapters.",
+        legal=_ALONE,
+    ),
+    _adapted("ranks"),
+    _adapted("alphas"),
+    Rule(
+        "a tied head is saved with the embedding",
+        "lora.modules_to_save",
+        lambda c: (
+            c.model.tie_word_embeddings and "head" in _names("modules_to_save", c) and "embedding" not in _names("modules_to_save", c)
+        ),
+        message="names head, but {model.tie_word_embeddings}: the head is the embedding",
+        legal="Name embedding, which trains both.",
     ),
     Rule(
         "lora.init_from is an adapter",
         "lora.init_from",
-        lambda c: c.lora.init_from and not (c.model.initial_weights and _is_adapter(c)),
+        lambda c: c.lora.init_from and not (c.model.initial_weights and Path(c.lora.init_from, "adapter_config.json").is_file()),
         message="is not a PEFT adapter, a directory with adapter_config.json, for {model.init_from}",
         legal="Set both options, model.init_from to the model that it adapts.",
     ),

@@ -12,9 +12,9 @@ _SIZES = """parallel.tp parallel.pp parallel.dp parallel.cp parallel.dp_shard pa
     model.num_key_value_heads model.head_dim model.max_position_embeddings model.sliding_window data.sequence_length
     train.steps train.tokens train.global_batch_size train.micro_batch_size optimizer.base_batch_size fp16.loss_scale_window fp16.hysteresis
     checkpoint.interval checkpoint.keep checkpoint.keep_every faults.spike_window faults.skip_limit validation.interval
-    validation.batches logging.interval profiling.memory_snapshot"""
+    validation.batches logging.interval profiling.memory_snapshot lora.ranks"""
 _POSITIVE = """model.rope_theta model.rope_local_theta model.rms_norm_eps model.attention_scale model.attention_softcap
-    model.logit_softcap model.logit_scale model.residual_multiplier model.embedding_scale model.initializer_range lora.alpha
+    model.logit_softcap model.logit_scale model.residual_multiplier model.embedding_scale model.initializer_range lora.alpha lora.alphas
     parallel.bucket_mb train.epochs optimizer.eps fp16.min_loss_scale faults.spike_sigma"""
 _NOT_NEGATIVE = """run.seed lora.rank parallel.schedule_costs parallel.layer_costs train.grad_clip train.z_loss train.loss_chunk
     optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay fp16.initial_scale_power network.ib_gid_index
@@ -23,11 +23,11 @@ _FRACTIONS = "model.embedding_dropout model.attention_dropout model.residual_dro
 
 
 def _bounded(options: str, test: Callable[[float], bool], why: str, legal: str) -> list[Rule]:
-    """Rules that numbers, or every number of a list, pass `test`; null passes, infinities and NaN never do."""
+    """Rules that numbers, or every number of a list or mapping, pass `test`; null passes, infinities and NaN never do."""
 
     def out_of_range(option: str, context: RuleContext) -> bool:
         value = attrgetter(option)(context)
-        numbers = value if isinstance(value, list) else [value]
+        numbers = value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]
         return value is not None and not all(math.isfinite(number) and test(number) for number in numbers)
 
     return [Rule(f"{option} in range", option, partial(out_of_range, option), message=why, legal=legal) for option in options.split()]

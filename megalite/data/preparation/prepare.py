@@ -3,7 +3,7 @@
 A preparation that was killed continues from its journal.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -26,11 +26,9 @@ from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, do
 from megalite.data.preparation.texts import Texts
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizer_identity import digest_of, fingerprint
+from megalite.progress import Report, silent
 
 TRAINING_BYTES = 8_000_000  # of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of the phase, the input bytes done, and their total."""
 
 
 @dataclass
@@ -92,7 +90,7 @@ class _Job:
     named: str
     encoder: Texts | Chats
     workers: int
-    progress: Progress
+    progress: Report
     note: Note
     journal: Journal
 
@@ -112,7 +110,7 @@ def prepare(
     *,
     train_tokenizer: int | None = None,
     workers: int | None = 1,
-    progress: Progress = lambda what, done, total: None,
+    progress: Report = silent,
     note: Note = lambda line: None,
 ) -> Summary:
     """Tokenize every document of the sources and write PREFIX.bin, .idx and .json, and for conversations PREFIX.loss.bin and .idx.
@@ -124,7 +122,8 @@ def prepare(
         encoder: whether the sources hold texts or conversations, and how they are read.
         train_tokenizer: a vocabulary size: a sentencepiece model is first trained on the sources, texts, and written to `tokenizer`.
         workers: number of processes; None: the usable cores, fewer for little input.
-        progress, note: called with the progress, and with lines for the user.
+        progress: called with the phase, the input bytes done, and their total.
+        note: called with lines for the user.
 
     Raises:
         DataError: on bad input, or if another process prepares PREFIX. After an error or an interrupt no files are left.
@@ -209,7 +208,7 @@ def _write_parts(job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWri
                 raise DataError(f"--skip_bad {job.encoder.skip_bad}: {summary.prefix} has more bad records.{_listed(summary)}")
             if job.journal.due():
                 save()
-            job.progress("tokenizing", summary.input_bytes, job.size)
+            job.progress("tokenizing", summary.input_bytes, job.size, "B")
     except WorkerLost:
         save()
         job.journal.kept = writer.kept = True
@@ -254,9 +253,11 @@ def _trained(job: _Job, vocab_size: int) -> Iterator[Path]:
         seen = 0
         for number, task in enumerate(job.tasks()):
             seen += task.size
-            job.progress("reading for the tokenizer", seen, total)
+            job.progress("reading for the tokenizer", seen, total, "B")
             if number % every == 0:
                 yield from _training_texts(task, job.encoder)
+
+        job.progress("training the tokenizer")  # once the texts are read
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.preparing.model"

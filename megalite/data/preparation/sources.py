@@ -177,15 +177,22 @@ class HuggingFace:
     """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`. Raises DataError if it cannot be loaded or has no such column."""
 
     def __init__(self, name: str, split: str, text_key: str | None):
+        from megalite.config import hub
+
+        name, _, configuration = name.partition(":")
+        online = Path(name).exists() or hub.online()
+        if not online:
+            hub.stay_offline()
         import datasets
 
         datasets.disable_progress_bars()
-        name, _, configuration = name.partition(":")
         try:
             self._rows = datasets.load_dataset(name, configuration or None, split=split)
         except Exception as error:  # `datasets` raises many types, for a missing name, split, configuration or network
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DataError(f"--input hf:{name} with --split {split} can not be loaded: {reason}") from None
+            download = f"hf download --repo-type dataset {name} --local-dir DIR"
+            way_out = "" if online else f". The Hub can not be reached: run {download} where there is a network, and give hf:DIR"
+            raise DataError(f"--input hf:{name} with --split {split} can not be loaded: {reason.rstrip('.')}{way_out}.") from None
         if text_key is not None:
             _check_column(self._rows.column_names, text_key, f"hf:{name}")
         self._name, self._key, count = name, text_key, len(self._rows)

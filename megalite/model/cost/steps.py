@@ -81,6 +81,7 @@ class Product:
         frozen: the weight has no gradient (LoRA).
         adapter_rank: outputs of the adapters' first factors A, which are stored together; 0 without adapters.
         adapter_weights: elements of both factors of the adapters, over all tp ranks.
+        adapter_outputs: outputs that adapters keep, on this rank: with trained row lengths (DoRA) all of them.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Product:
     frozen: bool = False
     adapter_rank: int = 0
     adapter_weights: int = 0
+    adapter_outputs: int = 0
 
     @property
     def local_weights(self) -> int:
@@ -115,8 +117,22 @@ class Product:
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
-        """The adapters' tensors between A and B. The input is kept by the step that computed it."""
-        return (Buffer(f"{self.name}: between the adapters' factors", self.rows * self.adapter_rank),)
+        """The adapters' tensors. The input is kept by the step that computed it."""
+        return (
+            self.between,
+            Buffer(f"{self.name}: outputs of the adapters", self.rows * self.adapter_outputs),
+            Buffer(f"{self.name}: factors and lengths of rows", 2 * self.adapter_outputs, "accumulate"),
+        )
+
+    @property
+    def between(self) -> Buffer:
+        """The adapters' tensors between A and B: kept, and part of what is stashed."""
+        return Buffer(f"{self.name}: between the adapters' factors", self.rows * self.adapter_rank)
+
+    @property
+    def lengths(self) -> int:
+        """Values all-reduced over tp in forward: two squared lengths of each row of a weight whose inputs are split (DoRA)."""
+        return 2 * self.adapter_outputs if self.split == "inputs" else 0
 
     @property
     def stashed(self) -> tuple[Buffer, ...]:
@@ -274,6 +290,11 @@ class UnitCost:
     def summed(self) -> int:
         """Values of elementwise kernels all-reduced over tp in forward, and the same number in backward."""
         return sum(step.summed for step in self.steps if isinstance(step, Elementwise))
+
+    @property
+    def lengths(self) -> int:
+        """Values of products all-reduced over tp in forward."""
+        return sum(product.lengths for product in self.products)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """The sum over all products and lookups."""

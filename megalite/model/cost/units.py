@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.schema import PROJECTIONS, LoraConfig, ModelConfig
 from megalite.layout import Coordinates
 from megalite.model.cost.steps import Attention, Block, Buffer, Elementwise, Lookup, Product, Share, UnitCost
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
@@ -58,18 +58,23 @@ class Units:
         kept += [Buffer("positions", share.sequence, "index")] if positions else []
         kept += self._dropout(model.embedding_dropout)
         weights = table + (model.hidden_size * model.max_position_embeddings if positions else 0)
-        return UnitCost((Block(Elementwise(), (Lookup(share.tokens, model.hidden_size, weights, bool(self.lora.rank), tuple(kept)),)),))
+        return UnitCost(
+            (Block(Elementwise(), (Lookup(share.tokens, model.hidden_size, weights, self._frozen("embedding"), tuple(kept)),)),)
+        )
 
     def head(self) -> UnitCost:
         """The final norm and the logits. What the loss keeps depends on how it is computed and is not included."""
         model = self.model
         name = "embedding" if model.tie_word_embeddings else "head"
         weights = model.vocabulary * model.hidden_size
-        product = Product(name, self.share.tokens, self._vocabulary, model.hidden_size, weights, "outputs", bool(self.lora.rank))
+        product = Product(name, self.share.tokens, self._vocabulary, model.hidden_size, weights, "outputs", self._frozen(name))
         scale = () if model.logit_scale is None else (2 * self.own,)
         kept = (Buffer("residual stream", self.own), *self._norm_buffers(product))
         norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
         return UnitCost((Block(norm, (product,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),))
+
+    def _frozen(self, module: str) -> bool:
+        return self.lora.rank > 0 and module not in (self.lora.modules_to_save or ())
 
     @property
     def _vocabulary(self) -> int:
@@ -82,7 +87,7 @@ class Units:
         """The products of all tokens with each of a layer's weights, by name."""
         lora, tp, found = self.lora, self.share.tp, {}
         for spec in model_specs(self.model, tp=tp, units=[index + 1]):
-            segments = [segment for segment in spec.segments if segment.role]
+            segments = [segment for segment in spec.segments if segment.role in PROJECTIONS]
             if not segments:
                 continue
             name = spec.name.removeprefix(f"layers.{index}.").removesuffix(".weight")
@@ -96,8 +101,9 @@ class Units:
                 sum(segment.numel for segment in segments),
                 "outputs" if segments[0].split == 0 else "inputs",
                 frozen=bool(lora.rank),
-                adapter_rank=lora.rank * len(adapted),
-                adapter_weights=lora.rank * sum(sum(segment.shape) for segment in adapted),
+                adapter_rank=sum(lora.rank_of(segment.role) for segment in adapted),
+                adapter_weights=sum(lora.rank_of(segment.role) * sum(segment.shape) for segment in adapted),
+                adapter_outputs=outputs if lora.dora and adapted else 0,
             )
         return found
 

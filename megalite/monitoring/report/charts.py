@@ -1,4 +1,4 @@
-"""Curves over steps as SVG, drawn by matplotlib, thinned so that a run of a million steps is no larger than one of a thousand."""
+"""Curves over steps, tokens or time as SVG, drawn by matplotlib; thinned: a run of a million steps is no larger than one of a thousand."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 POINTS = 600  # maximum per curve
 SIZE = (6.2, 2.7)  # inches
+GREY = "#88888c"
+LONGEST_NAME = 40  # characters
 COLOURS = ("#2a62a8", "#c8691b", "#2f7d4f", "#b03a8c", "#7a4fa3", "#8a7a1f", "#3a8f9c", "#a33a3a")
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: the curves of some keys of metrics.jsonl. `scale` multiplies the values."""
+    """One figure: the curves of some keys of metrics.jsonl. `scale` multiplies the values; `over`: a key of AXES."""
 
     title: str
     unit: str
@@ -30,10 +32,19 @@ class Chart:
     scale: float = 1.0
     logarithmic: bool = False
     from_zero: bool = False
+    over: str = "step"
 
 
+AXES = {"step": ("step", 1.0), "tokens": ("million tokens", 1e-6), "step_time_s": ("minutes of training", 1 / 60)}
+"""What a curve is drawn over: key of metrics.jsonl, summed up to a step → name, and what multiplies it."""
+LOSS, LOSS_UNIT = ("loss", "val_loss"), "nats a token (dots: validation)"
+COMPARED = (
+    Chart("Loss over tokens", LOSS_UNIT, LOSS, over="tokens"),
+    Chart("Loss over time", LOSS_UNIT, LOSS, over="step_time_s"),
+)
+"""Only in a comparison: of one run they have the shape of the loss over steps."""
 CHARTS = (
-    Chart("Loss", "nats a token", ("loss", "val_loss")),
+    Chart("Loss", LOSS_UNIT, LOSS),
     Chart("Gradient norm", "before clipping", ("grad_norm",), logarithmic=True),
     Chart("Learning rate", "", ("lr",), from_zero=True),
     Chart("Throughput", "thousand tokens/s, all ranks", ("tokens_per_second",), 1e-3, from_zero=True),
@@ -49,7 +60,8 @@ ONLY_IF_IT_CHANGES = ("loss_scale", "bubble_fraction")
 
 def charts(runs: Sequence[Run]) -> list[str]:
     """Every chart that has data, as SVG elements."""
-    made = [_curves(chart, runs) for chart in CHARTS if any(_changes(run, chart) for run in runs)]
+    wanted = (CHARTS[0], *COMPARED, *CHARTS[1:]) if len(runs) > 1 else CHARTS
+    made = [_curves(chart, runs) for chart in wanted if any(_changes(run, chart) for run in runs)]
     return made + [_phases(run) for run in runs if run.phases]
 
 
@@ -59,7 +71,7 @@ def _changes(run: Run, chart: Chart) -> bool:
     return bool(values) and (chart.keys[0] not in ONLY_IF_IT_CHANGES or len(set(values)) > 1)
 
 
-def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[np.ndarray[Any, Any], ...]:
+def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray[Any, Any], ...]:
     """At most POINTS points: arrays of the mean step, and the mean, the smallest and the largest value of neighbouring steps."""
     parts = min(len(steps), POINTS)
     at, of = (np.array_split(np.asarray(each, dtype=float), parts) for each in (steps, values))
@@ -75,22 +87,42 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> str:
                 steps, values = run.curve(key)
                 if not steps:
                     continue
-                at, mean, low, high = thinned(steps, [value * chart.scale for value in values])
+                at, mean, low, high = thinned(_places(run, chart.over, steps), [value * chart.scale for value in values])
                 style: dict[str, Any] = {"marker": "o", "markersize": 3, "linestyle": "--"} if key == "val_loss" else {}
-                name = run.name + (" (validation)" if key == "val_loss" else "")
-                axes.plot(at, mean, color=colour, linewidth=1.3, label=name, **style)
+                axes.plot(at, mean, color=colour, linewidth=1.3, label=_label(run, key, len(runs)), **style)
                 if len(steps) > len(at):
                     axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
         if chart.logarithmic:
             axes.set_yscale("log")
-            for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                axis(lambda value, _: f"{value:g}")
+            bottom, top = axes.get_ylim()
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if top < 10 * bottom else "")  # else they overlap
         if chart.from_zero:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend(frameon=False, fontsize=8)
 
-    return _svg(chart.title, chart.unit, draw)
+    return _svg(chart.title, chart.unit, draw, AXES[chart.over][0])
+
+
+def _label(run: Run, key: str, runs: int) -> str | None:
+    """A curve's name in the legend; None: it has none. In a comparison the colour names the run, and dots are validations."""
+    if runs == 1:
+        return "validation" if key == "val_loss" else "training"
+    return None if key == "val_loss" else _short(run.name)
+
+
+def _short(name: str) -> str:
+    """A name that fits into a chart."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+def _places(run: Run, over: str, steps: Sequence[int]) -> list[float]:
+    """Where these steps are on an axis. A validation is at the step before it."""
+    if over == "step":
+        return list(steps)
+    sums, scale = run.sums(over), AXES[over][1]
+    return [scale * sums.get(step, 0.0) for step in steps]
 
 
 def _phases(run: Run) -> str:
@@ -107,27 +139,35 @@ def _phases(run: Run) -> str:
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8, ncols=3)
 
-    return _svg(f"Phases of a step: {run.name}", "s", draw)
+    return _svg(f"Phases of a step: {_short(run.name)}", "s", draw)
 
 
 def _cycled(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
-def _svg(title: str, unit: str, draw: Any) -> str:
-    """One figure as an SVG element. Text is kept as text, and the hash salt keeps its ids distinct from other figures on the page."""
+def _svg(title: str, unit: str, draw: Any, over: str = "step") -> str:
+    """One figure as an SVG element, transparent, in colours for light and dark pages. Text is kept as text, and the hash salt keeps its ids
+    distinct from other figures on the page. Names of runs are no formulas."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9, "font.family": "sans-serif"}):
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": title,
+        "font.size": 9,
+        "font.family": "sans-serif",
+        "text.parse_math": False,
+    }
+    with matplotlib.rc_context(style | dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), GREY)):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
         draw(axes)
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
         axes.set_ylabel(unit)
-        axes.set_xlabel("step")
+        axes.set_xlabel(over)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         written = io.StringIO()
-        figure.savefig(written, format="svg", metadata={"Date": None})
+        figure.savefig(written, format="svg", metadata={"Date": None}, transparent=True)
     return re.sub(r"^.*?(?=<svg)", "", written.getvalue(), count=1, flags=re.DOTALL)

@@ -8,20 +8,33 @@ from typing import Any
 
 import yaml
 
+from megalite.monitoring.report import figures
 from megalite.monitoring.report.charts import charts
 from megalite.monitoring.report.run import Run
 from megalite.parallel.pipeline.bubble import BUBBLES
 from megalite.planning.drawing import timeline as drawing
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>{title}</title>{head}
 <style>
-  body {{ margin: 2rem auto; max-width: 1320px; padding: 0 1rem; font: 15px/1.45 system-ui, sans-serif; color: #1d1d1f; background: #fff; }}
-  h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.15rem; margin-top: 2.2rem; }}
-  table {{ border-collapse: collapse; }} th, td {{ padding: 0.2rem 1.2rem 0.2rem 0; text-align: left; border-bottom: 1px solid #e4e4e8; }}
-  td, th[scope=row] {{ font-variant-numeric: tabular-nums; vertical-align: top; }} th[scope=row] {{ font-weight: normal; color: #55555a; }}
-  .charts {{ display: flex; flex-wrap: wrap; gap: 1rem; }} .charts svg {{ width: 630px; max-width: 100%; height: auto; }}
-  .wide {{ overflow-x: auto; }} pre {{ background: #f5f5f7; padding: 1rem; overflow-x: auto; font-size: 13px; }}
+  :root {{ --ink: #1d1d1f; --quiet: #55555a; --paper: #fff; --line: #e4e4e8; --code: #f5f5f7; }}
+  @media (prefers-color-scheme: dark) {{
+    :root {{ --ink: #e8e8ec; --quiet: #a9a9b2; --paper: #17181b; --line: #36373d; --code: #222328; }}
+    .charts svg {{ filter: brightness(1.35); }} .drawing svg {{ filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }}
+  }}
+  body {{ margin: 2rem auto; max-width: 1320px; padding: 0 1rem; font: 15px/1.45 system-ui, sans-serif; }}
+  body {{ color: var(--ink); background: var(--paper); }}
+  h1 {{ font-size: 1.5rem; overflow-wrap: anywhere; }} h2 {{ font-size: 1.15rem; margin-top: 2.2rem; }}
+  table {{ border-collapse: collapse; }}
+  th, td {{ padding: 0.2rem 1.2rem 0.2rem 0; text-align: left; border-bottom: 1px solid var(--line); }}
+  td, th[scope=row] {{ font-variant-numeric: tabular-nums; vertical-align: top; }}
+  td {{ max-width: 34rem; overflow-wrap: break-word; }} th[scope=row] {{ font-weight: normal; color: var(--quiet); }}
+  .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }}
+  .charts svg {{ width: 100%; height: auto; }}
+  .charts text {{ fill: currentColor; }}
+  .wide {{ overflow-x: auto; }} pre {{ background: var(--code); padding: 1rem; overflow-x: auto; font-size: 13px; }}
+  summary, p {{ overflow-wrap: anywhere; }} .state {{ color: var(--quiet); }}
 </style></head>
 <body>
 <h1>{title}</h1>
@@ -32,18 +45,26 @@ PAGE = """<!doctype html>
 
 def page(runs: Sequence[Run]) -> str:
     """The whole report of one run, or of several side by side."""
-    title = " · ".join(run.name for run in runs)
+    return document(" · ".join(run.name for run in runs), content(runs))
+
+
+def document(title: str, body: str, head: str = "") -> str:
+    """A page. title: text; body and head: HTML."""
+    return PAGE.format(title=escape(title), body=body, head=head)
+
+
+def content(runs: Sequence[Run]) -> str:
+    """What the page has below its title."""
     sections = [
-        ("", _table(["", *(run.name for run in runs)], _summary(runs))),
-        ("Over the steps", f'<div class="charts">{"".join(charts(runs))}</div>'),
+        ("", _table(["", *(run.name for run in runs)], figures.summary(runs))),
+        ("Curves", f'<div class="charts">{"".join(charts(runs))}</div>'),
         ("The pipeline", "".join(map(_pipeline, runs))),
         ("Predicted and measured", "".join(_predictions(run) for run in runs)),
         ("What differs between the configurations", _differences(runs)),
         ("Configuration", "".join(_details(run.name, run.options) for run in runs)),
         ("Environment", "".join(_details(run.name, run.environment) for run in runs if run.environment)),
     ]
-    body = "\n".join(f"<h2>{heading}</h2>\n{content}" if heading else content for heading, content in sections if content)
-    return PAGE.format(title=escape(title), body=body)
+    return "\n".join(f"<h2>{heading}</h2>\n{content}" if heading else content for heading, content in sections if content)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -55,39 +76,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{top}</tr>{"".join(lines)}</table></div>'
 
 
-def _summary(runs: Sequence[Run]) -> list[list[str]]:
-    """The summary table, with a column for each run."""
-
-    def number(value: float | None, form: str, scale: float = 1.0) -> str:
-        return "–" if value is None else format(value * scale, form)
-
-    def best(run: Run) -> float | None:
-        return min(run.curve("val_loss")[1], default=None)
-
-    def layout(run: Run) -> str:
-        parallel = run.config.parallel
-        schedule = f", {parallel.schedule}" if parallel.pp > 1 else ""
-        return f"tp {parallel.tp} × pp {parallel.pp} × dp {parallel.dp}, ZeRO-{parallel.zero}{schedule}"
-
-    last = [run.steps[-1] if run.steps else {} for run in runs]
-    return [
-        ["Parameters", *(f"{run.parameters:,}" for run in runs)],
-        ["Layout", *(layout(run) for run in runs)],
-        ["Precision, recomputation", *(f"{run.config.train.precision}, {run.config.train.recompute}" for run in runs)],
-        ["Steps done, of", *(f"{line.get('step', 0):,} of {run.config.train.steps:,}" for run, line in zip(runs, last, strict=True))],
-        ["Tokens seen", *(f"{sum(line.get('tokens') or 0 for line in run.steps):,}" for run in runs)],
-        ["Last loss", *(number(line.get("loss"), ".4f") for line in last)],
-        ["Best validation loss", *(number(best(run), ".4f") for run in runs)],
-        ["Time of a step, s", *(number(run.typical("step_time_s"), ".4g") for run in runs)],
-        ["Tokens/s", *(number(run.typical("tokens_per_second"), ",.0f") for run in runs)],
-        ["TFLOP/s a rank", *(number(run.typical("tflops_per_gpu"), ".3g") for run in runs)],
-        ["MFU", *(number(run.typical("mfu"), ".1%") for run in runs)],
-        ["Bubble", *(number(run.typical("bubble_fraction"), ".1%") for run in runs)],
-        ["Peak memory of rank 0, GiB", *(number(max(run.curve("peak_memory_bytes")[1], default=None), ".2f", 2.0**-30) for run in runs)],
-        ["Steps skipped", *(str(sum(bool(line.get("skipped")) for line in run.steps)) for run in runs)],
-    ]
-
-
 def _pipeline(run: Run) -> str:
     plan = run.schedule()
     if plan is None:
@@ -97,7 +85,7 @@ def _pipeline(run: Run) -> str:
         drawn = drawing.svg(drawing.picture([plan]))
     except drawing.DrawingError as error:
         drawn = f"<p>{escape(str(error))}</p>"
-    return f'<p>{escape(run.name)}, simulated with {timed}.</p><div class="wide">{drawn}</div>'
+    return f'<p>{escape(run.name)}, simulated with {timed}.</p><div class="wide drawing">{drawn}</div>'
 
 
 def _predictions(run: Run) -> str:
@@ -118,16 +106,8 @@ def _predictions(run: Run) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    """The options in which the runs differ."""
-    flat = [dict(_flat(run.options)) for run in runs]
-    names = dict.fromkeys(name for options in flat for name in options)
-    rows = [[name, *(str(options.get(name, "–")) for options in flat)] for name in names]
-    rows = [row for row in rows if len(set(row[1:])) > 1 and row[0] != "run.name"]
+    rows = figures.difference_rows(runs)
     return _table(["", *(run.name for run in runs)], rows) if rows else ""
-
-
-def _flat(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    return ((f"{section}.{key}", value) for section, values in options.items() for key, value in values.items())
 
 
 def _details(name: str, content: dict[str, Any]) -> str:

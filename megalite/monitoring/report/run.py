@@ -1,12 +1,14 @@
 """Reads a run's directory: configuration, metrics of every step, validation, and predictions.
 
-Everything except config.yaml may be missing or still growing: a report can be made while a run trains.
+Everything except config.yaml may be missing, half-written or still growing: a report can be made while a run trains.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,14 +18,15 @@ import yaml
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
-from megalite.model.parameters import model_specs, with_adapters
+from megalite.model.adapters import total_parameters
 from megalite.parallel.pipeline.bubble import Plan
 from megalite.parallel.pipeline.bubble import plan as planned
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from megalite.parallel.spec import parameter_count
 from megalite.planning.drawing import measured
 
-METRICS, ENVIRONMENT, PREDICTION = "metrics.jsonl", "environment.json", "prediction.json"
+METRICS, ENVIRONMENT, PREDICTION, SUMMARY = "metrics.jsonl", "environment.json", "prediction.json", "summary.json"
+FILES = ("config.yaml", METRICS, ENVIRONMENT, PREDICTION, SUMMARY, measured.TIMELINE)
+"""What a report is made of."""
 PHASES = "time_"  # metrics.jsonl's keys of a step's phases start with this
 
 
@@ -33,7 +36,8 @@ class ReportError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """The content of one run's directory. `steps` and `validations` are the lines of metrics.jsonl, oldest first."""
+    """The content of one run's directory. `steps` and `validations` are the lines of metrics.jsonl, oldest first; `summary` is
+    summary.json, empty before the first start."""
 
     name: str
     config: Config
@@ -43,6 +47,11 @@ class Run:
     recorded: measured.MeasuredRun | None
     environment: dict[str, Any]
     prediction: dict[str, Any]
+    summary: dict[str, Any]
+
+    def sums(self, key: str) -> dict[int, float]:
+        """The sum of a key over all steps up to each: the tokens seen, or the seconds trained."""
+        return dict(zip((line["step"] for line in self.steps), accumulate(line.get(key) or 0 for line in self.steps), strict=True))
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """The steps that have a number under this key, and these numbers."""
@@ -61,7 +70,7 @@ class Run:
 
     @property
     def parameters(self) -> int:
-        return parameter_count(with_adapters(model_specs(self.config.model), self.config.lora))
+        return total_parameters(self.config.model, self.config.lora)
 
     def schedule(self) -> Plan | None:
         """The pipeline of a step, with the durations that the run recorded, or else those that its schedule was planned for."""
@@ -74,10 +83,17 @@ class Run:
         return planned(parallel.schedule, *sizes, Costs(*parallel.schedule_costs))
 
 
+def read_all(directories: Sequence[Path]) -> list[Run]:
+    """Read several runs. Runs of the same name are called by their directories. Raises ReportError if one is not a run."""
+    runs = [read(directory) for directory in directories]
+    names = [run.name for run in runs]
+    return [replace(run, name=str(at)) if names.count(run.name) > 1 else run for run, at in zip(runs, directories, strict=True)]
+
+
 def read(directory: Path) -> Run:
     """Read a run's directory. Raises ReportError if it is not one."""
     try:
-        options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+        options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")) or {}
         config = from_dict(options)
     except OSError as error:
         raise ReportError(f"{directory}: config.yaml can not be read: {error.strerror}. Give the directory of a run.") from None
@@ -89,7 +105,7 @@ def read(directory: Path) -> Run:
     except ScheduleError as error:
         raise ReportError(str(error)) from None
     steps, validations = [line for line in lines if "loss" in line], [line for line in lines if "val_loss" in line]
-    extras = (_object(directory / name) for name in (ENVIRONMENT, PREDICTION))
+    extras = (_object(directory / name) for name in (ENVIRONMENT, PREDICTION, SUMMARY))
     return Run(directory.resolve().name, config, options, steps, validations, recorded, *extras)
 
 
@@ -98,7 +114,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
         try:
             found.append(json.loads(line))
         except ValueError:
@@ -109,4 +125,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """The content of a JSON file; empty if there is none, or while it is being written."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

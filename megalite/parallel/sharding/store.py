@@ -12,7 +12,7 @@ communication is that of its gatherer and reducer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -182,20 +182,19 @@ class ParameterStore:
                     self.state.release(bucket.master)  # offloaded masters: evict the pages that were just written
                     start += segment.local(self.at).numel
 
-    def initialize(self, seed: int, frozen: bool = True) -> None:
-        """Draw every weight, or only those that are not frozen, keyed by its global name: the same model under every mesh."""
-        self.fill(lambda each: rng.initial_values(each, self.at, seed) if frozen or each.trainable else ())
+    def initialize(self, seed: int, roles: Collection[str] = ()) -> None:
+        """Draw every weight, or only those of some roles, keyed by its global name: the same model under every mesh."""
+        self.fill(lambda each: rng.initial_values(each, self.at, seed) if not roles or each.role in roles else ())
 
-    def to_load(self, trained: bool = True) -> list[Rectangle]:
-        """The master weights that this rank keeps, for a checkpoint to fill; `publish` then copies them to the weights.
-
-        `trained=False` leaves out all but the frozen ones.
+    def to_load(self, without: Collection[str] = ()) -> list[Rectangle]:
+        """The master weights that this rank keeps, except those of some roles, for a checkpoint to fill; `publish` then copies them to the
+        weights.
         """
         return [
             bucket.rectangle("weight", bucket.master, flat, offset)
             for bucket in self.buckets
             for flat, offset in self.rectangles_in(bucket, bucket.start, bucket.stop)
-            if trained or not flat.segment.trainable
+            if flat.segment.role not in without
         ]
 
     def publish(self) -> None:

@@ -13,7 +13,7 @@ Weight gradients do not pass through autograd, which gets None for them: `Weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.tensor.lora import Mask
+from megalite.parallel.tensor.lora import AccumulateAdapter, Mask
 from megalite.parallel.weight import Weight
 
 
@@ -33,12 +33,14 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """grad · weight: [seq, batch, out] -> [seq, batch, in]."""
-    return torch.mm(grad.reshape(-1, grad.shape[-1]), weight).view(*grad.shape[:-1], weight.shape[1])
+def _input_gradient(grad: Tensor, weight: Weight, saved: Sequence[Tensor], mask: Mask | None) -> tuple[Tensor, AccumulateAdapter | None]:
+    """grad · weight: [seq, batch, out] -> [seq, batch, in], with what an adapter adds, and what accumulates the adapter's gradients."""
+    if weight.adapter is not None:
+        return weight.adapter.backward(grad, saved, mask)
+    return torch.mm(grad.reshape(-1, grad.shape[-1]), weight.tensor).view(*grad.shape[:-1], weight.tensor.shape[1]), None
 
 
-def _accumulate_linear(weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor, rest: Callable[[Tensor], None] | None) -> None:
+def _accumulate_linear(weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor, rest: AccumulateAdapter | None) -> None:
     """Accumulate bias and weight gradients, from `grad` [seq, batch, out] and `inputs` [seq, batch, in]. `rest`: those of the adapter."""
     rows = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
     if bias is not None and bias.trainable:
@@ -56,21 +58,20 @@ class _Column(torch.autograd.Function):
         ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
         full = all_gather(x, layer.tp).wait() if layer.sequence_parallel else x  # [seq, batch, in]
         out = _matmul(full, weight, None if layer.bias is None else layer.bias.tensor)  # [seq, batch, out/tp]
-        inner = None if adapter is None else adapter.forward(full, out, mask)
+        saved = () if adapter is None else adapter.forward(full, out, mask)
         # Save x, not `full`: [seq/tp, batch, in] under sequence parallelism; gathering it again in backward costs less than the memory.
-        ctx.save_for_backward(x if layer.weight.trainable or adapter is not None else None, inner)
+        ctx.save_for_backward(x if layer.weight.trainable or adapter is not None else None, *saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        layer, grad, adapter = ctx.layer, grads[0], ctx.layer.weight.adapter
-        x, inner = ctx.saved_tensors
+        layer, grad = ctx.layer, grads[0]
+        x, *saved = ctx.saved_tensors
         # Started first, so that it overlaps with the input gradient's product.
         gathering = all_gather(x, layer.tp) if layer.sequence_parallel and x is not None else None
         reduction = rest = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(grad, layer.weight.tensor)  # [seq, batch, in], a partial sum: this rank has a part of the outputs
-            rest = None if adapter is None else adapter.backward(grad, dx, inner, ctx.mask)  # adds to dx, so before its reduction
+            dx, rest = _input_gradient(grad, layer.weight, saved, ctx.mask)  # [seq, batch, in], a partial sum: of this rank's outputs
             reduction = reduce_scatter(dx, layer.tp) if layer.sequence_parallel else all_reduce(dx, layer.tp, disposable=True)
         if x is not None:  # between start and wait of the reduction, which it hides
             _accumulate_linear(layer.weight, layer.bias, grad, x if gathering is None else gathering.wait(), rest)
@@ -117,21 +118,20 @@ class _Row(torch.autograd.Function):
         active = x if layer.activation is None else layer.activation.forward(x)  # [seq, batch, in/tp]
         out = _matmul(active, weight)  # [seq, batch, out], a partial sum: this rank has a part of the inputs
         # The adapter adds to `out`, so before its reduction. `active` is not saved: backward recomputes it from x.
-        ctx.save_for_backward(x, None if adapter is None else adapter.forward(active, out, mask))
+        ctx.save_for_backward(x, *(() if adapter is None else adapter.forward(active, out, mask)))
         summed = reduce_scatter(out, layer.tp) if layer.sequence_parallel else all_reduce(out, layer.tp, disposable=True)
         out = summed.wait()  # [seq (/tp), batch, out]
         return out if layer.bias is None else out.add_(layer.bias.tensor)  # after the sum, which would otherwise add it tp times
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        layer, grad, adapter = ctx.layer, grads[0], ctx.layer.weight.adapter
+        layer, grad = ctx.layer, grads[0]
         if layer.bias is not None and layer.bias.trainable:  # before the gather: a partial gradient, of this rank's part of the sequence
             layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad_dtype))
         if layer.sequence_parallel:
             grad = all_gather(grad, layer.tp).wait()  # [seq, batch, out]
-        inputs, inner = ctx.saved_tensors
-        dx = _input_gradient(grad, layer.weight.tensor)  # [seq, batch, in/tp]: each rank needs only its own, no communication
-        rest = None if adapter is None else adapter.backward(grad, dx, inner, ctx.mask)
+        inputs, *saved = ctx.saved_tensors
+        dx, rest = _input_gradient(grad, layer.weight, saved, ctx.mask)  # [seq, batch, in/tp]: each rank needs only its own
         if layer.activation is not None:
             dx, inputs = layer.activation.backward(dx, inputs)  # dx of the activation's input; `inputs`: its output, recomputed
         _accumulate_linear(layer.weight, None, grad, inputs, rest)

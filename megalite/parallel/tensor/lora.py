@@ -10,65 +10,118 @@ output and its input gradient before it communicates these. Partial gradients ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalite.config.schema import LoraConfig
 from megalite.layout import Coordinates
 from megalite.mesh import MeshAxis
 from megalite.parallel.weight import Weight
 
 Mask = Callable[..., Tensor]  # dropout of (x [seq, batch, channels], channel_offset); linear, so it is also its own gradient
+AccumulateAdapter = Callable[[Tensor], None]  # accumulates an adapter's weight gradients, given the layer's input [seq, batch, in]
+
+
+class Part(NamedTuple):
+    """The adapter of one segment of a stored matrix, its A excepted.
+
+    Attributes:
+        b: B [out, rank].
+        columns: the columns of the output that it adds to.
+        rank: number of columns of B, and rows of A.
+        scale: the factor on B A.
+        magnitude: see `parallel.tensor.dora`.
+    """
+
+    b: Weight
+    columns: slice
+    rank: int
+    scale: float
+    magnitude: Weight | None
 
 
 class Adapter:
     """The adapters of n targeted segments of one stored matrix.
 
     Args:
-        a: their A's, [n · rank, in], fused into one matrix.
-        parts: for each, its B ([out, rank]) and the columns of the output that it adds to.
-        scale: alpha / rank.
+        base: the stored matrix.
+        a: their A's, [Σ rank, in], fused into one matrix.
+        bias: what the layer has added to its output before the adapter does.
     """
 
-    def __init__(self, a: Weight, parts: Sequence[tuple[Weight, slice]], scale: float, tp: MeshAxis):
-        self.a, self.parts, self.scale = a, parts, scale
+    def __init__(self, base: Weight, a: Weight, parts: Sequence[Part], bias: Weight | None, tp: MeshAxis):
+        self.base, self.a, self.parts, self.bias, self.tp = base, a, parts, bias, tp
+        self.ranks = [part.rank for part in parts]
         self.first_channel = a.spec.segments[0].local(Coordinates.on("tp", tp.rank, tp.size)).offsets[1]
 
-    def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> Tensor:
-        """Add scale · B A dropout(x) to `out` ([seq, batch, out]), with x [seq, batch, in]. Returns scale · A x, [tokens, n · rank]."""
-        inner = torch.mm(self._dropped(x, mask).flatten(0, -2), self.a.tensor.t()).mul_(self.scale)
-        for each, (b, columns) in zip(inner.chunk(len(self.parts), 1), self.parts, strict=True):
-            out.flatten(0, -2)[:, columns].addmm_(each, b.tensor.t())
+    def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> tuple[Tensor, ...]:
+        """Add scale · B A dropout(x) to `out` ([seq, batch, out]), with x [seq, batch, in]. Returns what `backward` needs."""
+        inner = self.inner(self.dropped(x, mask))
+        self.add(inner, out.flatten(0, -2))
+        return (inner,)
+
+    def inner(self, x: Tensor) -> Tensor:
+        """scale · A x, [tokens, Σ rank]."""
+        inner = torch.mm(x.flatten(0, -2), self.a.tensor.t())
+        for each, part in zip(inner.split(self.ranks, 1), self.parts, strict=True):
+            each.mul_(part.scale)
         return inner
 
-    def backward(self, grad: Tensor, dx: Tensor, inner: Tensor, mask: Mask | None) -> Callable[[Tensor], None]:
-        """Add the adapters' input gradient to `dx` ([seq, batch, in]), from the output's `grad` and the forward's `inner`.
+    def add(self, inner: Tensor, rows: Tensor) -> None:
+        """Add B times `inner` to `rows` [tokens, out]."""
+        for each, part in zip(inner.split(self.ranks, 1), self.parts, strict=True):
+            rows[:, part.columns].addmm_(each, part.b.tensor.t())
 
-        Returns a function of x that accumulates the weight gradients: the column layer calls it once x is gathered, while dx is reduced.
+    def backward(self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None) -> tuple[Tensor, AccumulateAdapter]:
+        """The gradient of the input, [seq, batch, in], from the output's `grad` [seq, batch, out] and what the forward has returned.
+
+        Returns also a function of x that accumulates the weight gradients: the column layer calls it once x is gathered, while the input
+        gradient is reduced.
         """
-        rows, inners = grad.flatten(0, -2), inner.chunk(len(self.parts), 1)  # [tokens, out], n × [tokens, rank]
-        # [tokens, n · rank]
-        dinner = torch.cat([torch.mm(rows[:, columns], b.tensor) for b, columns in self.parts], 1).mul_(self.scale)
-        dx.add_(self._dropped(torch.mm(dinner, self.a.tensor).view_as(dx), mask))
+        (inner,) = saved
+        rows = grad.flatten(0, -2)
+        dx = torch.mm(rows, self.base.tensor).view(*grad.shape[:-1], -1)
+        added, accumulate = self.gradients(rows, inner, mask)
+        return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
+
+    def gradients(self, rows: Tensor, inner: Tensor, mask: Mask | None) -> tuple[Tensor, AccumulateAdapter]:
+        """The gradient of the dropped input through B A, [tokens, in], from that of its output, `rows`; and `backward`'s function of x."""
+        dinner = torch.cat([torch.mm(rows[:, part.columns], part.b.tensor).mul_(part.scale) for part in self.parts], 1)  # [tokens, Σ rank]
 
         def accumulate(x: Tensor) -> None:
-            self.a.accumulate_product(dinner, self._dropped(x, mask).flatten(0, -2))
-            for each, (b, columns) in zip(inners, self.parts, strict=True):
-                b.accumulate_product(rows[:, columns], each)
+            self.a.accumulate_product(dinner, self.dropped(x, mask).flatten(0, -2))
+            for each, part in zip(inner.split(self.ranks, 1), self.parts, strict=True):
+                part.b.accumulate_product(rows[:, part.columns], each)
 
-        return accumulate
+        return torch.mm(dinner, self.a.tensor), accumulate
 
-    def _dropped(self, x: Tensor, mask: Mask | None) -> Tensor:
+    def dropped(self, x: Tensor, mask: Mask | None) -> Tensor:
         return x if mask is None else mask(x, channel_offset=self.first_channel)
 
 
-def attach_adapters(weights: Mapping[str, Weight], scale: float, tp: MeshAxis) -> None:
+def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis) -> None:
     """Attach to each stored matrix its adapters, by name: NAME.lora_a of the matrix, NAME.lora_b of each of its segments."""
-    at = Coordinates.on("tp", tp.rank, tp.size)
+    kind: type[Adapter] = Adapter
+    if lora.dora:
+        from megalite.parallel.tensor.dora import DoraAdapter
+
+        kind = DoraAdapter
     for name, weight in weights.items():
-        parts, first, a = [], 0, weights.get(name.removesuffix("weight") + "lora_a")
-        for segment in weight.spec.segments if a else ():
-            columns = slice(first, first := first + segment.local(at).shape[0])
-            if b := weights.get(segment.name.removesuffix("weight") + "lora_b"):
-                parts.append((b, columns))
-        weight.adapter = Adapter(a, parts, scale, tp) if a else None
+        stem = name.removesuffix("weight")
+        if a := weights.get(f"{stem}lora_a"):
+            # The bias of a row-parallel layer is added later, after its reduction.
+            bias = None if weight.spec.segments[0].split == 1 else weights.get(f"{stem}bias")
+            weight.adapter = kind(weight, a, _parts(weight, weights, lora, tp), bias, tp)
+
+
+def _parts(weight: Weight, weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis) -> list[Part]:
+    at, first, found = Coordinates.on("tp", tp.rank, tp.size), 0, []
+    for segment in weight.spec.segments:
+        columns = slice(first, first := first + segment.local(at).shape[0])
+        stem = segment.name.removesuffix("weight")
+        if b := weights.get(f"{stem}lora_b"):
+            scale, rank = lora.scale_of(segment.role), b.tensor.shape[1]
+            found.append(Part(b, columns, rank, scale, weights.get(f"{stem}lora_magnitude")))
+    return found

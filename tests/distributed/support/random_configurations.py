@@ -152,6 +152,9 @@ def _lora(random: Random, gated: bool) -> Options:
         "lora.alpha": random.choice((1.0, 8.0)),
         "lora.dropout": random.choice((0.0, 0.0, 0.3)),
         "lora.targets": random.choice((None, random.sample(roles, random.randint(1, len(roles))))),
+        "lora.scaling": random.choice(("standard", "rslora")),
+        "lora.dora": random.choice((False, True)),
+        "lora.modules_to_save": random.choice((None, ["embedding"], ["embedding", "head", "norms"])),
     }
 
 

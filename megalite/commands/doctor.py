@@ -1,0 +1,99 @@
+"""Check this machine: what training needs, what makes it slow, what is missing and how to get it.
+
+    megalite doctor
+    megalite doctor --dir /scratch/runs --json
+
+Checks versions, GPUs, NCCL, gloo (two processes), Triton and the C compiler, shared memory, limits, cores, the host's name, the disk of the
+runs and its clock, and the packages of every extra. Takes some seconds; what hangs is ended. Exit status 1 if training cannot work.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.commands.parser import Parser, as_path
+from megalite.launch.checkup import host, pair, software, storage
+from megalite.launch.checkup.finding import Check, Finding, bounded
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SHORT_S, DISK_S, LONG_S = 20.0, 60.0, 180.0
+STYLES = {"good": "green", "note": "yellow", "bad": "red"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    found = list(examine(options.dir, quick=options.quick))
+    usable = all(finding.verdict != "bad" for finding in found)
+    if options.json:
+        print(json.dumps({"usable": usable, "findings": [asdict(finding) for finding in found]}))
+    else:
+        show(found, usable)
+    return 0 if usable else 1
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__)
+    made.add_argument("--dir", type=as_path, default=Path("runs"), metavar="DIR", help="directory of the runs, whose disk is tested (runs)")
+    made.add_argument("--quick", action="store_true", help="leave out the two processes that try torch, gloo and Triton")
+    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return made
+
+
+def examine(directory: Path, *, quick: bool = False) -> Iterator[Finding]:
+    """The findings of all checks. quick: without those that start processes with torch."""
+    checks: list[tuple[str, Check, float]] = [
+        ("software", software.findings, SHORT_S),
+        ("GPUs", host.gpus, SHORT_S),
+        ("CPU cores", host.cores, SHORT_S),
+        ("C compiler", host.compiler, host.COMPILE_S + SHORT_S),
+        *([] if quick else [("torch", pair.findings, LONG_S)]),
+        ("/dev/shm", host.shared_memory, SHORT_S),
+        ("limits", host.limits, SHORT_S),
+        ("host name", host.host_name, SHORT_S),
+        ("disk", partial(storage.findings, directory), DISK_S),
+    ]
+    for name, check, seconds in checks:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{name} …", end="", file=sys.stderr, flush=True)
+        yield from bounded(name, check, seconds)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def show(found: list[Finding], usable: bool) -> None:
+    """A table with a row for each finding, and a line that sums up."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console.width = 140
+    table(console, found)
+    notes = sum(finding.verdict == "note" for finding in found)
+    bad = sum(finding.verdict == "bad" for finding in found)
+    if usable:
+        console.print(f"This machine can train{f'; {notes} notes' if notes else ''}.", style="bold green")
+    else:
+        console.print(f"Training does not work here: {bad} problems, and {notes} notes.", style="bold red")
+
+
+def table(console: Console, found: list[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("check", "", "found", "what to do"):
+        rows.add_column(heading, overflow="fold")
+    for finding in found:
+        style = STYLES[finding.verdict]
+        rows.add_row(
+            finding.name, Text(finding.verdict, style), finding.value, Text(finding.advice, style if finding.verdict == "bad" else "")
+        )
+    console.print(rows)

@@ -1,0 +1,212 @@
+"""Write a configuration for this machine, with the planner's layout and a comment on every option.
+
+    megalite init                                                    asks
+    megalite init --from llama-3.2-1b --data data/corpus --output run.yaml
+    megalite init --from org/name --weights --data data/chats        continue from a model's weights, or fine-tune it
+    megalite init --from llama-3-8b --gpus 64 --gpu h100             for other machines
+
+The model is a preset, a configuration (.yaml, or shipped), a run, a checkpoint, or a Hugging Face directory or org/name. A shape gets
+defaults by its size; a configuration keeps its options, and gets a layout. Nothing is asked where stdin is no terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megalite.commands.parser import Parser, as_name, as_path, positive, write_whole
+from megalite.config.schema import Config, ConfigError
+
+if TYPE_CHECKING:
+    from megalite.commands.models import NamedModel
+    from megalite.planning.hardware import Device
+    from megalite.planning.search import Plan
+    from megalite.planning.starting import Wanted
+
+Value = TypeVar("Value", str, int)
+CPU_SHARE = 0.5
+"""Fraction of the host's memory that a run on the CPU may plan with."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    tool = parser()
+    options = tool.parse_args(argv)
+    from megalite.planning.hardware import HardwareError
+
+    try:
+        complete(options)
+        check_output(options)
+        wanted, named = wanted_by(options)
+        from megalite.planning.starting import first_config
+
+        config, plan = first_config(wanted)
+        write_whole(options.output, text_of(options, wanted, config, plan, named))
+    except (ConfigError, HardwareError, OSError) as error:
+        tool.error(str(error))
+    report(options, wanted, config, plan)
+    return 0
+
+
+def parser() -> Parser:
+    made = Parser(description=__doc__, allow_abbrev=False)
+    add = made.add_argument
+    add(
+        "--from",
+        type=as_name,
+        dest="source",
+        metavar="MODEL",
+        help="preset, configuration, run, checkpoint, Hugging Face directory or org/name",
+    )
+    add("--weights", action="store_true", help="start from the model's weights (default: random weights)")
+    add("--data", type=as_name, metavar="PREFIX", help="token file to train on; it need not exist yet (default data/train)")
+    add("--gpus", type=int, metavar="N", help="number of GPUs; 0: one process on the CPU (default: the GPUs of this machine)")
+    add("--gpu", type=as_name, metavar="NAME|FILE", help="kind of GPU, as for plan (default: this machine's)")
+    add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
+    add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
+    add(
+        "--tokens",
+        type=float,
+        metavar="T",
+        help="tokens to train on, for example 10e9 (default: one epoch of the data, or 20 per parameter)",
+    )
+    add("--steps", type=positive, metavar="N", help="steps to train, instead of --tokens")
+    add("--output", type=as_path, default=Path("run.yaml"), metavar="FILE", help="file to write (default run.yaml)")
+    add("--force", action="store_true", help="replace FILE if it exists")
+    add("--json", action="store_true", help="print only one JSON object on stdout, and ask nothing")
+    return made
+
+
+def complete(options: argparse.Namespace) -> None:
+    """Ask for what was not given, or take the defaults. Raises ConfigError for what has none."""
+    from megalite.launch import machine
+
+    asks = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
+    found = machine.gpus()
+    if options.source is None:
+        if not asks:
+            raise ConfigError(
+                "--from is missing. Give a preset, a configuration, or a Hugging Face model, for example --from llama-3.2-1b."
+            )
+        from megalite.config.presets import presets
+
+        print(f"Presets: {', '.join(presets())}; or a configuration, a Hugging Face directory, or org/name.")
+        options.source = ask("Model", "llama-3.2-1b" if found else "tiny")
+    if options.data is None:
+        options.data = ask("Token file (PREFIX of prepare's --output)", "data/train") if asks else "data/train"
+    if options.gpus is None:
+        options.gpus = ask("GPUs", len(found)) if asks else len(found)
+    if options.gpus < 0:
+        raise ConfigError(f"--gpus {options.gpus} is negative. Give the number of GPUs, or 0 for the CPU.")
+    if options.gpu is None and options.gpus:
+        options.gpu = kind_of_gpu(found[0].name if found else None, asks)
+
+
+def ask(question: str, default: Value) -> Value:
+    from rich.prompt import IntPrompt, Prompt
+
+    kind: Any = IntPrompt if isinstance(default, int) else Prompt
+    return kind.ask(question, default=default)
+
+
+def kind_of_gpu(name: str | None, asks: bool) -> str:
+    """The planner's name of this machine's GPUs, else the user's answer. Raises ConfigError if nobody is asked."""
+    from megalite.planning.hardware import found_as, known_devices
+
+    if name is not None and (known := found_as(name)) is not None:
+        return known.name
+    if not asks:
+        what = "there is no GPU here" if name is None else f"the planner does not know {name}"
+        raise ConfigError(f"--gpu is missing, and {what}. Legal values: {', '.join(known_devices())}, or a device's FILE.yaml.")
+    print(f"Kinds of GPUs: {', '.join(known_devices())}, or a device's FILE.yaml.")
+    return ask("Kind of GPU", "h100")
+
+
+def check_output(options: argparse.Namespace) -> None:
+    output: Path = options.output
+    if output.exists() and not options.force:
+        raise ConfigError(f"--output {output} exists. Give another name, or --force to replace it.")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output} can not be written: there is no directory {output.parent}. Make it first.")
+
+
+def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
+    """What the options ask for. Raises ConfigError for a model that cannot be read."""
+    from megalite.commands.models import config_of, find_model, weights_of
+    from megalite.planning.starting import Wanted
+
+    sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
+    base = config_of(options.source, max(1, options.gpus), "--from", sizes=sizes)
+    named = find_model(options.source, "shape", "--from")
+    assert named is not None, "config_of has found it"
+    if named.kind == "checkpoint":
+        base = Config(model=base.model)
+    base.model.init_from = base.model.init_from if named.kind == "configuration" else None
+    asked = (options.sequence_length, options.global_batch_size, options.tokens, options.steps)
+    return Wanted(
+        base, named.kind == "configuration", options.gpus, device_of(options), options.output.stem, options.data,
+        weights_of(options.source, "--from") if options.weights else None, *asked,
+    ), named  # fmt: skip
+
+
+def device_of(options: argparse.Namespace) -> Device:
+    from megalite.launch import machine
+    from megalite.planning.hardware import find
+    from megalite.planning.starting import cpu_device
+
+    if options.gpus:
+        return find(options.gpu)
+    return cpu_device(machine.usable_cores(), CPU_SHARE * machine.memory_bytes())
+
+
+def text_of(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan, named: NamedModel) -> str:
+    """The file. A model of the Hub keeps its name, so that the file can be used on other machines."""
+    from megalite.planning import explaining
+    from megalite.planning.configuring import commented
+
+    where = f"{wanted.gpus} × {wanted.device.name}" if wanted.gpus else "one process on the CPU"
+    heading = f"{options.source} on {where}: {explaining.described(plan.choice)}.\n"
+    if wanted.gpus:
+        heading += f"Predicted: {plan.step.total:.3g} s per step, {explaining.amount(plan.memory.total)} on the fullest rank.\n"
+    heading += f"Written by megalite init; a comment is the first sentence of `megalite train --help`.\n\n  {start(options, wanted)}"
+    source = options.source.removeprefix("hf:")
+    hub = named.kind == "huggingface" and source != named.name and not Path(source).exists()
+    replaced = {"model.from_hf": source} if hub else {}
+    if hub and options.weights:
+        replaced["model.init_from"] = f"hf:{source}"
+    return commented(config, heading, replaced)
+
+
+def start(options: argparse.Namespace, wanted: Wanted) -> str:
+    """The command that starts the run."""
+    file, node = shlex.quote(str(options.output)), wanted.device.per_node
+    if wanted.gpus > node:
+        nodes = -(-wanted.gpus // node)
+        rendezvous = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500"
+        return f"torchrun {rendezvous} --nproc-per-node {wanted.gpus // nodes} -m megalite train --config {file}"
+    return f"megalite train {f'--nproc {wanted.gpus} ' if wanted.gpus > 1 else ''}--config {file}"
+
+
+def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan) -> None:
+    """Print what was written, and the next commands."""
+    from megalite.planning.explaining import as_json, described
+    from megalite.planning.step import Job
+
+    steps: list[str] = []
+    if not Path(f"{options.data}.idx").is_file():
+        vocabulary = (
+            f"--train_tokenizer {config.model.vocab_size}" if config.model.from_hf is None else f"--tokenizer {config.model.from_hf}"
+        )
+        steps.append(f"megalite prepare --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(options.data)}")
+    steps += [f"megalite train --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
+    if options.json:
+        job = Job(config.model, wanted.device, config.data.sequence_length, config.train.global_batch_size, config.train.precision)
+        print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps}))
+        return
+    tokens = config.train.global_batch_size * config.data.sequence_length
+    length = f"{config.train.steps:,} steps" if config.train.epochs is None else f"{config.train.epochs:g} epochs in steps"
+    print(f"{options.output} is written: {described(plan.choice)}; {length} of {tokens:,} tokens.")
+    print("Next:", *(f"  {line}" for line in steps), sep="\n")

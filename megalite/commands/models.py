@@ -1,0 +1,155 @@
+"""What a command's MODEL names, the same for every command: a preset, a configuration, a Hugging Face model, a run or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megalite.config import hub
+from megalite.config.families import from_hf_config, hf_config
+from megalite.config.load import Arguments, config_file, from_dict, nest, read_tree, resolve, shipped_configs
+from megalite.config.presets import presets
+from megalite.config.rule import is_checkpoint, nearest_name
+from megalite.config.schema import Config, ConfigError
+
+HF = "hf:"
+KINDS = "a preset, a shipped configuration, a .yaml or config.json, hf:DIR, org/name on the Hugging Face Hub, or a directory"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model by its name.
+
+    Attributes:
+        kind: "config.json" is such a file alone, under another name; or no file at all.
+        name: of a preset; else the path of the configuration, of the Hugging Face directory, or of the run or checkpoint.
+    """
+
+    kind: Literal["preset", "configuration", "huggingface", "config.json", "checkpoint"]
+    name: str
+
+
+def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
+    """The model with a name; None if nothing is called so. A path goes before a name. Raises ConfigError for what cannot be fetched."""
+    name = os.path.expanduser(given.removeprefix(HF))
+    if given.startswith(HF):
+        return NamedModel("huggingface", _hf_directory(hub.directory(name, part, f"{option} {given}"), option, given))
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return NamedModel("configuration", name)
+    if path.suffix == ".json":
+        return (
+            NamedModel("huggingface", str(path.parent))
+            if path.name == "config.json" and path.is_file()
+            else NamedModel("config.json", name)
+        )
+    if is_checkpoint(name):
+        return NamedModel("checkpoint", name)
+    if (path / "config.json").is_file():
+        return NamedModel("huggingface", name)
+    if (path / "config.yaml").is_file():
+        return NamedModel("configuration", str(path / "config.yaml"))
+    if name in presets():
+        return NamedModel("preset", name)
+    if name in shipped_configs():
+        return NamedModel("configuration", config_file(name))
+    if hub.is_id(name) and (found := hub.directory(name, part, f"{option} {given}")) != name:
+        return NamedModel("huggingface", _hf_directory(found, option, given))
+    return None
+
+
+def _hf_directory(directory: str, option: str, given: str) -> str:
+    try:
+        hf_config(directory)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {given}: {error}") from None
+    return directory
+
+
+def config_of(given: str, world_size: int, option: str = "--model", *, sizes: Mapping[str, int | None] | None = None) -> Config:
+    """The configuration that a name stands for: all options of a configuration or run; of others, the model.
+
+    Args:
+        world_size: the number of ranks.
+        option: where the name was given, for messages.
+        sizes: options that replace those of a configuration, such as data.sequence_length; its number of tokens counts steps of that size.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be read.
+    """
+    found = find_model(given, "shape", option)
+    if found is None:
+        known = [*presets(), *shipped_configs()]
+        nearest = nearest_name(given, known)
+        raise ConfigError(f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}. Nearest: {nearest}.")
+    if found.kind == "checkpoint":
+        return _of_checkpoint(Path(found.name))
+    replaced = {name: str(size) for name, size in (sizes or {}).items() if size is not None}
+    default = {"train.precision": "bf16"}
+    if found.kind == "config.json":
+        shape = {f"model.{key}": value for key, value in from_hf_config(_json(Path(found.name), option)).items()}
+        return from_dict(nest({**shape, **default}))
+    if found.kind == "configuration":
+        said = "precision" in ((read_tree(found.name, option) or {}).get("train") or {})
+        return resolve(Arguments([found.name], replaced | ({} if said else default)), world_size, weights=False)
+    key = "model.preset" if found.kind == "preset" else "model.from_hf"
+    return resolve(Arguments(overrides={key: found.name, **default, **replaced}), world_size)
+
+
+def _of_checkpoint(path: Path) -> Config:
+    from megalite.checkpoint import CheckpointError, find, manifest_of  # imports torch
+
+    try:
+        state = manifest_of(find(path)).state
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    if "config" not in state:
+        raise ConfigError(f"{path} holds no configuration. Give a checkpoint that megalite train or megalite convert wrote.")
+    return from_dict(state["config"])
+
+
+def _json(path: Path, option: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{option} {path} can not be read: {error.strerror}. Give the config.json of a Hugging Face model.") from None
+    except ValueError as error:
+        raise ConfigError(f"{option} {path} is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{option} {path} is not a JSON object. Give the config.json of a Hugging Face model.")
+    return content
+
+
+def weights_of(given: str, option: str = "the model") -> str:
+    """A checkpoint's or run's directory, or hf:DIR, for a name that stands for weights. Raises ConfigError for one without weights.
+
+    A name that stands for nothing is returned as it is.
+    """
+    found = find_model(given, "weights", option)
+    if found is None:
+        return given
+    if found.kind == "preset":
+        raise ConfigError(f"{option} {given} is a preset, a shape without weights. Give a checkpoint, a run, hf:DIR or org/name.")
+    if found.kind == "configuration":
+        return _run_of(given, Path(found.name), option)
+    return f"{HF}{found.name}" if found.kind == "huggingface" else found.name
+
+
+def _run_of(given: str, file: Path, option: str) -> str:
+    """The directory of a configuration's run."""
+    run = resolve(Arguments(files=[str(file)]), 1, weights=False).run.directory
+    if not is_checkpoint(str(run)):
+        raise ConfigError(f"{option} {given} stands for the run {run}, which has saved no checkpoint. Train it first: megalite train.")
+    return str(run)
+
+
+def hf_directory(given: str, part: hub.Part, option: str) -> Path:
+    """The directory of a Hugging Face model that is given as a directory, hf:DIR, config.json or org/name. Raises ConfigError."""
+    found = find_model(given, part, option)
+    if found is not None and found.kind != "huggingface":
+        raise ConfigError(f"{option} {given} is not a Hugging Face model. Give its directory, or org/name on the Hub.")
+    return Path(given if found is None else found.name)

@@ -1,0 +1,65 @@
+"""`megalite --version`: versions of megalite, Python, torch and triton, the devices, and the state of a checkout. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+from collections import Counter
+from typing import Any
+
+import megalite
+from megalite.checkout import CHECKOUT
+from megalite.commands.parser import Parser
+from megalite.launch import machine
+
+GIT_S = 5.0  # seconds
+
+
+def main(argv: list[str]) -> None:
+    found = facts()
+    print(json.dumps(found) if parser().parse_args(argv).json else described(found))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(prog="megalite --version", description=__doc__)
+    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return made
+
+
+def facts() -> dict[str, Any]:
+    """What runs here, by name. A package that is not installed, and the state of a package that is no checkout, is None."""
+    return {
+        "megalite": megalite.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": machine.version_of("torch"),
+        "triton": machine.version_of("triton"),
+        "devices": [gpu.name for gpu in machine.gpus()],
+        "driver": machine.driver_version(),
+        "cores": machine.usable_cores(),
+        "platform": platform.platform(),
+    }
+
+
+def commit() -> dict[str, Any] | None:
+    """The commit of the checkout, and whether its files differ from it; None if there is no checkout, or no git."""
+    if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # a checkout inside another repository is not that one's
+        return None
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    try:
+        words = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"id": words.removesuffix("-dirty"), "modified": words.endswith("-dirty")}
+
+
+def described(found: dict[str, Any]) -> str:
+    state = found["commit"]
+    source = f" (git {state['id']}{', modified' if state['modified'] else ''})" if state else ""
+    packages = ", ".join(f"{name} {found[name] or 'not installed'}" for name in ("torch", "triton"))
+    gpus = ", ".join(f"{count} × {name}" for name, count in Counter(found["devices"]).items())
+    driver = f" (driver {found['driver']})" if found["driver"] else ""
+    devices = f"{gpus}{driver}" if gpus else "no GPU"
+    return f"megalite {found['megalite']}{source}\nPython {found['python']}, {packages}\n{devices}, {found['cores']} CPU cores"

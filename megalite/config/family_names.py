@@ -1,0 +1,127 @@
+"""Names of the modules of Hugging Face's models, one table per family. Imports no torch.
+
+A table maps each Hugging Face module to our modules; each has a weight, a bias or both. A fused module holds several of ours, in this
+order, and a transposed module stores its matrix as [in, out]. `theirs` is a Hugging Face name, `ours` megalite's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megalite.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Names:
+    """A family's table.
+
+    Attributes:
+        ends: modules outside the layers.
+        layers: prefix of the layers' names.
+        layer: modules of one layer.
+        base: prefix of the model without its head, which files of such a model do not have.
+        transposed: modules whose matrix is stored as [in, out].
+        grouped: the module that holds queries, keys and values by key-value head: its queries, its keys, its values, then the next head's.
+        interleaved: rotary embeddings rotate neighbouring channels.
+        ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
+        multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other parts, which are not read.
+    """
+
+    ends: dict[str, str]
+    layers: str
+    layer: dict[str, str]
+    base: str = "model."
+    transposed: tuple[str, ...] = ()
+    grouped: str | None = None
+    interleaved: bool = False
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    multimodal: tuple[str, tuple[str, ...]] | None = None
+
+
+_ENDS = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
+_QKV = {"self_attn.q_proj": "attention.q", "self_attn.k_proj": "attention.k", "self_attn.v_proj": "attention.v"}
+_GATE_UP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up"}
+_OUT = {"self_attn.o_proj": "attention.out", "mlp.down_proj": "mlp.down"}
+_LINEARS = _QKV | _GATE_UP | _OUT
+EACH_HEAD = ("q_norm", "k_norm", "layernorm.norms.{}")
+"""Ends of the modules that may hold a norm of each head."""
+_STABLELM_NORM = {"self_attn.q_layernorm.norms.{}": "attention.q_norm", "self_attn.k_layernorm.norms.{}": "attention.k_norm"}
+_QK_NORM = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+_BEFORE = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
+_AFTER = {"post_attention_layernorm": "attention.output_norm", "post_feedforward_layernorm": "mlp.output_norm"}
+_AROUND = {"input_layernorm": "input_norm", "pre_feedforward_layernorm": "mlp_norm"} | _AFTER
+_GATE_UP_FUSED = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
+_FUSED = {"self_attn.qkv_proj": "attention.q attention.k attention.v"} | _GATE_UP_FUSED | _OUT
+_GPT2_LINEARS = {
+    "attn.c_attn": "attention.q attention.k attention.v",
+    "attn.c_proj": "attention.out",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+
+_FALCON_LINEARS = {
+    "self_attention.query_key_value": "attention.q attention.k attention.v",
+    "self_attention.dense": "attention.out",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+}
+_NEOX_LINEARS = {theirs.replace("self_attention", "attention"): ours for theirs, ours in _FALCON_LINEARS.items()}
+
+_LLAMA = Names(_ENDS, "model.layers", _LINEARS | _BEFORE)
+_FALCON = Names(
+    {"transformer.word_embeddings": "embedding", "transformer.ln_f": "norm", "lm_head": "head"},
+    "transformer.h",
+    _BEFORE | _FALCON_LINEARS,
+    base="transformer.",
+    grouped="query_key_value",
+)
+FAMILY_NAMES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"), _LLAMA),
+    "qwen3": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM),
+    **dict.fromkeys(("olmo2", "olmo3"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)),
+    "gemma2": Names(_ENDS, "model.layers", _LINEARS | _AROUND),
+    "gemma3_text": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _AROUND | _QK_NORM,
+        multimodal=("language_model.", ("vision_tower.", "multi_modal_projector.")),
+    ),
+    **dict.fromkeys(("cohere", "cohere2"), Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM, interleaved=True)),
+    "stablelm": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _STABLELM_NORM),
+    "starcoder2": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}),
+    "glm": Names(_ENDS, "model.layers", _QKV | _GATE_UP_FUSED | _OUT | _BEFORE, interleaved=True),
+    "glm4": Names(
+        _ENDS,
+        "model.layers",
+        _QKV
+        | _GATE_UP_FUSED
+        | _OUT
+        | _BEFORE
+        | {"post_self_attn_layernorm": "attention.output_norm", "post_mlp_layernorm": "mlp.output_norm"},
+        interleaved=True,
+    ),
+    "gpt_neox": Names(
+        {"gpt_neox.embed_in": "embedding", "gpt_neox.final_layer_norm": "norm", "embed_out": "head"},
+        "gpt_neox.layers",
+        _BEFORE | _NEOX_LINEARS,
+        base="gpt_neox.",
+        ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+        grouped="query_key_value",
+    ),
+    "falcon": _FALCON,
+    "falcon, two_norms": replace(_FALCON, layer={"ln_attn": "input_norm", "ln_mlp": "mlp_norm"} | _FALCON_LINEARS),
+    "phi3": Names(_ENDS, "model.layers", _FUSED | _BEFORE),
+    "gpt2": Names(
+        {"transformer.wte": "embedding", "transformer.wpe": "positions", "transformer.ln_f": "norm", "lm_head": "head"},
+        "transformer.h",
+        {"ln_1": "input_norm", "ln_2": "mlp_norm"} | _GPT2_LINEARS,
+        base="transformer.",
+        transposed=tuple(_GPT2_LINEARS),
+        ignored=("attn.bias", "attn.masked_bias"),
+    ),
+}
+
+
+def names_of(model: ModelConfig, family: str) -> Names:
+    """The table of a model's family; some have another one for another `parallel_block`."""
+    return FAMILY_NAMES.get(f"{family}, {model.parallel_block}", FAMILY_NAMES[family])

@@ -1,0 +1,193 @@
+"""axolotl's YAML. Meanings and defaults are those of its utils/schemas/config.py, training.py, peft.py and transformers' Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.config.importers import accelerate, finetuning
+from megalite.config.importers.batch import Batch
+from megalite.config.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    left,
+    lost,
+    missing,
+    never,
+    rounded,
+    sets,
+    to_do,
+    word,
+)
+
+NAME = "axolotl"
+BATCH = Batch("batch_size", "micro_batch_size", "gradient_accumulation_steps")
+SPLITS = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
+
+
+def recognizes(leaves: dict[str, Any]) -> bool:
+    return "base_model" in leaves
+
+
+def ranks(source: Source) -> int | None:
+    """Shards times replicas, where the file gives them."""
+    shards, replicas = source.size("dp_shard_size"), source.size("dp_replicate_size")
+    return (shards or 1) * (replicas or 1) if shards or replicas else source.dp
+
+
+def _adapter(value: Any, source: Source) -> Verdict:
+    name = word(value)
+    if name in ("NONE", "FALSE"):
+        return harmless("the model itself is trained")
+    if name not in ("LORA", "QLORA"):
+        return lost("adapters are LoRA: set lora.rank")
+    rank = honoured({"lora.rank": source.get("lora_r")} if source.size("lora_r") else {})
+    return rank if name == "LORA" else rank._replace(kind="approximate", why=finetuning.QUANTIZED)
+
+
+def _with_adapter(row: Row) -> Row:
+    """A row that counts only where the file chooses an adapter."""
+    off = harmless("there is no adapter")
+    return Row(lambda value, source: row.judge(value, source) if source.word("adapter") in ("LORA", "QLORA") else off, row.option)
+
+
+def _precision(value: Any, source: Source) -> Verdict:
+    """bf16: auto is bf16 on GPUs that have it, and fp16 on others."""
+    if word(value) == "AUTO":
+        return honoured({"train.precision": "bf16"}, "auto is fp16 on GPUs without bf16")
+    return honoured({"train.precision": "bf16"}) if word(value) in ("TRUE", "FULL") else harmless("it is off")
+
+
+def _validation(value: Any, source: Source) -> Verdict:
+    """A share of the conversations, or their number."""
+    if not value:
+        return harmless("nothing is validated, as here")
+    return (
+        honoured({"data.validation": value}) if type(value) is float and value < 1 else lost("set data.validation to a share, or a prefix")
+    )
+
+
+def _fsdp(value: Any, source: Source) -> Verdict:
+    """Words of transformers' fsdp option; fsdp_config has the strategy in more detail."""
+    names = {name.upper() for name in value} if isinstance(value, list) else {word(value)}
+    found = [accelerate.STRATEGIES[name] for name in names if name in accelerate.STRATEGIES]
+    strategy = any(key.endswith(("sharding_strategy", "reshard_after_forward")) for key in source.leaves)
+    return honoured({"parallel.zero": found[0]}) if found and not strategy else harmless("fsdp_config says how weights are sharded")
+
+
+def _minimum(value: Any, source: Source) -> Verdict:
+    lr = source.number("learning_rate")
+    return (
+        lost("set optimizer.min_lr")
+        if lr is None or type(value) not in (int, float)
+        else honoured({"optimizer.min_lr": rounded(value * lr)})
+    )
+
+
+def _excess(value: Any, source: Source) -> Verdict:
+    return (
+        left(f"give `megalite prepare` the option --too_long {value}")
+        if word(value) == "TRUNCATE"
+        else harmless("longer ones are dropped, as here")
+    )
+
+
+INTERNAL = "it changes nothing in a run here"
+TABLE: Table = {
+    **finetuning.TRAINER,
+    **{key: row for prefix in ("fsdp_config.", "fsdp_config.fsdp_") for key, row in accelerate.fsdp_rows(prefix).items()},
+    **BATCH.table(),
+    "base_model": Row(finetuning.base_model, "model.from_hf"),
+    **each("", "base_model_config tokenizer_config processor_type", to_do("model.from_hf is the model's directory, with its tokenizer")),
+    **each(
+        "",
+        "model_type tokenizer_type is_*_derived_model trust_remote_code tokenizer_use_fast tokenizer_legacy",
+        never("config.json says it"),
+    ),
+    "is_*": never("config.json says it"),
+    "revision_of_model": to_do("fetch that revision, and set model.from_hf to its directory"),
+    **each("", "load_in_8bit load_in_4bit gptq bnb_config_kwargs.*", missing(finetuning.QUANTIZED)),
+    **each("", "datasets test_datasets", finetuning.datasets("base_model")),
+    "pretraining_dataset": finetuning.datasets("base_model", text=True),
+    **each("", "chat_template chat_template_jinja default_system_message", finetuning.TEMPLATE),
+    **each("special_tokens.", "pad_token unk_token", never("rows are padded without a token")),
+    **each(
+        "", "special_tokens.* tokens added_tokens_overrides.* eot_tokens", to_do("the tokenizer of model.from_hf decides: change it there")
+    ),
+    "train_on_inputs": Row(lambda value, _: left("give `megalite prepare --loss_on all`") if value else harmless("it is so here")),
+    "excess_length_strategy": Row(_excess),
+    **each(
+        "",
+        "dataset_prepared_path dataset_processes dataset_* shuffle_merged_datasets",
+        never("`megalite prepare` makes the data beforehand"),
+    ),
+    "val_set_size": Row(_validation, "data.validation"),
+    "sequence_len": sets("data.sequence_length"),
+    "sample_packing": sets("data.packing"),
+    **each("", "sample_packing_* eval_sample_packing multipack_* pretrain_multipack_*", never("packing has no options")),
+    "pad_to_sequence_len": never("every row has the full length"),
+    "adapter": Row(_adapter, "lora.rank"),
+    "lora_r": _with_adapter(sets("lora.rank")),
+    "lora_alpha": _with_adapter(sets("lora.alpha")),
+    "lora_dropout": _with_adapter(sets("lora.dropout")),
+    "lora_target_modules": _with_adapter(Row(finetuning.targets, "lora.targets")),
+    "lora_target_linear": never("all projections have adapters without lora.targets"),
+    "lora_modules_to_save": _with_adapter(Row(finetuning.modules_to_save, "lora.modules_to_save")),
+    "peft_use_dora": _with_adapter(finetuning.DORA),
+    "peft_use_rslora": _with_adapter(finetuning.RSLORA),
+    "lora_model_dir": sets("lora.init_from"),
+    **each("", "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel", never(finetuning.KERNELS)),
+    "loraplus_*": missing("A and B have the same learning rate"),
+    "num_epochs": finetuning.epochs("max_steps"),
+    "optimizer": Row(finetuning.optimizer),
+    "lr_scheduler": Row(finetuning.decay, "optimizer.decay"),
+    "cosine_min_lr_ratio": Row(_minimum, "optimizer.min_lr"),
+    **each("", "embedding_lr embedding_lr_scale lr_groups", missing("all weights have the same rate: optimizer.lr")),
+    **each("", "bf16 bfloat16", Row(_precision, "train.precision")),
+    **each("", "fp16 float16", finetuning.switch("train.precision", "fp16")),
+    "float32": finetuning.switch("train.precision", "fp32"),
+    "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
+    "gradient_checkpointing": Row(finetuning.recompute, "train.recompute"),
+    "gradient_checkpointing_kwargs.*": never("train.recompute has no further choices"),
+    **each(
+        "",
+        "flash_attention xformers_attention sdp_attention flex_attention eager_attention attention flash_attn_*",
+        never(finetuning.ATTENTION),
+    ),
+    **each("", "attn_implementation s2_attention", never(finetuning.ATTENTION)),
+    **each("", "plugins liger_* unsloth_* cut_cross_entropy", never(finetuning.KERNELS)),
+    "saves_per_epoch": finetuning.steps("checkpoint.interval", per_epoch=True),
+    "evals_per_epoch": finetuning.steps("validation.interval", per_epoch=True),
+    "save_first_step": missing("checkpoint.interval says when"),
+    "fsdp": Row(_fsdp, "parallel.zero"),
+    "fsdp_version": never("it chooses FSDP's interface, not what is computed"),
+    "tensor_parallel_size": sets("parallel.tp"),
+    **each("", "context_parallel_size sequence_parallel_degree", sets("parallel.cp")),
+    "dp_shard_size": Row(lambda value, source: honoured({"parallel.dp": source.dp, "parallel.dp_shard": value}), "parallel.dp_shard"),
+    "dp_replicate_size": Row(lambda value, source: honoured({"parallel.dp": source.dp}), "parallel.dp"),
+    "wandb_project": sets("logging.wandb"),
+    **each("", "wandb_name wandb_run_id", sets("run.name")),
+    **each("", "wandb_* mlflow_* use_wandb comet_* gc_steps", never("metrics.jsonl has everything")),
+    "use_tensorboard": sets("logging.tensorboard"),
+    **each("", "auto_resume_from_checkpoints strict debug device local_rank world_size ddp", never(INTERNAL)),
+    "ddp_bucket_cap_mb": sets("parallel.bucket_mb", roughly="here it is the maximum size of a bucket, in MB of fp32"),
+    "early_stopping_patience": missing("a run ends with train.steps: Ctrl-C saves it"),
+    "loss_watchdog_*": missing("faults.spike_sigma skips steps of a high loss"),
+    **each("", "rl trl.* vllm.* reward_model orpo_* dpo_* kto_* simpo_*", missing("training is on the next token alone")),
+}
+
+
+def table(source: Source) -> Table:
+    return TABLE
+
+
+def defaults(source: Source) -> dict[str, Any]:
+    """The defaults of axolotl and of transformers' Trainer that differ from ours."""
+    sharded = source.get("fsdp") or any(key.startswith("fsdp_config.") for key in source.leaves)
+    strategy = {"fsdp": ["full_shard"]} if sharded and "fsdp" not in source.leaves else {}
+    trainer = {"weight_decay": 0.0, "lr_scheduler": "cosine", "adam_beta1": 0.9}
+    return {"bf16": "auto", "sequence_len": 512, **trainer, **strategy}

@@ -1,0 +1,173 @@
+"""LLaMA-Factory's YAML. Meanings and defaults are those of its hparams/*.py and of transformers' Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.config.importers import finetuning
+from megalite.config.importers.batch import Batch
+from megalite.config.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    left,
+    lost,
+    missing,
+    never,
+    only,
+    sets,
+    to_do,
+    word,
+)
+
+NAME = "LLaMA-Factory"
+BATCH = Batch("", "per_device_train_batch_size", "gradient_accumulation_steps")
+MARKS = ("finetuning_type", "cutoff_len", "stage", "template", "lora_target")
+
+
+def recognizes(leaves: dict[str, Any]) -> bool:
+    return "model_name_or_path" in leaves and any(key in leaves for key in MARKS)
+
+
+def ranks(source: Source) -> int | None:
+    return source.dp
+
+
+def _method(value: Any, source: Source) -> Verdict:
+    if word(value) == "FULL":
+        return honoured({"lora.rank": 0})
+    return honoured({"lora.rank": source.get("lora_rank")}) if word(value) == "LORA" else lost("full training and LoRA: set lora.rank")
+
+
+def _adapter(row: Row) -> Row:
+    """A row that counts only for finetuning_type lora."""
+    off = harmless("there is no adapter")
+    return Row(lambda value, source: row.judge(value, source) if source.word("finetuning_type") == "LORA" else off, row.option)
+
+
+def _stage(value: Any, source: Source) -> Verdict:
+    return (
+        harmless("it is so here")
+        if word(value) in ("SFT", "PT")
+        else lost("training is on the next token alone: there is no reward or preference")
+    )
+
+
+def _datasets(value: Any, source: Source) -> Verdict:
+    return finetuning.datasets("model_name_or_path", text=source.word("stage") == "PT").judge(value, source)
+
+
+def _validation(value: Any, source: Source) -> Verdict:
+    """A share of the data, or a number of examples."""
+    if not value:
+        return harmless("nothing is validated, as here")
+    return (
+        honoured({"data.validation": value}) if type(value) is float and value < 1 else lost("set data.validation to a share, or a prefix")
+    )
+
+
+def _packing(value: Any, source: Source) -> Verdict:
+    """packing lets conversations attend to each other; neat_packing does not."""
+    if word(value) != "TRUE":
+        return honoured({"data.packing": False}) if not source.on("neat_packing") else harmless("neat_packing turns it on")
+    return honoured({"data.packing": True}, "" if source.on("neat_packing") else "packed conversations do not attend to each other")
+
+
+def _length(value: Any, source: Source) -> Verdict:
+    packed = source.on("packing") or source.on("neat_packing")
+    return honoured({"data.sequence_length": value - 1 if packed and type(value) is int else value})
+
+
+def _recompute(value: Any, source: Source) -> Verdict:
+    return honoured({"train.recompute": "none" if value is True else "full"})
+
+
+TABLE: Table = {
+    **finetuning.TRAINER,
+    **BATCH.table(),
+    "model_name_or_path": Row(finetuning.base_model, "model.from_hf"),
+    **each(
+        "",
+        "trust_remote_code use_fast_tokenizer cache_dir low_cpu_mem_usage",
+        never("config.json and the tokenizer's files are read as they are"),
+    ),
+    "adapter_name_or_path": sets("lora.init_from"),
+    "model_revision": only("MAIN", "fetch that revision, and set model.from_hf to its directory"),
+    **each(
+        "",
+        "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
+        missing("the vocabulary is that of the model: extend it first"),
+    ),
+    **each("", "rope_scaling shift_attn mixture_of_depths", missing("the model is used as it is: model.rope_scaling")),
+    **each("", "flash_attn use_unsloth* enable_liger_kernel use_kv_cache use_v1_kernels", never(finetuning.KERNELS)),
+    "disable_gradient_checkpointing": Row(_recompute, "train.recompute"),
+    "use_reentrant_gc": never("train.recompute has no further choices"),
+    **each("", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are computed in fp32")),
+    "train_from_scratch": Row(lambda value, _: lost("set model.init_from: none") if value else harmless("it is off")),
+    **each("", "quantization_* double_quantization", missing(finetuning.QUANTIZED)),
+    "stage": Row(_stage),
+    **each("", "do_train do_eval do_predict predict_with_generate", never("`megalite train` trains, `megalite evaluate` evaluates")),
+    "finetuning_type": Row(_method, "lora.rank"),
+    "lora_rank": _adapter(sets("lora.rank")),
+    "lora_alpha": _adapter(sets("lora.alpha")),
+    "lora_dropout": _adapter(sets("lora.dropout")),
+    "lora_target": _adapter(Row(finetuning.targets, "lora.targets")),
+    "additional_target": _adapter(Row(finetuning.modules_to_save, "lora.modules_to_save")),
+    "use_dora": _adapter(finetuning.DORA),
+    "use_rslora": _adapter(finetuning.RSLORA),
+    **each(
+        "",
+        "loraplus_* pissa_* use_galore use_apollo use_badam use_muon use_adam_mini use_llama_pro",
+        missing("AdamW trains, adapters start at zero"),
+    ),
+    "create_new_adapter": missing("one adapter is trained"),
+    "pure_bf16": missing("master weights are fp32: train.precision: bf16"),
+    "dataset": Row(_datasets, "data.train"),
+    "eval_dataset": to_do("make token files of it in the same way, and set data.validation"),
+    **each("", "dataset_dir media_dir tokenized_path", never("data.train names token files")),
+    "template": finetuning.TEMPLATE,
+    **each("", "tool_format default_system enable_thinking", finetuning.TEMPLATE),
+    "cutoff_len": Row(_length, "data.sequence_length"),
+    "train_on_prompt": Row(lambda value, _: left("give `megalite prepare --loss_on all`") if value else harmless("it is so here")),
+    "mask_history": Row(lambda value, _: left("give `megalite prepare --loss_on last`") if value else harmless("it is so here")),
+    "streaming": never("token files are mapped into memory"),
+    **each("", "mix_strategy interleave_probs", to_do("a blend is data.train: {PREFIX: weight}")),
+    **each(
+        "", "overwrite_cache preprocessing_* buffer_size ignore_pad_token_for_loss", never("`megalite prepare` makes the data beforehand")
+    ),
+    "max_samples": missing("cut the input of `megalite prepare`"),
+    "val_size": Row(_validation, "data.validation"),
+    **each("", "packing neat_packing", Row(_packing, "data.packing")),
+    "num_train_epochs": finetuning.epochs("max_steps"),
+    "lr_scheduler_type": Row(finetuning.decay, "optimizer.decay"),
+    "optim": Row(finetuning.optimizer),
+    "bf16": finetuning.switch("train.precision", "bf16"),
+    "fp16": finetuning.switch("train.precision", "fp16"),
+    "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
+    **each("", "plot_loss print_param_status disable_shuffling use_swanlab swanlab_*", never("`megalite report` draws the loss")),
+    **each("", "pref_* dpo_* ppo_* kto_* simpo_* ref_model* reward_model*", missing("training is on the next token alone")),
+}
+
+
+def table(source: Source) -> Table:
+    return TABLE
+
+
+def defaults(source: Source) -> dict[str, Any]:
+    """The defaults of LLaMA-Factory and of transformers' Trainer that differ from ours."""
+    adapter = (
+        {"lora_rank": 8, "lora_alpha": 2 * (source.size("lora_rank") or 8)} if source.word("finetuning_type", "lora") == "LORA" else {}
+    )
+    trainer = {"learning_rate": 5e-5, "weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", BATCH.micro: 8}
+    return {
+        "finetuning_type": "lora",
+        **adapter,
+        "cutoff_len": 2048,
+        "disable_gradient_checkpointing": False,
+        **trainer,
+        "logging_steps": 500,
+    }

@@ -1,0 +1,230 @@
+"""torchtune's recipe YAML. Meanings and defaults are those of its recipes/*_distributed.py and of the components that it names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megalite.config.importers import finetuning
+from megalite.config.importers.batch import Batch
+from megalite.config.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    left,
+    lost,
+    missing,
+    never,
+    only,
+    sets,
+    to_do,
+    word,
+)
+
+NAME = "torchtune"
+BATCH = Batch("", "batch_size", "gradient_accumulation_steps")
+COMPONENT = "_component_"
+SCHEDULES = {
+    "GET_COSINE_SCHEDULE_WITH_WARMUP": "cosine",
+    "COSINE_SCHEDULE_WITH_WARMUP": "cosine",
+    "LINEARLR": "linear",
+    "CONSTANTLR": "constant",
+}
+
+
+def recognizes(leaves: dict[str, Any]) -> bool:
+    return any(key.endswith(COMPONENT) for key in leaves)
+
+
+def ranks(source: Source) -> int | None:
+    """Shards times replicas, where the file gives them."""
+    shards, replicas = source.size("data_parallel_shard_dim"), source.size("data_parallel_replicate_dim") or 1
+    return shards * replicas if shards else source.dp
+
+
+def component(source: Source, section: str) -> str:
+    """The last part of a component's name."""
+    return str(source.get(f"{section}.{COMPONENT}", "")).split(".")[-1]
+
+
+def _directory(value: Any, source: Source) -> Verdict:
+    return finetuning.base_model(str(value).rstrip("/") or "/", source)
+
+
+def _model(value: Any, source: Source) -> Verdict:
+    """The builder of the model, whose shape is that of the checkpoint here. Those of adapters begin with lora_, qlora_ or dora_."""
+    name = component(source, "model")
+    if name.startswith("qlora"):
+        return lost(finetuning.QUANTIZED)
+    if name.startswith("dora"):
+        return honoured({"lora.dora": True})
+    return harmless("the shape is that of model.from_hf")
+
+
+def _targets(value: Any, source: Source) -> Verdict:
+    """lora_attn_modules, and all of the feed-forward with apply_lora_to_mlp."""
+    names = source.get("model.lora_attn_modules")
+    names = [*names] if isinstance(names, list) else []
+    if source.on("model.apply_lora_to_mlp"):
+        names += ["gate_proj", "up_proj", "down_proj"]
+    return finetuning.targets(names, source)
+
+
+def _optimizer(value: Any, source: Source) -> Verdict:
+    return finetuning.optimizer("AdamW" if component(source, "optimizer") == "AdamW" else component(source, "optimizer"), source)
+
+
+def _schedule(value: Any, source: Source) -> Verdict:
+    found = SCHEDULES.get(component(source, "lr_scheduler").upper())
+    return honoured({"optimizer.decay": found}) if found else lost("optimizer.decay is cosine, linear, wsd or constant")
+
+
+def _clip(value: Any, source: Source) -> Verdict:
+    return honoured({"train.grad_clip": 0 if value is None else value})
+
+
+def _reference(value: Any) -> str | None:
+    """The key that a value such as ${output_dir} refers to."""
+    found = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
+    return found[1] if found else None
+
+
+def _datasets(value: Any, source: Source) -> Verdict:
+    files, name = source.get("dataset.data_files"), source.get("dataset.source")
+    text = component(source, "dataset") == "text_completion_dataset"
+    data = files or (f"hf:{name}" if name and name not in ("json", "text") else "FILE|hf:NAME")
+    model = source.get("checkpointer.checkpoint_dir", "HF_DIR")
+    return left(
+        f"make token files, `megalite prepare {'' if text else '--chat '}--input {data} --tokenizer {model} --output PREFIX`, and set "
+        "data.train to PREFIX"
+    )
+
+
+def _length(value: Any, source: Source) -> Verdict:
+    return honoured({"data.sequence_length": value})
+
+
+def _sharded(value: Any, source: Source) -> Verdict:
+    """A distributed recipe shards with FSDP2; weights stay gathered if fsdp_reshard_after_forward is off."""
+    if word(value) not in ("TRUE", "FALSE"):
+        return lost("it is neither true nor false")
+    return honoured({"parallel.zero": 3} | ({} if value else {"parallel.zero3_reshard": "step"}))
+
+
+def _steps(value: Any, source: Source) -> Verdict:
+    """The steps of all epochs; an epoch that has fewer ends earlier there."""
+    count = source.size("epochs")
+    if count is None or type(value) is not int:
+        return left("train.steps is their number over all epochs")
+    return honoured({"train.steps": value * count}, "an epoch there may have fewer")
+
+
+def _shards(value: Any, source: Source) -> Verdict:
+    return harmless("all ranks that are left, as here") if value == -1 else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value})
+
+
+def _offload(value: Any, source: Source) -> Verdict:
+    return honoured(
+        {"parallel.zero": 3, "parallel.offload": "cpu", "parallel.offload_parameters": True} if value else {"parallel.offload": "none"}
+    )
+
+
+def _decayed(value: Any, source: Source) -> Verdict:
+    return honoured({"optimizer.weight_decay": value}, "norms and biases never decay here" if value else "")
+
+
+DATA = "`megalite prepare` makes the data beforehand, with options for it"
+TABLE: Table = {
+    **BATCH.table(),
+    f"model.{COMPONENT}": Row(_model),
+    "model.lora_rank": sets("lora.rank"),
+    "model.lora_alpha": sets("lora.alpha"),
+    "model.lora_dropout": sets("lora.dropout"),
+    **each("model.", "lora_attn_modules apply_lora_to_mlp", Row(_targets, "lora.targets")),
+    "model.apply_lora_to_output": missing("the head is frozen under LoRA"),
+    "model.use_dora": finetuning.DORA,
+    "model.quantize_base": missing(finetuning.QUANTIZED),
+    "model.*": to_do("the shape is that of model.from_hf: set model.* to change it"),
+    f"checkpointer.{COMPONENT}": never("weights are read from Hugging Face files"),
+    "checkpointer.checkpoint_dir": Row(_directory, "model.from_hf"),
+    "checkpointer.*": never("model.init_from reads all files of the directory; `megalite convert export` writes them"),
+    "tokenizer.max_seq_len": Row(_length, "data.sequence_length"),
+    "tokenizer.prompt_template": finetuning.TEMPLATE,
+    "tokenizer.*": never("the tokenizer is that of model.from_hf, given to `megalite prepare`"),
+    f"dataset.{COMPONENT}": Row(_datasets, "data.train"),
+    "dataset.packed": sets("data.packing"),
+    "dataset.train_on_input": Row(lambda value, _: left("give `megalite prepare --loss_on all`") if value else harmless("it is so here")),
+    "dataset.new_system_prompt": finetuning.TEMPLATE,
+    "dataset.*": never(DATA),
+    "dataset": to_do("a blend is data.train: {PREFIX: weight}"),
+    "dataset_val.*": to_do("make token files of it in the same way, and set data.validation"),
+    "seed": sets("run.seed"),
+    "shuffle": sets("data.shuffle"),
+    "epochs": finetuning.epochs("max_steps_per_epoch"),
+    "max_steps_per_epoch": Row(_steps, "train.steps"),
+    f"optimizer.{COMPONENT}": Row(_optimizer),
+    "optimizer.lr": sets("optimizer.lr"),
+    "optimizer.weight_decay": Row(_decayed, "optimizer.weight_decay"),
+    **{f"optimizer.{key}": sets(f"optimizer.{key}") for key in ("betas", "eps")},
+    **each("optimizer.", "fused foreach", never("one fused AdamW runs, over flat shards")),
+    "optimizer_in_bwd": missing("the step follows the backward, since clipping needs the global norm"),
+    f"lr_scheduler.{COMPONENT}": Row(_schedule, "optimizer.decay"),
+    "lr_scheduler.num_warmup_steps": sets("optimizer.warmup_steps"),
+    "lr_scheduler.num_cycles": only("0.5", "the cosine goes down once"),
+    f"loss.{COMPONENT}": never("the loss is cross-entropy; train.loss_chunk cuts it"),
+    "loss.num_output_chunks": never("train.loss_chunk is a number of tokens"),
+    "clip_grad_norm": Row(_clip, "train.grad_clip"),
+    "compile": sets("train.compile"),
+    "compile.*": to_do("train.compile compiles the pure functions between linears"),
+    "dtype": sets("train.precision", {"BF16": "bf16", "FP32": "fp32", "FP16": "fp16"}, "train.precision is bf16, fp16 or fp32"),
+    "enable_activation_checkpointing": Row(finetuning.recompute, "train.recompute"),
+    "enable_activation_offloading": missing("activations are recomputed, not offloaded: train.recompute: full"),
+    **each("ac_", "mode option", to_do("set train.recompute: selective, or every-K")),
+    "fsdp_cpu_offload": Row(_offload, "parallel.offload"),
+    "fsdp_reshard_after_forward": Row(_sharded, "parallel.zero"),
+    "custom_sharded_layers": never("embedding and head are sharded like the layers"),
+    "tensor_parallel_dim": sets("parallel.tp"),
+    "context_parallel_dim": sets("parallel.cp"),
+    "data_parallel_shard_dim": Row(_shards, "parallel.dp_shard"),
+    "data_parallel_replicate_dim": Row(
+        lambda value, source: honoured({"parallel.dp": source.dp}) if source.dp else harmless("parallel.dp_shard")
+    ),
+    "tensor_parallel_plan.*": never("the model is split in one way"),
+    "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
+    f"metric_logger.{COMPONENT}": Row(
+        lambda value, _: honoured({"logging.tensorboard": True}) if "TensorBoard" in str(value) else harmless("metrics.jsonl")
+    ),
+    "metric_logger.project": sets("logging.wandb"),
+    "metric_logger.*": never("metrics are in the run's directory"),
+    "log_every_n_steps": sets("logging.interval"),
+    **each("", "log_peak_memory_stats log_level", never("metrics.jsonl has each step's time and memory")),
+    "run_val_every_n_steps": sets("validation.interval"),
+    **each("", "resume_from_checkpoint should_load_recipe_state", never("checkpoint.load: auto resumes the run in its directory")),
+    **each("", "save_adapter_weights_only save_last_epoch_only", never("`megalite convert adapter-export` writes the adapters alone")),
+    "enable_async_checkpointing": sets("checkpoint.async_save"),
+    "profiler.*": never("profiling.ranks and profiling.steps trace with torch.profiler"),
+    "device": only("CUDA", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
+    "cudnn_deterministic_mode": sets("run.deterministic"),
+    "tokenizer": never("the tokenizer is that of model.from_hf"),
+}
+
+
+def table(source: Source) -> Table:
+    """The rows for this file's keys: references to other keys are followed."""
+    rows = dict(TABLE)
+    for key, value in source.leaves.items():
+        other = _reference(value)
+        if other is not None:
+            rows[key] = never(f"{other} is judged instead") if other in source.leaves else to_do(f"the file does not have {other}")
+    return rows
+
+
+def defaults(source: Source) -> dict[str, Any]:
+    """torchtune's defaults that differ from ours; those of torch's AdamW, and FSDP in a distributed recipe."""
+    adam = {"optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999]} if component(source, "optimizer") == "AdamW" else {}
+    schedule = {} if f"lr_scheduler.{COMPONENT}" in source.leaves else {f"lr_scheduler.{COMPONENT}": "torch.optim.lr_scheduler.ConstantLR"}
+    return {**adam, **schedule, "clip_grad_norm": 0, "fsdp_reshard_after_forward": True}

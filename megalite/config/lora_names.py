@@ -1,0 +1,89 @@
+"""PEFT's names of modules in the options of adapters → megalite's: `q_proj` is q, `query_key_value` is q, k and v. Imports no torch.
+
+The names are those of the model's family, if its directory says which it is, else those of all families. As in PEFT, a name means every
+module of a layer whose name ends with it: GPT-2's `c_proj` is o and down, `attn.c_proj` is o.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from megalite.config.families import hf_config
+from megalite.config.family_names import FAMILY_NAMES, Names
+from megalite.config.rule import nearest_name, show
+from megalite.config.schema import PROJECTIONS, SAVED_MODULES, ConfigError
+
+ALL = "all-linear"
+
+
+def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
+    """The options of adapters among those given, with megalite's names. Raises ConfigError on a name that the family does not have."""
+    family = _family(given)
+    tables = {name: table for name, table in FAMILY_NAMES.items() if family in (None, name.partition(",")[0])} or FAMILY_NAMES
+    whose = f"a {family} model" if family in tables else "any family"
+    found: dict[str, Any] = {}
+    if targets := given.get("lora.targets"):
+        own = _translated("lora.targets", targets, _projections(tables), (ALL, *PROJECTIONS), f"projection of {whose}")
+        found["lora.targets"] = None if ALL in own else own
+    if modules := given.get("lora.modules_to_save"):
+        own = _translated("lora.modules_to_save", modules, _ends(tables), SAVED_MODULES, f"module of {whose} that can be trained in full")
+        found["lora.modules_to_save"] = own
+    for option in ("lora.ranks", "lora.alphas"):
+        values: dict[str, Any] = {}
+        for name, value in (given.get(option) or {}).items():
+            own = _translated(option, [str(name)], _projections(tables), PROJECTIONS, f"projection of {whose}", given[option])
+            if twice := values.keys() & own:
+                raise ConfigError(f"{option} = {show(given[option])} names {sorted(twice)[0]} twice. Remove one of its entries.")
+            values |= dict.fromkeys(own, value)
+        if values:
+            found[option] = values
+    return found
+
+
+def _family(given: dict[str, Any]) -> str | None:
+    """The model's family, by the directory of its shape or of its weights; None: no directory says it."""
+    start = given.get("model.init_from") or ""
+    for directory in (given.get("model.from_hf"), start.removeprefix("hf:") if start.startswith("hf:") else None):
+        with suppress(ConfigError):  # a directory without config.json is refused by a rule
+            if directory and (family := hf_config(directory).get("model_type")):
+                return str(family)
+    return None
+
+
+def _translated(
+    option: str, names: list[str], theirs: dict[str, list[str]], ours: tuple[str, ...], what: str, value: Any = None
+) -> list[str]:
+    own: dict[str, None] = {}
+    for name in names:
+        parts = [name] if name in ours else [part for module, parts in theirs.items() if _ends_with(module, name) for part in parts]
+        if not parts:
+            legal = [*ours, *dict.fromkeys(module.rpartition(".")[2] for module in theirs)]
+            listed = f"Legal values: {', '.join(legal)}. Nearest: {nearest_name(name, legal)}."
+            raise ConfigError(f"{option} = {show(value or names)} names {name}, which is no {what}. {listed}")
+        own |= dict.fromkeys(parts)
+    return list(own)
+
+
+def _ends_with(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
+
+
+def _modules(tables: dict[str, Names], of: Callable[[Names], dict[str, str]], known: dict[str, str]) -> dict[str, list[str]]:
+    """Hugging Face module → our names of its parts, in all tables, for the modules that have some."""
+    found: dict[str, list[str]] = {}
+    for table in tables.values():
+        for theirs, ours in of(table).items():
+            parts = [known[part] for part in ours.split() if part in known]
+            found[theirs] = list(dict.fromkeys(found.get(theirs, []) + parts))
+    return {theirs: parts for theirs, parts in found.items() if parts}
+
+
+def _projections(tables: dict[str, Names]) -> dict[str, list[str]]:
+    own = {f"{'attention' if role in 'qkv' else 'mlp'}.{role}": role for role in PROJECTIONS} | {"attention.out": "o"}
+    return _modules(tables, lambda table: table.layer, own)
+
+
+def _ends(tables: dict[str, Names]) -> dict[str, list[str]]:
+    return _modules(tables, lambda table: table.ends, {"embedding": "embedding", "head": "head"})

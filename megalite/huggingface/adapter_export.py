@@ -1,0 +1,148 @@
+"""Writes the adapters (LoRA) of a checkpoint in PEFT's format; `peft_modules` says where each tensor is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite import checkpoint
+from megalite.checkpoint import directories
+from megalite.checkpoint.chunks import name_of
+from megalite.config.hub import repository
+from megalite.huggingface import convert as converting
+from megalite.huggingface.convert import HF, head_of, model_of, places_of
+from megalite.huggingface.files import ConversionError, NewFile
+from megalite.huggingface.merging import Adapters, saved
+from megalite.huggingface.model_card import write_card
+from megalite.huggingface.names import Place
+from megalite.huggingface.peft_modules import EMBEDDING, FILES, PREFIX, SETTINGS, Module, module_of, modules_of, saved_keys
+from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write_tokenizer
+
+
+def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
+    """Write the adapters of a checkpoint as a PEFT directory; returns a summary for display.
+
+    Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
+    """
+    if target.exists():
+        raise ConversionError(f"{target} exists already. Give another name, or remove it.")
+    manifest = checkpoint.manifest_of(directory)
+    manifest.check_files()
+    model, adapters = model_of(manifest), Adapters(manifest)
+    lora = adapters.lora
+    if not adapters.pairs:
+        raise ConversionError(f"{directory} holds no adapters: it was trained without lora.rank. Export it with megalite convert export.")
+    found = places_of(model, directory)
+    modules = modules_of(found, adapters.pairs)
+    tensors = {key: value for each in modules for key, value in zip(each.keys(lora.dora), _tensors(each, adapters, found), strict=True)}
+    head = head_of(model, directory)
+    tensors |= dict(_saved(adapters, found, head))
+    start = model.initial_weights or ""
+    base = start.removeprefix(HF) if start.startswith(HF) else model.from_hf
+    base = base and repository(base)
+    tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
+    parameters, dtypes = sum(value.numel() for value in tensors.values()), {name_of(value.dtype) for value in tensors.values()}
+    with converting.new_directory(target) as temporary:
+        with closing(NewFile(temporary / FILES[0], {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})) as file:
+            for name, value in tensors.items():
+                file.write(name, value)
+        directories.write_synced(temporary / SETTINGS, json.dumps(_settings(modules, found, adapters, head, base), indent=2) + "\n")
+        identity = write_tokenizer(temporary, tokenizer, manifest.state["step"])
+        facts = {"adapter": f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}", "parameters": f"{parameters:,}"}
+        write_card(temporary, manifest, identity, facts | {"dtype": ", ".join(sorted(dtypes))}, base=base or "")
+    return {"rank": lora.rank, "parameters": parameters, "dtypes": sorted(dtypes), "modules": [each.name for each in modules]} | {
+        "tokenizer": tokenizer.name,
+        "notes": tokenizer.notes,
+    }
+
+
+def _tensors(module: Module, adapters: Adapters, found: dict[str, Place]) -> Iterator[Tensor]:
+    """PEFT's A [ranks, in], B [out, ranks] and, with `lora.dora`, magnitudes [out] of a module; ranks is the sum of our weights' ranks.
+
+    Where our factors on B A differ within a module, B has them, relative to the first one's.
+    """
+    pairs = {name: adapters.pairs[name] for name in module.weights}
+    first = next(iter(pairs.values())).scale
+    a, start = torch.cat([pair.a for pair in pairs.values()]), 0
+    b = a.new_zeros(module.shape[0], len(a))
+    for name, pair in pairs.items():
+        stop = start + len(pair.a)
+        b[module.rows(name), start:stop] = pair.b if pair.scale == first else pair.b * (pair.scale / first)
+        start = stop
+    yield from (a, b)
+    if adapters.lora.dora:
+        magnitudes = torch.empty(module.shape[0])
+        for name, rows in module.all_weights(found).items():
+            lengths, adapted = adapters.row_lengths(name), pairs.get(name)
+            magnitudes[rows] = (lengths if adapted is None or adapted.delta is None else lengths + adapted.delta).to(magnitudes.dtype)
+        yield magnitudes
+
+
+def _saved(adapters: Adapters, found: dict[str, Place], head: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that are trained in full."""
+    for name, keys in saved_keys(adapters.model, adapters.lora, found, head).items():
+        place, value = found[name], adapters.read(name)
+        whole = value.new_empty(place.shape)
+        place.write(whole, (0,) * value.dim(), value)
+        pieces = whole.chunk(len(place.tensors)) if "{}" in place.theirs else [whole.view(shape) for shape in place.tensors.values()]
+        for key, piece in zip(keys, [*pieces, whole], strict=False):  # the last one is a tied head
+            yield key, piece.contiguous()
+
+
+def _settings(modules: Sequence[Module], found: dict[str, Place], adapters: Adapters, head: str, base: str | None) -> dict[str, Any]:
+    """PEFT's adapter_config.json."""
+    lora, model = adapters.lora, adapters.model
+    others = {module_of(place) for place in found.values()} - {module.name for module in modules}
+    numbers = {module.name: _numbers(module, adapters) for module in modules}
+
+    def pattern(index: int, default: float) -> dict[str, float]:
+        """The modules where a number is not the default, by the shortest name that matches no module with another number."""
+        given = {name: own[index] for name, own in numbers.items()}
+        return {_target(name, {each for each in given if given[each] != own}): own for name, own in given.items() if own != default}
+
+    full = {key.removeprefix(PREFIX).rpartition(".")[0] for keys in saved_keys(model, lora, found, head).values() for key in keys}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": _plain(lora.alpha),
+        "rank_pattern": pattern(0, lora.rank),
+        "alpha_pattern": pattern(1, lora.alpha),
+        "use_rslora": lora.scaling == "rslora",
+        "use_dora": lora.dora,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted({_target(module.name, others) for module in modules}),
+        "modules_to_save": sorted({_target(name, set(numbers) | others - full) for name in full}) or None,
+        "ensure_weight_tying": model.tie_word_embeddings and EMBEDDING in saved(model, lora),
+        "fan_in_fan_out": any(module.transposed for module in modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _numbers(module: Module, adapters: Adapters) -> tuple[int, float]:
+    """Rank and alpha of a module: those of its first weight, whose factor on B A applies to all of it, for the rank of all."""
+    first = next(iter(module.weights))
+    rank = sum(len(adapters.pairs[name].a) for name in module.weights)
+    divisor = rank**0.5 if adapters.lora.scaling == "rslora" else rank
+    return rank, _plain(adapters.pairs[first].scale * divisor)
+
+
+def _plain(number: float) -> float:
+    """A number without the rounding errors of the division that it has come from; whole ones as integers."""
+    rounded = float(f"{number:.12g}")
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def _target(name: str, others: set[str]) -> str:
+    """The shortest suffix of a module's name that matches no module without an adapter: the last word, except for GPT-2's two c_proj."""
+    words = name.split(".")
+    ends = (".".join(words[start:]) for start in reversed(range(len(words))))
+    return next(end for end in ends if not any(other.endswith(f".{end}") for other in others))

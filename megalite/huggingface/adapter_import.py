@@ -1,0 +1,209 @@
+"""Starts a run from adapters (LoRA) in PEFT's format; `peft_modules` says where each tensor is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite import checkpoint
+from megalite.build.parts import DTYPES
+from megalite.config.rule import show
+from megalite.config.schema import Config
+from megalite.huggingface import convert as converting
+from megalite.huggingface.convert import NAMED, WEIGHT, head_of, places_of
+from megalite.huggingface.files import ConversionError, Weights
+from megalite.huggingface.merging import adapted, parts_of
+from megalite.huggingface.peft_modules import EMBEDDING, FILES, SETTINGS, Module, modules_of, saved_keys
+from megalite.model.adapters import MAGNITUDE, A, name_of
+from megalite.parallel.spec import Rectangle
+
+Read = Callable[[Sequence[Rectangle]], None]
+_FREE = """peft_type task_type peft_version auto_mapping base_model_name_or_path revision inference_mode r lora_alpha rank_pattern
+    alpha_pattern use_rslora use_dora modules_to_save target_modules exclude_modules layers_to_transform layers_pattern lora_dropout
+    fan_in_fan_out bias init_lora_weights runtime_config ensure_weight_tying megatron_core qalora_group_size eva_config loftq_config
+    corda_config lora_ga_config"""
+"""Settings that are read, or that do not change what an adapter computes; any other setting must be off."""
+STARTS_FROM_W = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base weights unchanged; others (pissa, olora …) change the weights that the adapter adapts."""
+
+
+def starting_weights(config: Config) -> Read:
+    """The function that fills a rank's rectangles when a run starts from hf:DIR or from an adapter; it raises CheckpointError."""
+    base = converting.starting_weights(config.model)
+    if config.lora.init_from is not None:
+        return partial(_fill, config, base)
+    assert base is not None, "a checkpoint alone gives the weights"
+    return base
+
+
+def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) -> None:
+    start = Path(config.model.initial_weights or "")
+    if base is None:
+        manifest = checkpoint.manifest_of(start)
+        if config.checkpoint.verify == "full":
+            manifest.verify(0, 1)
+        base = partial(checkpoint.load, manifest, convert=True)
+    adapter = PeftAdapter(config, start, base)
+    base([part for part in rectangles if part.name.removeprefix(WEIGHT) not in adapter.names])
+    adapter.check()  # of what the adapter says about the weights, which can now be read
+    for part in rectangles:
+        if (name := part.name.removeprefix(WEIGHT)) in adapter.names:
+            whole = adapter[name]
+            part.tensor.copy_(whole[tuple(slice(low, low + size) for low, size in zip(part.offsets, part.tensor.shape, strict=True))])
+
+
+class PeftAdapter:
+    """A PEFT directory read as the adapters of a run: our tensors by name. Raises ConversionError if it does not fit them.
+
+    The product that it adds to the weights is preserved: if its factor on B A differs from the run's, B is scaled.
+
+    Args:
+        start: the directory of the weights that it adapts.
+        base: fills rectangles of these weights.
+    """
+
+    def __init__(self, config: Config, start: Path, base: Read):
+        self.lora, self.directory, self.base = config.lora, Path(config.lora.init_from or ""), base
+        self.dtype = DTYPES[config.train.precision]
+        self.settings = _read_settings(self.directory, self.lora.dora)
+        self.tensors = Weights(self.directory, FILES)
+        self.found, self.roles = places_of(config.model, start), adapted(config.model, config.lora)
+        self.modules = modules_of(self.found, self.roles)
+        self.saved = saved_keys(config.model, config.lora, self.found, head_of(config.model, start))
+        self.tied = config.model.tie_word_embeddings
+        self._where = {
+            name_of(weight, part): (module, weight, part)
+            for module in self.modules
+            for weight in module.weights
+            for part in parts_of(self.lora)
+        }
+        self.names = self._where.keys() | self.saved.keys()
+        self.row_lengths = cache(self._row_lengths)
+
+    def check(self) -> None:
+        """Raise ConversionError where the directory does not hold the run's adapters."""
+        expected = {key for module in self.modules for key in module.keys(self.lora.dora)}.union(*self.saved.values())
+        head = self.saved[EMBEDDING][-1] if self.tied and EMBEDDING in self.saved else None
+        why = {head: ": PEFT trains a tied head with the embedding only under ensure_weight_tying"}
+        problems = [f"{key} is missing{why.get(key, '')}" for key in sorted(expected) if key not in self.tensors]
+        problems += [f"{key} is part of neither lora.targets nor lora.modules_to_save" for key in self.tensors if key not in expected]
+        for module in () if problems else self.modules:
+            problems += self._misfits(module)
+        for name in () if problems else self.saved:
+            problems += self._misfits_of_saved(name)
+        if problems:
+            more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+            raise ConversionError(
+                f"lora.init_from = {self.directory} does not hold the adapters of this run:\n  " + "\n  ".join(problems[:NAMED]) + more
+            )
+
+    def _ranks(self, module: Module) -> list[int]:
+        return [self.lora.rank_of(self.roles[name]) for name in module.weights]
+
+    def _is_shared(self, module: Module, rank: int) -> bool:
+        """Whether a single A of this rank belongs to all our projections in the module."""
+        return set(self._ranks(module)) == {rank}
+
+    def _misfits(self, module: Module) -> Iterator[str]:
+        """What of a module's tensors does not fit the run's adapters."""
+        a, b, *magnitudes = (self.tensors[key] for key in module.keys(self.lora.dora))
+        ranks, rank, (outputs, inputs) = self._ranks(module), len(a), module.shape
+        if (*a.shape, *b.shape) != (rank, inputs, outputs, rank):
+            yield f"{module.name} has A {list(a.shape)} and B {list(b.shape)}, and the model {inputs} inputs and {outputs} outputs there"
+        elif not self._is_shared(module, rank) and (rank != sum(ranks) or self._outside(module, b, ranks)):
+            own = f"lora.rank = {self.lora.rank}" if set(ranks) == {self.lora.rank} else f"lora.ranks = {show(self.lora.ranks)}"
+            yield f"{module.name} has rank {rank}, and {own}"
+        elif self._outside(module, b) or any(self._is_changed(module, each) for each in magnitudes):
+            yield f"{module.name} adapts outputs that are not among lora.targets"
+
+    def _outside(self, module: Module, b: Tensor, ranks: Sequence[int] = ()) -> bool:
+        """Whether B is nonzero outside the rows of our projections or, with their `ranks`, outside their blocks on its diagonal."""
+        rest = b.clone()
+        for index, name in enumerate(module.weights):
+            start = sum(ranks[:index])
+            rest[module.rows(name), slice(start, start + ranks[index]) if ranks else slice(None)] = 0
+        return bool(rest.any())
+
+    def _is_changed(self, module: Module, magnitudes: Tensor) -> bool:
+        """Whether rows without an adapter have another length than the weight's, up to the rounding of the stored magnitudes."""
+        tolerance = max(8 * torch.finfo(magnitudes.dtype).eps, 1e-5)
+        others = {name: rows for name, rows in module.all_weights(self.found).items() if name not in module.weights}
+        return any(
+            not torch.allclose(magnitudes[rows].to(lengths.dtype), lengths, rtol=tolerance, atol=0)
+            for name, rows in others.items()
+            for lengths in [self.row_lengths(name)]
+        )
+
+    def _misfits_of_saved(self, name: str) -> Iterator[str]:
+        place, keys = self.found[name], self.saved[name]
+        expected = [*place.tensors.values()] + [place.shape] * (len(keys) - len(place.tensors))
+        for key, shape in zip(keys, expected, strict=True):
+            if self.tensors.shape(key) != shape:
+                yield f"{key} is {list(self.tensors.shape(key))}, and the model's {list(shape)}"
+        if self.tied and name == EMBEDDING and not torch.equal(self.tensors[keys[0]], self.tensors[keys[1]]):
+            yield f"{keys[0]} and {keys[1]} differ, and the model's head is its embedding (model.tie_word_embeddings)"
+
+    def _row_lengths(self, name: str) -> Tensor:
+        """Lengths of the rows of one of our weights as the run stores it, in at least fp32."""
+        rows, columns = len(self.found[name].rows), self.found[name].numel // len(self.found[name].rows)
+        weight = torch.empty(rows, columns, dtype=self.dtype)
+        self.base([Rectangle(WEIGHT + name, (rows, columns), (0, 0), weight)])
+        return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(self.dtype, torch.float32))
+
+    def _scale(self, module: Module, rank: int) -> float:
+        """PEFT's factor on a module's B A."""
+        alpha = _by_pattern(self.settings.get("alpha_pattern"), module.name, self.settings["lora_alpha"])
+        return float(alpha / (rank**0.5 if self.settings.get("use_rslora") else rank))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One of our tensors: A [rank, in], B [out, rank], magnitudes [out], or one that is trained in full."""
+        if name in self.saved:
+            place = self.found[name]
+            pieces = [self.tensors[key] for key in self.saved[name][: len(place.tensors)]]
+            whole = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(place.shape)
+            return place.read(whole, (0,) * len(place.shape), (len(place.rows), *place.shape[1:]))
+        module, weight, part = self._where[name]
+        a, b, *magnitudes = (self.tensors[key] for key in module.keys(self.lora.dora))
+        if part == MAGNITUDE:
+            lengths = self.row_lengths(weight)
+            return magnitudes[0][module.rows(weight)].to(lengths.dtype) - lengths
+        ranks, index = self._ranks(module), list(module.weights).index(weight)
+        start = sum(ranks[:index])
+        own = slice(None) if self._is_shared(module, len(a)) else slice(start, start + ranks[index])
+        if part == A:
+            return a[own]
+        factor = self._scale(module, len(a)) / self.lora.scale_of(self.roles[weight])
+        values = b[module.rows(weight), own]
+        return values if abs(factor - 1) < 1e-12 else values.to(torch.promote_types(values.dtype, torch.float32)) * factor
+
+
+def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
+    """The value of the first pattern that matches the end of the module's name, as in PEFT."""
+    return next((value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
+
+
+def _read_settings(directory: Path, dora: bool) -> dict[str, Any]:
+    """adapter_config.json. Raises ConversionError if the adapter is not LoRA, or DoRA as the run's is not."""
+    path = directory / SETTINGS
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        kind, start, bias = settings["peft_type"], settings.get("init_lora_weights", True), settings.get("bias", "none")
+        wrong = [f"{name} = {value}" for name, value in settings.items() if name not in _FREE.split() and value]
+        wrong += [f"{name} = {value}" for name, value, good in (("peft_type", kind, "LORA"), ("bias", bias, "none")) if value != good]
+        wrong += [] if start in STARTS_FROM_W else [f"init_lora_weights = {start}"]
+        theirs = bool(settings.get("use_dora"))
+        settings["lora_alpha"] / settings["r"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ConversionError(f"{path} can not be read as the settings of a LoRA adapter: {type(error).__name__}: {error}") from None
+    if wrong:
+        raise ConversionError(f"{path} has {wrong[0]}, which is not handled: only LoRA, rslora and DoRA are.")
+    if theirs != dora:
+        raise ConversionError(f"{path} has use_dora = {show(theirs)}, and lora.dora = {show(dora)}. Set lora.dora to {show(theirs)}.")
+    return settings

@@ -1,0 +1,79 @@
+"""Where PEFT's files have the tensors of our adapters: common to export and import.
+
+PEFT has one A and one B for each module of a Hugging Face model, in any floating-point dtype; with DoRA also the lengths of the adapted
+rows; and modules that are trained in full:
+
+    base_model.model.MODULE.lora_A.weight  [rank, in]        base_model.model.MODULE.lora_B.weight  [out, rank]
+    base_model.model.MODULE.lora_magnitude_vector  [out]     base_model.model.MODULE.weight
+
+If a module fuses n of our projections (Phi-3's qkv_proj, GPT-2's c_attn), the rank of its adapter is the sum of theirs: A is our A's
+concatenated by rows, and B is block-diagonal with our B's. An import also accepts a single A for all of them, which each of our projections
+copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.huggingface.merging import saved
+from megalite.huggingface.names import Place
+
+PREFIX = "base_model.model."
+SETTINGS, FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+EMBEDDING = "embedding.weight"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A Hugging Face module, and our adapted weights that are stored in it, each with its place."""
+
+    name: str
+    weights: dict[str, Place]
+
+    def keys(self, dora: bool) -> list[str]:
+        """PEFT's names of A, B and the magnitudes."""
+        return [f"{PREFIX}{self.name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")[: 3 if dora else 2]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of outputs and inputs of the whole module."""
+        place = next(iter(self.weights.values()))
+        outputs, inputs = reversed(place.shape) if place.transposed else place.shape
+        return outputs, inputs
+
+    @property
+    def transposed(self) -> bool:
+        return any(place.transposed for place in self.weights.values())
+
+    def rows(self, weight: str) -> list[int]:
+        """The module's outputs that belong to one of our weights, in our order."""
+        return list(self.weights[weight].rows)
+
+    def all_weights(self, found: dict[str, Place]) -> dict[str, list[int]]:
+        """All our weights in the module, adapted or not, with their rows."""
+        return {name: list(place.rows) for name, place in found.items() if place.theirs == f"{self.name}.weight"}
+
+
+def modules_of(found: dict[str, Place], weights: Iterable[str]) -> list[Module]:
+    """The Hugging Face modules that hold our adapted weights."""
+    grouped: dict[str, dict[str, Place]] = {}
+    for name in weights:
+        grouped.setdefault(module_of(found[name]), {})[name] = found[name]
+    return [Module(name, own) for name, own in grouped.items()]
+
+
+def module_of(place: Place) -> str:
+    return place.theirs.removesuffix(".weight").removesuffix(".bias")
+
+
+def saved_keys(model: ModelConfig, lora: LoraConfig, found: dict[str, Place], head: str) -> dict[str, list[str]]:
+    """Our tensors that are trained in full → PEFT's names of them; those of a norm of each head are several.
+
+    head: the module of the model's head. A tied one is stored next to the embedding, with the same values, as PEFT does.
+    """
+    keys = {name: [PREFIX + theirs for theirs in found[name].tensors] for name in saved(model, lora)}
+    if model.tie_word_embeddings and EMBEDDING in keys:
+        keys[EMBEDDING].append(f"{PREFIX}{head}.weight")
+    return keys

@@ -1,0 +1,104 @@
+"""Two processes with torch: it imports and sees the GPUs, gloo connects them, Triton compiles. What they hang in is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megalite.launch import machine
+from megalite.launch.checkup.finding import Finding
+from megalite.launch.local_ranks import package_path
+from megalite.processes import marked
+
+LIMIT_S = 120.0  # importing torch from a slow file system takes a minute
+
+
+def findings() -> Iterator[Finding]:
+    """The findings about torch, gloo and Triton."""
+    if machine.version_of("torch") is None:
+        return  # a finding of its own
+    answers, error, hangs = _run()
+    if "torch" not in answers:
+        what = f"does not import in {LIMIT_S:g} s" if hangs else "does not import"
+        yield Finding("torch imports", what, "bad", error or "Its file system may be slow: copy the environment to a local disk.")
+        return
+    yield from _torch(answers["torch"], answers.get("cuda", ""))
+    yield _gloo(answers.get("gloo"), error, hangs)
+    if (problem := answers.get("triton")) is not None:
+        verdict = "bad" if problem and answers["torch"]["devices"] else "note"
+        advice = f"train.kernels torch works without it. {problem}"
+        yield Finding("Triton", "does not compile", verdict, advice) if problem else Finding("Triton", "compiles a kernel")  # type: ignore[arg-type]
+
+
+def _torch(found: dict[str, Any], wrong: str) -> Iterator[Finding]:
+    build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU build"
+    yield Finding("torch imports", f"in {found['seconds']:.1f} s, {build}, sees {len(found['devices'])} GPUs")
+    if found["nccl"]:
+        yield Finding("NCCL", found["nccl"])
+    if wrong:
+        yield Finding("GPU computes", wrong, "bad", "Look at nvidia-smi and dmesg.")
+    there = len(machine.gpus())
+    if len(found["devices"]) < there:
+        reason = "the driver is too old for it, or a device is broken (nvidia-smi)" if found["cuda"] else "it is a build for CPUs"
+        yield Finding(
+            "torch's GPUs",
+            f"{len(found['devices'])} of {there}",
+            "bad",
+            f"Install a CUDA build of torch that the driver supports: {reason}.",
+        )
+
+
+def _gloo(seconds: float | None, error: str, hangs: bool) -> Finding:
+    if seconds is not None:
+        return Finding("gloo", f"two processes add in {1e3 * seconds:.1f} ms")
+    advice = f"GLOO_SOCKET_IFNAME=lo (or another interface of `ip address`) often helps. {error}".rstrip()
+    return Finding("gloo", "two processes do not connect" + (f" in {LIMIT_S:g} s" if hangs else ""), "bad", advice)
+
+
+def _run() -> tuple[dict[str, Any], str, bool]:
+    """The answers of both processes by name, the last line of an error, and whether one had to be ended."""
+    own = {**os.environ, **marked(), "PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        own.pop(name, None)
+    with tempfile.TemporaryDirectory(prefix="megalite_doctor_") as scratch:
+        command = [sys.executable, "-P", "-m", "megalite.launch.checkup.rank"]
+        outputs = [(open(Path(scratch, f"out{rank}"), "w+b"), open(Path(scratch, f"err{rank}"), "w+b")) for rank in range(2)]  # noqa: SIM115
+        ranks = [
+            subprocess.Popen([*command, str(rank), str(Path(scratch, "store"))], env=own, stdout=out, stderr=err)
+            for rank, (out, err) in enumerate(outputs)
+        ]
+        hangs = _wait(ranks)
+        answers: dict[str, Any] = {}
+        lines = []
+        for rank, (out, err) in enumerate(outputs):
+            answers |= {name: value for line in _lines(out) if line.startswith("{") for name, value in json.loads(line).items()}
+            lines += _lines(err)[-1:] if ranks[rank].returncode else []
+    return answers, lines[0] if lines else "", hangs
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> bool:
+    """Wait for both, and end them at the limit or if one has failed. Returns whether one was ended at the limit."""
+    end = time.monotonic() + LIMIT_S
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.05)
+    finally:
+        running = [rank for rank in ranks if rank.poll() is None]
+        hangs = bool(running) and time.monotonic() >= end
+        for rank in running:
+            rank.kill()
+            rank.wait()
+    return hangs
+
+
+def _lines(file: Any) -> list[str]:
+    with file:
+        file.seek(0)
+        return file.read().decode(errors="replace").strip().splitlines()

@@ -1,0 +1,88 @@
+"""Versions of Python and packages against the ranges that megalite declares, and the extras that are not installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from collections.abc import Iterator
+
+from megalite.checkout import CHECKOUT
+from megalite.launch import machine
+from megalite.launch.checkup.finding import Finding
+
+EXTRAS = {
+    "data": "preparing data, chat templates, the Hugging Face Hub",
+    "log": "TensorBoard, Weights & Biases",
+    "gpu": "sensors of GPUs",
+    "eval": "lm-evaluation-harness",
+}
+REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?\s*(?:>=\s*([\d.]+))?")
+
+
+def findings() -> Iterator[Finding]:
+    """Python, the packages that every run needs, and the extras."""
+    try:
+        metadata = importlib.metadata.metadata("megalite")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("megalite", "not installed", "note", f"Its requirements are not known here: {install('')}")
+        return
+    needed = (metadata["Requires-Python"] or "").removeprefix(">=")
+    yield _version("Python", platform.python_version(), needed, f"Install Python {needed} or newer.")
+    required = importlib.metadata.requires("megalite") or []
+    for line in required:
+        if "extra ==" not in line:
+            yield _package(line)
+    for extra, purpose in EXTRAS.items():
+        yield _extra(extra, purpose, [line for line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)])
+
+
+def install(extra: str) -> str:
+    """The command that installs megalite with an extra."""
+    suffix = f"[{extra}]" if extra else ""
+    return f"pip install 'megalite{suffix}'" if CHECKOUT is None else f"pip install -c constraints.txt -e '.{suffix}'"
+
+
+def is_older(version: str, needed: str) -> bool:
+    """Whether a version is below another; parts that are no numbers, such as a local build, do not count."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in re.match(r"[\d.]*", text)[0].split(".") if part]  # type: ignore[index]
+
+    return numbers(version) < numbers(needed)
+
+
+def _version(name: str, version: str | None, needed: str, advice: str) -> Finding:
+    if version is None:
+        return Finding(name, "not installed", "bad", advice)
+    if needed and is_older(version, needed):
+        return Finding(name, f"{version}, and {needed} or newer is needed", "bad", advice)
+    return Finding(name, version)
+
+
+def _package(line: str) -> Finding:
+    name, needed = _parsed(line)
+    if name == "triton" and platform.system() != "Linux":
+        return Finding(name, "not needed here")
+    found = _version(name, machine.version_of(name), needed, f"Install it: {install('')}")
+    if name == "triton" and found.verdict == "bad":  # kernels in plain torch take its place
+        return Finding(name, found.value, "note", f"Only GPUs need it. {found.advice}")
+    return found
+
+
+def _extra(extra: str, purpose: str, lines: list[str]) -> Finding:
+    missing = []
+    for name, needed in map(_parsed, lines):
+        version = machine.version_of(name)
+        if version is None or (needed and is_older(version, needed)):
+            missing.append(f"{name} >= {needed}" if version and needed else name)
+    if missing:
+        return Finding(f"extra {extra}", f"without {', '.join(missing)}", "note", f"For {purpose}: {install(extra)}")
+    return Finding(f"extra {extra}", purpose)
+
+
+def _parsed(line: str) -> tuple[str, str]:
+    """The name of a requirement and its lowest version, or an empty text."""
+    match = REQUIREMENT.match(line)
+    assert match is not None
+    return match[1], match[2] or ""

@@ -1,0 +1,91 @@
+"""This machine, without importing torch: its GPUs, cores and memory, and the versions of what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+DRIVER = Path("/proc/driver/nvidia")
+SHARED_MEMORY = {"cuda": 64 << 20, "cpu": 4 << 20}
+"""Bytes of /dev/shm per rank: NCCL's buffers within a machine, or messages between tensor-parallel ranks. Docker's default is 64 MB."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU; memory in bytes, None if nvidia-ml-py is not installed."""
+
+    name: str
+    memory: int | None = None
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
+    found = _from_nvml()
+    if found is None:
+        found = _from_driver()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    chosen = [each.strip() for each in visible.split(",") if each.strip()]
+    if all(each.isdecimal() for each in chosen):
+        return [found[int(each)] for each in chosen if int(each) < len(found)]
+    return [] if chosen[0].startswith("-") else found[: len(chosen)]  # -1 hides all; else they are the names of devices
+
+
+def _from_nvml() -> list[Gpu] | None:
+    """By nvidia-ml-py; None if it is not installed or finds no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [Gpu(str(pynvml.nvmlDeviceGetName(each)), int(pynvml.nvmlDeviceGetMemoryInfo(each).total)) for each in handles]
+    except pynvml.NVMLError:
+        return None
+
+
+def _from_driver() -> list[Gpu]:
+    names = []
+    for path in sorted(DRIVER.glob("gpus/*/information")):
+        with suppress(OSError):
+            names += re.findall(r"^Model:\s*(.+?)\s*$", path.read_text(), re.MULTILINE)
+    return [Gpu(name) for name in names]
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's kernel module."""
+    with suppress(OSError):
+        if match := re.search(r"\s(\d+\.[\d.]+)\s", (DRIVER / "version").read_text()):
+            return match[1]
+    return None
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: its affinity and, in a container, its share of CPU time."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, max(1, -(-int(quota) // int(period))))
+    return count
+
+
+def memory_bytes() -> int:
+    """The host's memory, or the container's limit if it is less."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return size
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed distribution, None if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

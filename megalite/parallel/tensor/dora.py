@@ -1,0 +1,79 @@
+"""Adapters with trained row lengths (DoRA, Liu et al. 2024): y = g · (W + scale · B A) x.
+
+g = (‖W‖ + δ) / ‖W + scale · B A‖, with the norm of each row. As in PEFT, the norms are constants for the gradient, and dropout applies to
+all that the adapter changes: y = W x + (g · (W + scale · B A) - W) dropout(x). PEFT trains the magnitude ‖W‖ + δ; here δ is
+trained, which starts at zero: the model then computes exactly what W alone does, in bf16 too.
+
+The squared norms follow from ‖W‖² + 2 scale · W·(B A) + scale² · ‖B A‖² without a matrix of W's size. Communication in forward:
+
+    column   none: each rank has whole rows of W
+    row      all-reduce of two numbers per output: a rank has a part of each row
+
+The gradient of δ is, as that of B, split like the outputs of a column-parallel layer, and partial in a row-parallel one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.collectives import all_reduce
+from megalite.parallel.tensor.lora import AccumulateAdapter, Adapter, Mask
+
+
+class DoraAdapter(Adapter):
+    """The adapters of one stored matrix. Rows without an adapter have g = 1."""
+
+    def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> tuple[Tensor, ...]:
+        """Make of the layer's `out` ([seq, batch, out]) the adapted one. Returns what `backward` needs."""
+        factors, norms = self._factors()
+        dropped, rows = self.dropped(x, mask), out.flatten(0, -2)
+        bias = None if self.bias is None else self.bias.tensor
+        if mask is not None:
+            adapted = torch.mm(dropped.flatten(0, -2), self.base.tensor.t())  # [tokens, out]
+            rest = rows - adapted
+        elif bias is not None:
+            adapted, rest = rows - bias, bias
+        else:
+            adapted, rest = rows.clone(), None
+        inner = self.inner(dropped)
+        self.add(inner, adapted)
+        scaled = adapted * factors  # in at least fp32
+        rows.copy_(scaled if rest is None else scaled.add_(rest))
+        return inner, adapted, factors, norms
+
+    def backward(self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None) -> tuple[Tensor, AccumulateAdapter]:
+        """As `Adapter.backward`; the gradients of the magnitudes are accumulated at once, as those of biases are."""
+        inner, adapted, factors, norms = saved
+        rows = grad.flatten(0, -2)
+        scaled = (rows * factors).to(rows.dtype)  # [tokens, out], the gradient of `adapted`
+        lengths = (rows * adapted).sum(0, dtype=norms.dtype) / norms
+        for part in self.parts:
+            assert part.magnitude is not None
+            part.magnitude.accumulate(lengths[part.columns])
+        added, accumulate = self.gradients(scaled, inner, mask)
+        if mask is None:
+            return added.addmm_(scaled, self.base.tensor).view(*grad.shape[:-1], -1), accumulate
+        dx = torch.mm(rows, self.base.tensor).view(*grad.shape[:-1], -1)
+        added.addmm_(scaled - rows, self.base.tensor)
+        return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """g and ‖W + scale · B A‖ of each of this rank's outputs, in at least fp32."""
+        weight = self.base.tensor
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        before = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
+        after = before.clone()
+        for a, part in zip(self.a.tensor.split(self.ranks), self.parts, strict=True):
+            b, rows = part.b.tensor.to(dtype), part.columns
+            after[rows] += 2 * part.scale * (torch.mm(weight[rows], a.t()).to(dtype) * b).sum(1)
+            after[rows] += part.scale**2 * (torch.mm(b, torch.mm(a, a.t()).to(dtype)) * b).sum(1)
+        if self.base.spec.segments[0].split == 1:
+            before, after = all_reduce(torch.stack([before, after]), self.tp).wait()
+        lengths, norms = before.sqrt(), after.sqrt()
+        for part in self.parts:
+            assert part.magnitude is not None
+            lengths[part.columns] += part.magnitude.tensor
+        return lengths / norms, norms

@@ -1,0 +1,146 @@
+"""A first configuration of a run, for `megalite init`: defaults by the size of the model, and the planner's layout for the devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.config.schema import Config, ConfigError
+from megalite.config.token_files import is_chat, metadata
+from megalite.model.parameters import model_specs
+from megalite.parallel.spec import parameter_count
+from megalite.planning import explaining
+from megalite.planning.configuring import configured
+from megalite.planning.hardware import Device, Link
+from megalite.planning.search import Plan, Search
+from megalite.planning.step import Job
+
+VOCABULARY = 32768
+"""Of a model that leaves it to data which are not there yet."""
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
+CPU_STEPS = 300
+TOKENS_PER_STEP = ((2e8, 2**18), (1e9, 2**19), (1e10, 2**20), (math.inf, 2**22))
+"""Parameters up to which a step has so many tokens."""
+LEARNING_RATES = ((2e8, 6e-4), (5e8, 3e-4), (1e9, 2.5e-4), (4e9, 2e-4), (1e10, 1.5e-4), (math.inf, 1e-4))
+"""Parameters up to which a learning rate is used: those of GPT-3 (Brown et al. 2020, table 2.1)."""
+FINE_TUNING_RATE = 1e-5
+CPU_BATCH, CPU_LENGTH, GPU_LENGTH = 32, 512, 4096
+MOST_WARMUP = 2000
+CORE_FLOPS = 4e10  # fp32, of one core
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user has decided; None leaves it to the defaults.
+
+    Attributes:
+        base: the configuration to start from; of its options only the model's are set, unless `complete`.
+        weights: what initial weights to set as model.init_from.
+    """
+
+    base: Config
+    complete: bool
+    gpus: int
+    device: Device
+    name: str
+    data: str
+    weights: str | None = None
+    sequence_length: int | None = None
+    global_batch_size: int | None = None
+    tokens: float | None = None
+    steps: int | None = None
+
+
+def cpu_device(cores: int, memory: float) -> Device:
+    """A CPU as the planner sees it; only its memory decides something, since one process uses all cores."""
+    link = Link("memory", 5e9, 2e-5)
+    peaks = dict.fromkeys(("fp32", "bf16", "fp16"), cores * CORE_FLOPS)
+    return Device("CPU", peaks, 0.7, cores, memory, 2e10, link, link, 1, link, cpu=True)
+
+
+def first_config(wanted: Wanted) -> tuple[Config, Plan]:
+    """The configuration, and its plan. Raises ConfigError or HardwareError if no layout is legal or fits."""
+    base = with_sizes(wanted)
+    length, batch = base.data.sequence_length, base.train.global_batch_size
+    search = Search(Job(base.model, wanted.device, length, batch, base.train.precision), base, max(1, wanted.gpus), {}, 1)
+    plans = search.plans()
+    if not plans:
+        raise ConfigError(explaining.nothing_fits(search) if search.considered else f"No layout is legal: {explaining.illegal(search)}")
+    return configured(base, plans[0].choice), plans[0]
+
+
+def with_sizes(wanted: Wanted) -> Config:
+    """The configuration without its layout."""
+    base, given = wanted.base, Path(f"{wanted.data}.idx").is_file()
+    model = replace(base.model, init_from=wanted.weights or base.model.init_from)
+    facts = metadata(wanted.data)
+    if model.vocab_size is None and facts.get("vocab_size") is None:
+        model.vocab_size = VOCABULARY
+    known = replace(model, vocab_size=model.vocab_size or facts["vocab_size"])
+    parameters = parameter_count(model_specs(known))
+    length = wanted.sequence_length or _length(wanted)
+    batch = wanted.global_batch_size or _batch(wanted, parameters, length)
+    chat = given and is_chat(wanted.data)
+    held_out = 0.01 if given and 0.01 * facts.get("tokens", 0) > 2 * batch * length else None
+    steps = _steps(wanted, parameters, batch * length, facts.get("tokens") if given and not chat else None)
+    data = replace(base.data, train=wanted.data, sequence_length=length, packing=chat or base.data.packing)
+    data.validation = base.data.validation if wanted.complete else held_out
+    train = replace(base.train, steps=steps, tokens=None, epochs=None, global_batch_size=batch)
+    said = wanted.steps is not None or wanted.tokens is not None
+    if wanted.complete and base.train.epochs is not None and not said:  # of data that are not there yet
+        train.steps, train.epochs = Config().train.steps, base.train.epochs
+    train.precision = _precision(wanted)  # type: ignore[assignment]
+    config = replace(base, model=known, data=data, train=train, run=replace(base.run, name=wanted.name))
+    return _with_schedule(config, wanted, parameters)
+
+
+def _precision(wanted: Wanted) -> str:
+    if wanted.complete:
+        return wanted.base.train.precision
+    return "fp32" if wanted.device.cpu else "bf16" if "bf16" in wanted.device.peaks else "fp16"
+
+
+def _length(wanted: Wanted) -> int:
+    if wanted.complete:
+        return wanted.base.data.sequence_length
+    return min(wanted.base.model.max_position_embeddings, CPU_LENGTH if wanted.device.cpu else GPU_LENGTH)
+
+
+def _batch(wanted: Wanted, parameters: int, length: int) -> int:
+    """Sequences per step: a power of two, and at least one for each device where that is one."""
+    if wanted.complete:
+        return wanted.base.train.global_batch_size
+    if wanted.device.cpu:
+        return CPU_BATCH
+    tokens = next(tokens for most, tokens in TOKENS_PER_STEP if parameters <= most)
+    power = max(1, 2 ** round(math.log2(tokens / length)))
+    return -(-power // wanted.gpus) * wanted.gpus
+
+
+def _steps(wanted: Wanted, parameters: int, tokens_per_step: int, data: int | None) -> int:
+    """As asked; else the configuration's; else one epoch of the data; else by the number of parameters."""
+    if wanted.steps is not None:
+        return wanted.steps
+    if wanted.tokens is not None:
+        return max(1, math.ceil(wanted.tokens / tokens_per_step))
+    if wanted.complete:
+        return wanted.base.train.steps
+    if data is not None:
+        return max(1, data // tokens_per_step)
+    return CPU_STEPS if wanted.device.cpu else math.ceil(TOKENS_PER_PARAMETER * parameters / tokens_per_step)
+
+
+def _with_schedule(config: Config, wanted: Wanted, parameters: int) -> Config:
+    """Learning rate, and how often there are checkpoints and validations."""
+    steps = config.train.steps
+    if wanted.complete:
+        return replace(config, optimizer=replace(config.optimizer, warmup_steps=min(config.optimizer.warmup_steps, steps // 10)))
+    rate = FINE_TUNING_RATE if wanted.weights else next(rate for most, rate in LEARNING_RATES if parameters <= most)
+    optimizer = replace(config.optimizer, lr=rate, min_lr=float(f"{rate / 10:.3g}"), warmup_steps=min(MOST_WARMUP, steps // 20))
+    interval = max(1, min(1000, steps // 10))
+    changed: dict[str, Any] = {"optimizer": optimizer, "checkpoint": replace(config.checkpoint, interval=interval, keep=3)}
+    if config.data.validation is not None:
+        changed["validation"] = replace(config.validation, interval=interval)
+    return replace(config, **changed)

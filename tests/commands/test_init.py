@@ -1,0 +1,109 @@
+"""megalite init: what it writes is what a run accepts."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megalite.commands.dry_run import main as dry_run
+from megalite.commands.init import main
+from megalite.data.preparation.writer import IndexedWriter
+from megalite.launch import machine
+from tests.config.hub_cache import SHAPE, hub_cache, store
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "gpus", lambda: [])
+
+
+def refusal(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(list(words))
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def written(capsys, *words: str) -> tuple[dict, str]:
+    """The file as data, after a run has accepted it; and what the command printed."""
+    main(["--output", "run.yaml", *words])
+    printed = capsys.readouterr().out
+    dry_run(["--dry_run", "--config", "run.yaml", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    tree = yaml.safe_load(Path("run.yaml").read_text())
+    assert found["world_size"] == tree["parallel"]["tp"] * tree["parallel"]["pp"] * tree["parallel"]["dp"]
+    return tree, printed
+
+
+def test_a_configuration_for_this_cpu(capsys):
+    tree, printed = written(capsys, "--from", "tiny", "--steps", "40")
+    assert tree["parallel"] == {"tp": 1, "pp": 1, "dp": 1, "zero": 1, "schedule": "1f1b"}
+    assert tree["model"] == {"preset": "tiny", "vocab_size": 32768} and tree["train"]["steps"] == 40 and "precision" not in tree["train"]
+    assert "prepare" in printed and "--config run.yaml --dry_run" in printed, "the next commands"
+    text = Path("run.yaml").read_text()
+    assert "# Number of optimizer steps of the whole run." in text and max(map(len, text.splitlines())) <= 140
+
+
+def test_a_configuration_for_eight_planned_gpus(capsys):
+    tree, printed = written(capsys, "--from", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--tokens", "1e9", "--sequence_length", "8192")
+    sizes = tree["parallel"]
+    assert sizes["tp"] * sizes["pp"] * sizes["dp"] == 8 and tree["train"]["precision"] == "bf16" and "--nproc 8" in printed
+    tokens = tree["train"]["steps"] * tree["train"]["global_batch_size"] * tree["data"]["sequence_length"]
+    assert 1e9 <= tokens < 1.01e9
+
+
+def test_a_shipped_configuration_keeps_its_options(capsys):
+    tree, _ = written(capsys, "--from", "shakespeare-char", "--data", "data/train")
+    shipped = yaml.safe_load((Path(__file__).parents[2] / "configs" / "shakespeare-char.yaml").read_text())
+    assert tree["optimizer"]["lr"] == shipped["optimizer"]["lr"] and tree["train"]["steps"] == shipped["train"]["steps"]
+
+
+def test_data_that_are_there_give_vocabulary_and_epoch(capsys):
+    with IndexedWriter(Path("tokens"), 257) as writer:
+        writer.add(np.arange(300_000) % 257, [300_000])
+        writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte", "tokens": 300_000})
+    tree, printed = written(capsys, "--from", "tiny", "--data", "tokens", "--global_batch_size", "8", "--sequence_length", "128")
+    assert tree["train"]["steps"] == 300_000 // 1024 and tree["data"]["validation"] == 0.01 and "prepare" not in printed
+
+
+def test_a_model_of_the_hub_keeps_its_name(tmp_path: Path, capsys):
+    with hub_cache(tmp_path) as cache:
+        store(cache, "org/name", {**SHAPE, "model.safetensors": ""})
+        tree, _ = written(capsys, "--from", "org/name", "--weights")
+        assert tree["model"] == {"from_hf": "org/name", "init_from": "hf:org/name"} and tree["optimizer"]["lr"] == 1e-5
+
+
+def test_nothing_is_replaced_or_guessed(capsys):
+    assert "--from is missing" in refusal(capsys)
+    assert "--gpu is missing, and there is no GPU here" in refusal(capsys, "--from", "tiny", "--gpus", "8")
+    assert "--from nothing is not a known model" in refusal(capsys, "--from", "nothing")
+    Path("run.yaml").write_text("mine")
+    assert "--output run.yaml exists. Give another name, or --force" in refusal(capsys, "--from", "tiny")
+    assert Path("run.yaml").read_text() == "mine"
+    main(["--from", "tiny", "--force", "--json"])
+    assert json.loads(capsys.readouterr().out)["written"] == "run.yaml" and Path("run.yaml").read_text() != "mine"
+
+
+def test_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("gpt2-124m\n\n2\na100\n"))
+    monkeypatch.setattr("sys.stdout", Terminal())
+    main([])
+    tree = yaml.safe_load(Path("run.yaml").read_text())
+    assert tree["model"]["preset"] == "gpt2-124m" and tree["data"]["train"] == "data/train" and tree["parallel"]["dp"] == 2
+
+
+def test_epochs_of_data_that_are_not_there_yet_stay_epochs(capsys):
+    Path("own.yaml").write_text("{model: {preset: gpt2-124m}, data: {sequence_length: 128}, train: {epochs: 2, global_batch_size: 8}}")
+    tree, printed = written(capsys, "--from", "own.yaml")
+    assert tree["train"]["epochs"] == 2 and "steps" not in tree["train"] and "2 epochs in steps of 1,024 tokens" in printed

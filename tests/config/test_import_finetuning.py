@@ -1,0 +1,150 @@
+"""Imported configurations of axolotl, LLaMA-Factory and torchtune: what a run makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megalite.config.importers.convert import convert
+from tests.config.imported import TOKENS, imported, leaves
+
+SHAPE = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
+}
+AXOLOTL = {
+    **{
+        "base_model": "MODEL",
+        "model_type": "LlamaForCausalLM",
+        "load_in_8bit": True,
+        "datasets": [{"path": "org/alpaca", "type": "alpaca"}],
+    },
+    **{"val_set_size": 0.05, "output_dir": "./outputs/lora", "sequence_len": 4096, "sample_packing": False, "adapter": "lora"},
+    **{
+        "lora_model_dir": None,
+        "lora_r": 32,
+        "lora_alpha": 16,
+        "lora_dropout": 0.05,
+        "lora_target_modules": ["q_proj", "v_proj", "lm_head"],
+    },
+    **{"gradient_accumulation_steps": 4, "micro_batch_size": 2, "num_epochs": 4, "optimizer": "adamw_bnb_8bit", "lr_scheduler": "cosine"},
+    **{"learning_rate": 2e-4, "bf16": "auto", "tf32": False, "gradient_checkpointing": True, "logging_steps": 1, "flash_attention": True},
+    **{"warmup_ratio": 0.1, "evals_per_epoch": 4, "weight_decay": 0.0, "wandb_project": None, "fsdp": ["full_shard", "auto_wrap"]},
+    "fsdp_config": {"fsdp_offload_params": True, "fsdp_sharding_strategy": "FULL_SHARD", "limit_all_gathers": True},
+    **{"special_tokens": {"pad_token": "<|end_of_text|>"}, "cosine_min_lr_ratio": 0.1, "made_up": 1},
+}
+FACTORY = {
+    **{"model_name_or_path": "MODEL", "trust_remote_code": True, "stage": "sft", "do_train": True, "finetuning_type": "lora"},
+    **{"lora_rank": 4, "lora_target": "all", "dataset": "identity,alpaca", "template": "llama3", "cutoff_len": 2048, "max_samples": 1000},
+    **{"output_dir": "saves/sft", "logging_steps": 10, "save_steps": 500, "plot_loss": True, "overwrite_output_dir": True},
+    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4, "num_train_epochs": 3.0},
+    **{"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "bf16": True, "ddp_timeout": 1800, "deepspeed": "ds_z3.json", "made_up": 1},
+}
+TUNE = {
+    "output_dir": "out",
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "MODEL/tokenizer.model", "max_seq_len": 1024},
+    "model": {
+        **{"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b", "lora_attn_modules": ["q_proj", "output_proj"]},
+        **{"apply_lora_to_mlp": True, "apply_lora_to_output": False, "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0},
+    },
+    "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "MODEL", "output_dir": "${output_dir}"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset", "source": "org/alpaca", "packed": False},
+    "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "lr": 3e-4},
+    "lr_scheduler": {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 100,
+    },
+    **{"seed": None, "shuffle": True, "batch_size": 2, "epochs": 200, "gradient_accumulation_steps": 8, "compile": False, "device": "cuda"},
+    **{"dtype": "bf16", "enable_activation_checkpointing": True, "log_every_n_steps": 5, "made_up": 1},
+}
+FILES = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "torchtune": TUNE}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """written(content) → the path of a YAML file in which MODEL is the directory of a model."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPE))
+
+    def write(content: dict) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(content).replace("MODEL", str(model)))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_is_accounted_for_and_the_project_is_recognized(written, tmp_path, capsys, name):
+    path = written(FILES[name])
+    options, lost, notes, config = imported(capsys, tmp_path, path, "--dp", 4)
+    assert options == imported(capsys, tmp_path, name, path, "--dp", 4)[0]
+    found = convert(yaml.safe_load(path.read_text()), 4)
+    assert set(leaves(FILES[name])) <= {*found.honoured, *(remark.key for remark in found.remarks)}
+    assert "not known as a key of" in lost["made_up"]
+    model = str(tmp_path / "model")
+    assert (config.model.from_hf, config.model.init_from, config.model.hidden_size) == (model, f"hf:{model}", 64)
+    assert config.train.precision == "bf16" and config.optimizer.betas == [0.9, 0.999] and config.train.recompute == "full"
+    assert any("megalite prepare --chat" in why for why in notes["open"].values())
+
+
+def test_axolotl(written, tmp_path, capsys):
+    _, lost, notes, config = imported(capsys, tmp_path, written(AXOLOTL), "--dp", 4)
+    assert (config.train.global_batch_size, config.train.micro_batch_size) == (2 * 4 * 4, 2)
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (32, 16, ["q", "v"])
+    assert (config.parallel.zero, config.parallel.offload, config.parallel.offload_parameters) == (3, "cpu", True)
+    assert config.optimizer.min_lr == pytest.approx(2e-5) and config.data.validation == 0.05 and config.data.sequence_length == 4096
+    assert lost.keys() == {"load_in_8bit", "optimizer", "made_up"}
+    samples = (int(TOKENS * 0.95) - 1) // 4096
+    assert config.train.steps == math.ceil(4 * samples / 32) and config.optimizer.warmup_steps == math.ceil(0.1 * config.train.steps)
+    assert "lm_head" in notes["approximate"]["lora_target_modules"] and "hf:org/alpaca" in notes["open"]["datasets"]
+
+
+def test_variants_of_adapters(written, tmp_path, capsys):
+    """DoRA, rank-stabilised scaling and modules trained in full have the names of PEFT in every project."""
+    variants = {"peft_use_dora": True, "peft_use_rslora": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    lora = imported(capsys, tmp_path, written(AXOLOTL | variants))[3].lora
+    assert (lora.dora, lora.scaling, lora.modules_to_save) == (True, "rslora", ["embedding", "head"])
+    variants = {"use_dora": True, "use_rslora": True, "additional_target": "embed_tokens,other"}
+    _, _, notes, config = imported(capsys, tmp_path, written(FACTORY | variants))
+    assert (config.lora.dora, config.lora.scaling, config.lora.modules_to_save) == (True, "rslora", ["embedding"])
+    assert "other" in notes["approximate"]["additional_target"]
+
+
+def test_axolotls_mesh(written, tmp_path, capsys):
+    config = imported(capsys, tmp_path, written(AXOLOTL | {"dp_shard_size": 4, "dp_replicate_size": 2, "tensor_parallel_size": 2}))[3]
+    assert (config.parallel.dp, config.parallel.dp_shard, config.parallel.tp, config.train.global_batch_size) == (8, 4, 2, 2 * 4 * 8)
+
+
+def test_llama_factory(written, tmp_path, capsys):
+    _, lost, notes, config = imported(capsys, tmp_path, written(FACTORY), "--dp", 4)
+    assert (config.train.global_batch_size, config.train.micro_batch_size) == (1 * 8 * 4, 1)
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (4, 8, None), "alpha is twice the rank by default"
+    assert config.run.timeout == "1800s" and config.checkpoint.interval == 500 and config.optimizer.decay == "cosine"
+    assert lost.keys() == {"max_samples", "made_up"} and "import-config deepspeed" in notes["open"]["deepspeed"]
+    packed = imported(capsys, tmp_path, written(FACTORY | {"neat_packing": True, "finetuning_type": "full", "max_steps": 30}))
+    assert packed[0]["data.sequence_length"] == 2047 and packed[0]["lora.rank"] == 0 and packed[0]["data.packing"]
+    assert (packed[3].train.steps, packed[3].optimizer.warmup_steps) == (30, 3), "max_steps counts, and no epochs"
+
+
+def test_torchtune(written, tmp_path, capsys):
+    _, lost, notes, config = imported(capsys, tmp_path, written(TUNE), "--dp", 4)
+    assert (config.train.global_batch_size, config.train.micro_batch_size, config.parallel.zero) == (2 * 8 * 4, 2, 3)
+    assert (config.lora.rank, config.lora.targets) == (8, ["q", "o", "gate", "up", "down"])
+    assert (config.optimizer.warmup_steps, config.optimizer.decay, config.optimizer.weight_decay) == (100, "cosine", 0.01)
+    assert (config.train.grad_clip, config.data.sequence_length) == (0, 1024)
+    assert config.train.steps == math.ceil(200 * ((TOKENS - 1) // 1024) / 64)
+    assert lost.keys() == {"made_up"} and "hf:org/alpaca" in notes["open"]["dataset._component_"]
+
+
+def test_the_ranks_decide_the_batch_and_are_asked_for(written, tmp_path, capsys):
+    """Without them the formula is given; it is the same wherever the accumulation stands."""
+    for content, key, micro in ((AXOLOTL, "gradient_accumulation_steps", 2), (FACTORY, "gradient_accumulation_steps", 1)):
+        options, lost, _, _ = imported(capsys, tmp_path, written(content))
+        assert "train.global_batch_size" not in options
+        assert f"set train.global_batch_size to {micro} * {content[key]} * parallel.dp" in lost[key]

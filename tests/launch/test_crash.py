@@ -1,0 +1,162 @@
+"""crash.md: what is known about a run that has failed, without what nobody should paste."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megalite.activity import Activity
+from megalite.config.load import from_dict
+from megalite.config.schema import Config
+from megalite.launch import crash, output
+from megalite.launch.agent import Launch, launch
+from megalite.training.job import Job
+
+SECRET = "hunter2-token"
+RANKS = """
+import os, signal, sys, time
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+from megalite.launch.output import outlive_readers
+outlive_readers()
+rank = os.environ["RANK"]
+for step in range(100):
+    print(f"step {step} of rank {rank}", flush=True)
+if rank == "0":
+    time.sleep(60)
+time.sleep(0.3)
+print("Segmentation fault", file=sys.stderr, flush=True)
+os.kill(os.getpid(), 11)
+"""
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """What a launcher changes for itself and its ranks."""
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    logging.disable(logging.NOTSET)
+
+
+def configuration(directory: Path, **sections: dict) -> Config:
+    model = {"preset": "tiny", "vocab_size": 257}
+    return from_dict({"model": model, "run": {"dir": str(directory), "name": "run"}, "optimizer": {"lr": 7e-5}, **sections})
+
+
+def failed(config: Config, rank: int = 0, reason: str = "it broke", since: float = 0.0, **options: str) -> str:
+    activity = Activity()
+    activity.step = 17
+    activity.enter("B2.0")
+    activity.wait_for("all_reduce over dp", 3)
+    crash.rank_failed(config, rank, reason, activity=activity, since=since, **options)
+    return (config.run.directory / crash.FILE).read_text()
+
+
+def section(report: str, heading: str) -> str:
+    return report.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_it_says_why_where_and_on_what_and_which_options_were_changed(tmp_path):
+    report = failed(configuration(tmp_path), reason="the disk | broke", trace="Traceback (most recent call last): x")
+    assert "the disk | broke" in section(report, "Reason") and "Traceback" in section(report, "Rank 0: traceback")
+    row = next(line for line in report.splitlines() if line.startswith("| 0 |"))
+    assert r"the disk \| broke" in row and "step 17, B2.0, awaiting all_reduce over dp, rank 3 since " in row
+    options = yaml.safe_load(section(report, "Options that differ from the defaults").strip().strip("`").removeprefix("yaml"))
+    assert options["optimizer"] == {"lr": 7e-5} and "train" not in options
+    assert "MemTotal" in section(report, "Memory") and "torch" in section(report, "Environment")
+
+
+def test_environment_values_are_left_out_except_known_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    report = failed(configuration(tmp_path, network={"variables": {"HF_TOKEN": SECRET, "NCCL_ALGO": "Ring"}}))
+    assert SECRET not in report and "WANDB_API_KEY" not in report
+    assert "NCCL_DEBUG: WARN" in report and "NCCL_ALGO: Ring" in report and "HF_TOKEN: not shown" in report
+
+
+def test_text_of_the_run_can_not_end_a_block(tmp_path):
+    report = failed(configuration(tmp_path), reason="```\n# not a heading\n````")
+    assert section(report, "Reason").strip().startswith("`````\n```\n# not a heading")
+
+
+def test_ranks_without_a_launcher_write_one_report_together(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    config = configuration(tmp_path)
+    failed(config, 3, "rank 3 was first")
+    others = [threading.Thread(target=failed, args=(config, rank, f"rank {rank} lost rank 3")) for rank in (0, 1, 2, 4, 5)]
+    for each in others:
+        each.start()
+    for each in others:
+        each.join()
+    report = (config.run.directory / crash.FILE).read_text()
+    assert "rank 3 was first" in section(report, "Reason") and "lost" not in section(report, "Reason")
+    assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [f"| {rank} |" for rank in range(6)]
+
+
+def test_parts_of_an_earlier_job_are_not_of_this_failure(tmp_path):
+    config = configuration(tmp_path)
+    failed(config, 1, "yesterday")
+    report = failed(config, 0, "today", since=time.time())
+    assert "yesterday" not in report and "today" in report
+
+
+def test_a_run_that_trains_again_keeps_the_report_under_another_name(tmp_path):
+    config = configuration(tmp_path)
+    failed(config)
+
+    class Lock:
+        def release(self) -> None: ...
+
+    Job(config, Lock()).running()  # type: ignore[arg-type]
+    assert sorted(path.name for path in config.run.directory.iterdir()) == ["crash.previous.md", "summary.json"]
+
+
+@pytest.mark.parametrize("trouble", ["full", "hangs"])
+def test_a_disk_that_is_full_or_does_not_answer_hides_no_error(trouble, tmp_path, monkeypatch, capsys):
+    def write(*_: object) -> None:
+        if trouble == "full":
+            raise OSError(28, "No space left on device")
+        threading.Event().wait()
+
+    monkeypatch.setattr(crash, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(crash, "_replace", write)
+    crash.rank_failed(configuration(tmp_path), 0, "it broke", activity=Activity(), since=0.0)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_launcher_has_the_last_lines_of_ranks_that_were_killed(tmp_path, capfd):
+    config = configuration(tmp_path)
+    reports: list[str] = []
+
+    def crashed(first: int, reason: str, **known: object) -> None:
+        crash.launcher_failed(config, first, reason, **known)  # type: ignore[arg-type]
+        reports.append((config.run.directory / crash.FILE).read_text())
+
+    assert launch(Launch(2, 1, None, None, 0, 60.0, newest=lambda: None, crashed=crashed), ["-c", RANKS]) == 128 + 11
+    report = reports[0]
+    assert "rank 1 was ended by SIGSEGV; there is no checkpoint" in section(report, "Reason")
+    lines = section(report, "Rank 1: its last lines").splitlines()
+    assert "Segmentation fault" in lines and "step 99 of rank 1" in lines and "step 10 of rank 1" not in lines
+    assert report.index("## Rank 1: its") < report.index("## Rank 0: its"), "the first to fail is first"
+    assert "step 99 of rank 0" in section(report, "Rank 0: its last lines")
+    assert "has what is known about it" in capfd.readouterr().err
+
+
+def test_the_file_of_a_rank_stays_small_and_has_the_end(tmp_path):
+    recent = output.Recent()
+    recent.keep_in(tmp_path / "rank_7.log")
+    for number in range(40_000):
+        recent.add(f"line {number}\n".encode())
+    size = (tmp_path / "rank_7.log").stat().st_size
+    assert size <= 17 * output.KEPT and output.log_of(tmp_path, 7)[-3:] == [f"line {number}" for number in (39997, 39998, 39999)]
+    assert recent.lines()[-1] == "line 39999" and output.log_of(tmp_path, 8) == []
+    assert json.dumps(recent.lines())
