@@ -90,6 +90,8 @@ def _clip(value: Any, source: Source) -> Verdict:
     return honoured({"train.grad_clip": 0 if value is None else value})
 
 
+DEPTH = 10
+"""Limit of the references from one to the next, of which a circle has no end."""
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -97,7 +99,7 @@ def resolved(source: Source) -> Source:
     """The file with references to other keys, such as ${output_dir}/logs, replaced by their values; those that lead nowhere stay."""
 
     def value(given: Any, depth: int = 0) -> Any:
-        if not isinstance(given, str) or depth > len(source.leaves):
+        if not isinstance(given, str) or depth > DEPTH:
             return given
         whole = REFERENCE.fullmatch(given)
         if whole and whole[1] in source.leaves:
