@@ -139,7 +139,7 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     from megalite.planning.starting import Wanted
 
     sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
-    base = config_of(options.source, max(1, options.gpus), "--from", sizes=sizes)
+    base = config_of(options.source, max(1, options.gpus), "--from", replacing=sizes)
     named = find_model(options.source, "shape", "--from")
     assert named is not None, "config_of has found it"
     if named.kind == "checkpoint":
