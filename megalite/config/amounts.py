@@ -152,8 +152,8 @@ def on_top(given: dict[str, Any], later: dict[str, Any], source: str) -> dict[st
 def resolve_steps(config: Config) -> None:
     """Replace train.tokens or train.epochs by train.steps, and a share of the steps by their number.
 
-    Rounds up. What can not be resolved because another option is wrong, or because the training data is not there, is left as it is, a share
-    of unknown steps as a Fraction: the rules say why. Raises DataError if the data is damaged.
+    Rounds up. What can not be resolved because another option is wrong, or because the training data is not there, is left as it is, a
+    share of unknown steps as a Fraction: the rules say why. Raises DataError if the data is damaged.
     """
     train, optimizer = config.train, config.optimizer
     sizes = min(train.global_batch_size, config.data.sequence_length)

@@ -27,7 +27,7 @@ _TOO_LARGE = 1e300
 
 
 def _bounded(options: str, test: Callable[[float], bool], why: str, legal: str) -> list[Rule]:
-    """Rules that numbers, or every number of a list or mapping, pass `test`; null passes, infinities, NaN and integers of any length never do."""
+    """Rules that numbers, or every number of a list or mapping, pass `test`; null passes; infinities, NaN and endless integers never do."""
 
     def out_of_range(option: str, context: RuleContext) -> bool:
         return not all(abs(number) < _TOO_LARGE and test(number) for number in _numbers(option, context))
