@@ -88,7 +88,7 @@ def run(words: list[str], place: Path, redirected: str | None = None) -> subproc
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     source = None if redirected is None else (place / redirected).open()
     try:
-        return subprocess.run(runnable(words), cwd=place, env=environment, stdin=source, capture_output=True, text=True, timeout=240)
+        return subprocess.run(runnable(words), cwd=place, env=environment, stdin=source, capture_output=True, text=True, timeout=600)
     finally:
         if source is not None:
             source.close()
