@@ -20,7 +20,7 @@ SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *
 SETS = ("targets", "modules_to_save")  # lists of lora whose order and repetitions have no effect
 UNLISTED = (
     *("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "data.allow_tokenizer_change"),
-    *("train.stop_after", "faults.inject"),
+    *("train.stop_after", "faults.inject", "network.variables"),  # values of the last may be secret
 )
 """Options of one start of a run, which have no effect on what it computes."""
 
