@@ -17,6 +17,8 @@ from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import interrupts
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
+from megalite.messages import say
+from megalite.processes import launched
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,8 @@ def main() -> int:
     if launching.wanted(sys.argv[1:]):
         return launching.main(sys.argv[1:])
     config = load_config(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
+    if not launched() and os.environ.get("RANK", "0") == "0":
+        say("starting …")  # importing torch takes seconds
 
     import torch
 

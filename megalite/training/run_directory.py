@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -20,9 +19,6 @@ from megalite.config.schema import Config, ConfigError
 from megalite.launch.run_lock import RunLock
 from megalite.monitoring.metrics import FILE as METRICS
 from megalite.training.resume_checks import changed_experiment, is_same_run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass
@@ -47,7 +43,7 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
 
     Raises:
         InUseError: another job uses the directory.
-        ConfigError: an earlier run in it would be overwritten, it is complete and had other options, or the directory cannot be written.
+        ConfigError: an earlier run in it would be overwritten or is complete and had other options, or it cannot be written.
     """
     directory = config.run.directory
     held = lock(directory)
@@ -96,8 +92,8 @@ def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:
     if not config.run.overwrite:
         raise ConfigError(
             f"checkpoint.load = {config.checkpoint.load} starts a new run, and {directory} holds one already ({_described(directory)}). "
-            f"Give this one another name, for example run.name = {_free_name(config)}, or set run.overwrite = true, which keeps the old one as "
-            f"{_free(directory).name}. To continue the old one, leave checkpoint.load out."
+            f"Give this one another name, for example run.name = {_free_name(config)}, or set run.overwrite = true, which keeps the old "
+            f"one as {_free(directory).name}. To continue the old one, leave checkpoint.load out."
         )
     target = _free(directory)
     try:

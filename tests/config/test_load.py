@@ -222,7 +222,7 @@ MESSAGES = [
     (["--model.preset", "llama-8b"], None, "model.preset = llama-8b is not a known shape."),
     (["--model.from_hf", "gone"], None, "model.from_hf = gone: gone/config.json can not be read: No such file or directory."),
     (["--tp", "3"], None, "parallel.tp = 3 does not divide model.num_attention_heads = 4"),
-    (["--tp", "2"], None, "parallel.dp = null does not fill the run's 1 process with tp * pp * cp = 2 * 1 * 1 = 2."),
+    (["--tp", "2"], None, "parallel.tp = 2 makes tp * pp * cp = 2 * 1 * 1 = 2, which exceeds the run's 1 process. Start 2 processes"),
 ]
 
 
