@@ -95,6 +95,7 @@ def check_run(config: Config, device: torch.device) -> tuple[Device | None, list
     import torch
 
     from megalite.build import parts as build
+    from megalite.config import token_files
     from megalite.config.rules import check
     from megalite.data import dataset
     from megalite.launch.process import local_world_size, world_size
@@ -108,7 +109,7 @@ def check_run(config: Config, device: torch.device) -> tuple[Device | None, list
         build.check_offload(config, device, local_world_size() / world_size())
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         data, _ = dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
-        remarks = check_tokenizers(config, data.fingerprint)
+        remarks = check_tokenizers(config, data.fingerprint) + token_files.unused(config)
     except ConfigError as error:
         exit_with(str(error))
     return hardware, remarks

@@ -13,6 +13,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.load import read_arguments, resolve
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
+from megalite.config.token_files import unused
 from megalite.model.cost import per_token
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
@@ -118,6 +119,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
         "each stage as long as its matrix products",
         *([f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"] if "steps" in content else []),
+        *unused(config),
         f"built on the meta device, with the planned number of bytes: {len(content['built'])} rank{'s' * (len(content['built']) > 1)}",
     ]
     return lines
