@@ -45,7 +45,10 @@ class Job:
         if self._lock is not None:
             from megalite.launch import crash
 
+            from megalite.data.tokenizer_copy import keep
+
             crash.set_aside(self._config.run.directory)
+            keep(self._config.data, self._config.run.directory)
             self._summary = SummaryWriter(self._config)
 
     def end(self, status: ExitStatus, reason: str | None = None) -> None:

@@ -31,7 +31,9 @@ def summary_of(prefix: Path, key: str) -> dict[str, Any] | None:
         facts = metadata(prefix)
         stored = facts.get("preparation", {})
         if stored.get("key") == key and companion(prefix, "bin").is_file() and _tokenizer_is_unchanged(prefix):
-            return {name: value for name, value in {**facts, **stored}.items() if name in stored or name in TOP} | {"existing": True}
+            found = {name: facts[name] for name in TOP} | stored | {"existing": True}
+            del found["key"]
+            return found
         changed = "" if _tokenizer_is_unchanged(prefix) else ", which has changed since or is gone"
     except ConfigError:
         facts, changed = {}, ""
