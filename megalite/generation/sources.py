@@ -17,9 +17,9 @@ from megalite.config.rules import model as model_rules
 from megalite.config.rules import numbers
 from megalite.config.rules import parallel as parallel_rules
 from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.config.token_files import metadata
 from megalite.data import tokenizers as tokenizing
 from megalite.data.chat_template import ChatTemplate, read_template
-from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer_comparison import Tokenized, compare
 from megalite.data.tokenizer_copy import is_there
 from megalite.data.tokenizer_identity import TokenizerIdentity, of_tokenizer
@@ -174,9 +174,16 @@ def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: 
     """The model's chat template: that of the file, else of its training data, else of its tokenizer, else our default.
 
     named: whether the tokenizer was given by name, whose own template then goes before that of the training data. Raises ConfigError if a
-    file cannot be read.
+    file cannot be read, or if the template of the training data is gone.
     """
     prefix = None if named else _training_data(source)
     if file is not None:
         return ChatTemplate(tokenizer, read_template(file))
-    return ChatTemplate(tokenizer, None if prefix is None else IndexedTokens(prefix).metadata.get("chat", {}).get("template"))
+    found = ChatTemplate(tokenizer, None if prefix is None else metadata(prefix).get("chat", {}).get("template"))
+    expected = None if named else source.tokenizer.template_hash
+    if expected is not None and found.hash != expected:
+        raise ConfigError(
+            f"the chat template that {source.name} was trained with (hash {expected}) is not in {prefix}.json any more. "
+            "Give it with --chat_template."
+        )
+    return found

@@ -140,8 +140,7 @@ def prepare(
         identity: list[Any] = [vocabulary.vocab_size, vocabulary.eos, vocabulary.chat_template, *map(digest, vocabulary.files)]
     else:
         identity = [train_tokenizer, TRAINING_BYTES]
-    named = tokenizer if tokenizer == "byte" else str(Path(tokenizer).resolve())
-    key = key_of(named, identity, repr(encoder), [(type(source).__name__, source.identity) for source in sources])
+    key = key_of(_beside(tokenizer, prefix), identity, repr(encoder), [(type(source).__name__, source.identity) for source in sources])
     workers = workers or default_workers(sum(source.size for source in sources))
     with locked(prefix):
         if not overwrite and (found := earlier.summary_of(prefix, key)) is not None:
