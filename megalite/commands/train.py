@@ -41,7 +41,7 @@ def main() -> int:
     if launching.wanted(sys.argv[1:]):
         return launching.main(sys.argv[1:])
     config = load_config(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
-    if not launched() and os.environ.get("RANK", "0") == "0":
+    if not launched() and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         say("starting …")  # importing torch takes seconds
 
     import torch
