@@ -434,8 +434,12 @@ def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, 
     except (ArgumentError, TypeError, ValueError) as error:
         option = next((option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None)
         raise ConfigError(wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}") from None
-    for option, value in values.items():  # the parser accepts null for every type
-        if parsed[option] is None and NoneType not in get_args(OPTIONS[option].type):
+    for option, value in values.items():  # the parser accepts null for every type, and keys of every type in a mapping
+        found = parsed[option]
+        for key in found if isinstance(found, dict) else ():
+            if not isinstance(key, str):
+                raise ConfigError(f"{option} {source} has the name {show(key)}, which is not text. Write it in quotes: '{show(key)}'.")
+        if found is None and NoneType not in get_args(OPTIONS[option].type):
             raise ConfigError(wrong_type(option, value, source))
     return {option: parsed[option] for option in values} | shares
 
@@ -461,7 +465,7 @@ def describe_type(hint: Any) -> str:
     if origin is list:
         return f"a list [a, b] with each entry {describe_type(inner[0])}"
     if origin is dict:
-        return "a mapping {key: value}" + (f" with each value {describe_type(inner[1])}" if inner[1] is not Any else "")
+        return "a mapping {name: value}" + (f" with each value {describe_type(inner[1])}" if inner[1] is not Any else "")
     return ", or ".join(describe_type(part) for part in inner)
 
 

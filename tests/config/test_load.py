@@ -212,6 +212,7 @@ MESSAGES = [
     (["--run.name", "a", "b"], None, "b on the command line belongs to no option."),
     (["--tp", "two"], None, "parallel.tp = two on the command line is not an integer."),
     (["--tp", "1.5"], None, "parallel.tp = 1.5 on the command line is not an integer."),
+    ([], "network: {variables: {1: x}}", "network.variables in run.yaml has the name 1, which is not text. Write it in quotes: '1'."),
     ([], "parallel: {tp: true}", "parallel.tp = true in run.yaml is not an integer."),
     ([], "train: {grad_clip: null}", "train.grad_clip = null in run.yaml is not a number."),
     (["--model.hidden_act", "null"], None, "model.hidden_act = null on the command line is not one of silu, gelu, "),
