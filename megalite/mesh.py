@@ -182,10 +182,10 @@ class Mesh:
         return self._groups[ranks]
 
     def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> ProcessGroup:
-        """Make a group. Only its members synchronise: at a thousand ranks no rank waits for groups that it is not in.
+        """Make a group. On gloo only its members synchronise: at a thousand ranks no rank waits for groups that it is not in.
 
-        Every rank makes its groups axis by axis in the same order, and equally many; otherwise members could wait for each other in a
-        cycle.
+        On NCCL every group is split off the world's communicator (ncclCommSplit), in which the whole world takes part. So every rank makes
+        its groups axis by axis in the same order, and equally many; otherwise ranks could wait for each other in a cycle.
         """
         import torch.distributed as dist
 
