@@ -13,6 +13,7 @@ import torch
 from megalite.config.schema import ConfigError
 from megalite.launch.environment import on_one_gpu
 from megalite.launch.process import choose_device
+from tests.distributed.support.configs import write_tokens
 
 # Ends the process where torch is about to be imported: no device can have been touched before.
 AT_IMPORT_OF_TORCH = """
@@ -84,8 +85,8 @@ def test_variables_are_set_before_anything_can_touch_a_device(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
         "model: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, vocab_size: 64}\n"
-        "data: {train: tokens, sequence_length: 8}\n"
-        "train: {steps: 1, global_batch_size: 1}\n"
+        f"data: {{train: {write_tokens(tmp_path, 64)}, sequence_length: 8}}\n"
+        "train: {steps: 1, global_batch_size: 4}\n"
         "network: {interface: eth7, variables: {CUDA_DEVICE_MAX_CONNECTIONS: 16}}\n"
     )
     names = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "NCCL_SOCKET_IFNAME")

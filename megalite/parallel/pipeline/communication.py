@@ -23,6 +23,7 @@ from dataclasses import replace
 from math import inf
 from typing import Literal, NamedTuple
 
+from megalite.nccl import Edge
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
 
 PASS, MESSAGE = 16, 1  # durations of the simulation that the global order comes from
@@ -51,10 +52,14 @@ def channel_of(action: Action, rank: int) -> Channel:
     return Channel("forward" if forward else "backward", "up" if up else "down")
 
 
-def channels(schedule: Schedule) -> list[Channel]:
-    """The channels that a schedule uses, in the order in which every rank creates them."""
-    used = {channel_of(action, rank) for rank, actions in enumerate(schedule.actions) for action in actions if action.is_message}
-    return [channel for channel in CHANNELS if channel in used]
+def edges(schedule: Schedule) -> dict[str, tuple[Edge, ...]]:
+    """The channels that a schedule uses by name, in the order in which every rank creates them, each with the edges that it uses."""
+    used: dict[Channel, set[Edge]] = {channel: set() for channel in CHANNELS}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.is_send and action.peer is not None:
+                used[channel_of(action, rank)].add((rank, action.peer))
+    return {channel.name: tuple(sorted(found)) for channel, found in used.items() if found}
 
 
 def send_after(action: Action, schedule: Schedule) -> Action | None:

@@ -28,6 +28,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from megalite import pinned_memory
 from megalite.config.schema import ConfigError
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
@@ -332,6 +333,8 @@ class Uploads:
         return Pending([], finish)
 
 
-def pinned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous."""
-    return torch.zeros(count, dtype=dtype, pin_memory=device.type == "cuda")
+def pinned_zeros(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous: one tensor for each count of elements."""
+    sizes = [count * dtype.itemsize for count in counts]
+    pieces = pinned_memory.allocate(pinned_memory.piece_sizes(sizes), pinned=device.type == "cuda")
+    return [place.view(dtype).zero_() for place in pinned_memory.places(sizes, pieces)]
