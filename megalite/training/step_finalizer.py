@@ -114,7 +114,7 @@ class StepFinalizer:
         return known
 
     def _learn(self, update: Update, totals: Tensor) -> None:
-        """Decide whether a step is applied, by its norm and statistics, [1 + 4] fp64 on the CPU. All ranks have the same and decide alike."""
+        """Decide whether a step is applied, by its norm and statistics: [1 + 4] fp64 on the CPU, the same on all ranks."""
         update.norm, update.totals = totals[0] / update.loss_scale, StepStatistics(*totals[1:].tolist())
         update.loss = float(update.totals.loss) / update.loss_scale
         value = update.norm.item()

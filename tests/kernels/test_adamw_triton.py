@@ -57,10 +57,8 @@ def test_steps_are_as_accurate_as_those_of_torch(sizes, grads, weights, scale, d
 @pytest.mark.parametrize("grads, weights", DTYPES, ids=str)
 def test_a_divisor_of_nan_changes_nothing(grads, weights, kernels, device):
     dispatch.select(kernels)
-    kinds = [(torch.float32, torch.randn), (torch.float32, torch.randn), (torch.float32, torch.rand)] + (
-        [(weights, None)] if weights else []
-    )
-    arrays = [ranges(WHOLE, dtype, device, values or torch.zeros)[0] for dtype, values in kinds]
+    arrays = [ranges(WHOLE, torch.float32, device, values)[0] for values in (torch.randn, torch.randn, torch.rand)]
+    arrays += [ranges(WHOLE, weights, device)[0]] if weights else []
     if weights:
         for weight, param in zip(arrays[3], arrays[0], strict=True):
             weight.copy_(param)
