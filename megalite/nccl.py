@@ -34,7 +34,7 @@ def urgent_options() -> Any:
 def _options(urgent: bool) -> Any:
     import torch.distributed as dist
 
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)  # type: ignore[attr-defined]
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
 
 
 def chain(size: int, down: bool = False) -> tuple[Edge, ...]:

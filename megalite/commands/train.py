@@ -156,13 +156,21 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     from megalite.training.memory_report import report
 
     notes[:0] = random_weights(trainer)
-    notes += [*repeated(trainer), *report(trainer)]
+    notes += [*left_out(trainer.config, trainer.device), *repeated(trainer), *report(trainer)]
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
         write_config(trainer.config, trainer.run_dir)
         backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
         print(f"{describe(mesh.dims)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
         print("\n".join(notes), flush=True)
+
+
+def left_out(config: Config, device: torch.device) -> list[str]:
+    """A line for a faster path that is not taken until a GPU has proved it (docs/gpu.md)."""
+    length = config.data.sequence_length
+    if device.type == "cpu" or length % 128 == 0:
+        return []
+    return [f"attention without cuDNN, which may return NaN: data.sequence_length = {length} is no multiple of 128"]
 
 
 def random_weights(trainer: Trainer) -> list[str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.config.schema import ConfigError
+from megalite.commands.train import left_out
+from megalite.config.schema import Config, ConfigError
 from megalite.launch.environment import on_one_gpu
 from megalite.launch.process import choose_device
 from tests.distributed.support.configs import write_tokens
@@ -68,6 +69,16 @@ def test_too_few_gpus_are_an_error_not_a_run_on_the_cpu(machine):
 def test_ranks_that_share_a_gpu_are_named():
     found = [{"host": host, "gpu": gpu} for host, gpu in (("a", "x"), ("a", "y"), ("b", "x"), ("a", "x"), ("c", None), ("c", None))]
     assert on_one_gpu(found) == ["ranks 0, 3 have the same GPU of a"]
+
+
+def test_lengths_that_leave_cudnn_out_are_named():
+    config = Config()
+    config.data.sequence_length = 1000
+    assert left_out(config, torch.device("cpu")) == []
+    (line,) = left_out(config, torch.device("cuda"))
+    assert line.endswith("data.sequence_length = 1000 is no multiple of 128")
+    config.data.sequence_length = 1024
+    assert left_out(config, torch.device("cuda")) == []
 
 
 def environment(config: Path, **given: str) -> dict[str, str | None]:
