@@ -9,12 +9,11 @@ created once, eagerly, in the same order on every rank. Groups over equal lists 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
-from megalite import nccl
 from megalite.activity import Activity
 from megalite.layout import AXES, PRODUCTS, AxisPlace, Coordinates
 from megalite.layout import Layout as Layout
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from megalite.shared_memory import SharedMemory
 
+Kind = Literal["channel", "urgent"]  # of a group, see `nccl.options`
 TOTALS = ("totals_up", "totals_down")  # channels of sums that are passed along the pipeline, and back
 
 
@@ -98,7 +98,7 @@ class Mesh:
         *,
         kv_replicas: int = 1,
         tied: tuple[int, int] | None = None,
-        channels: Mapping[str, Sequence[nccl.Edge]] | None = None,
+        channels: Mapping[str, Sequence[tuple[int, int]]] | None = None,
         staggered_end: bool = False,
         counts_tokens: bool = False,
         background_saves: bool = False,
@@ -126,9 +126,10 @@ class Mesh:
         first = self.tp.rank - self.tp.rank % kv_replicas
         self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
         self.tied_pair = self._tied_pair(tied)
-        totals = (nccl.chain(dims.pp), nccl.chain(dims.pp, down=True)) if staggered_end else ()
-        self._edges = {**(channels or {}), **dict(zip(TOTALS, totals, strict=False))} if dims.pp > 1 else {}
-        self.channels = {name: self._new_group(self.pp.ranks, options=nccl.channel_options) for name in self._edges}
+        up = [(rank, rank + 1) for rank in range(dims.pp - 1)]
+        totals = dict(zip(TOTALS, (up, [(target, source) for source, target in up]), strict=True)) if staggered_end else {}
+        self._edges = {**(channels or {}), **totals} if dims.pp > 1 else {}
+        self.channels = {name: self._new_group(self.pp.ranks, kind="channel") for name in self._edges}
         self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if staggered_end else None
         own = background_saves and self.world.size > 1
         self.saving = replace(self.world, name="saving", group=self._new_group(self.world.ranks, "gloo")) if own else self.world
@@ -191,11 +192,11 @@ class Mesh:
         if ranks not in self._groups:
             world = len(ranks) == dist.get_world_size()
             urgent = ranks in (self.dims.peers(self.rank, ("tp",)), self._shard_ranks())
-            options = nccl.urgent_options if urgent else None
-            self._groups[ranks] = dist.group.WORLD if world else self._new_group(ranks, options=options)  # type: ignore[assignment]
+            kind: Kind | None = "urgent" if urgent else None
+            self._groups[ranks] = dist.group.WORLD if world else self._new_group(ranks, kind=kind)  # type: ignore[assignment]
         return self._groups[ranks]
 
-    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None, options: Callable[[], Any] | None = None) -> ProcessGroup:
+    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None, kind: Kind | None = None) -> ProcessGroup:
         """Make a group. On gloo only its members synchronise: at a thousand ranks no rank waits for groups that it is not in.
 
         On NCCL every group is split off the world's communicator (ncclCommSplit), in which the whole world takes part. So every rank makes
@@ -203,9 +204,12 @@ class Mesh:
         """
         import torch.distributed as dist
 
-        made = options() if options is not None and dist.get_backend() == "nccl" else None
-        if made is not None and self.timeout is not None:
-            made._timeout = self.timeout
+        made = None
+        if kind is not None and dist.get_backend() == "nccl":
+            from megalite import nccl
+
+            made = nccl.options(kind)
+            made._timeout = self.timeout or made._timeout
         return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, pg_options=made, use_local_synchronization=True)
 
     def _warm_up(self) -> None:
@@ -224,6 +228,8 @@ class Mesh:
             if axis is not shared:
                 dist.all_reduce(torch.ones(1), group=axis.group)
         for name, group in self.channels.items() if device.type == "cuda" else ():
+            from megalite import nccl
+
             nccl.connect(group, self._edges[name], self.pp.ranks, self.pp.rank, device)
 
 

@@ -105,7 +105,13 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[..., 
     from torch.distributed.rendezvous import rendezvous
 
     backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=duration_seconds(timeout) or 0)
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        from megalite import nccl
+
+        urgent = nccl.options("urgent")  # the world may be the group of tensor parallelism or of the shards
+        urgent._timeout = limit
+        options = {"device_id": device, "pg_options": urgent}
     store, rank, size = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
     # torchrun's store survives a restart, with the addresses of dead ranks: a prefix for each start hides them. On several nodes the

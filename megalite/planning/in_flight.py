@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from megalite.build.plan import staggered_end
 from megalite.config.schema import Config
-from megalite.nccl import chain, connection_bytes
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, edges, receive_before
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, chain, connection_bytes, edges, receive_before
 from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout

@@ -28,7 +28,6 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from megalite import pinned_memory
 from megalite.config.schema import ConfigError
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
@@ -335,6 +334,8 @@ class Uploads:
 
 def pinned_zeros(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous: one tensor for each count of elements."""
+    from megalite import pinned_memory
+
     sizes = [count * dtype.itemsize for count in counts]
     pieces = pinned_memory.allocate(pinned_memory.piece_sizes(sizes), pinned=device.type == "cuda")
     return [place.view(dtype).zero_() for place in pinned_memory.places(sizes, pieces)]

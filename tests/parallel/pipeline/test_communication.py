@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.nccl import BYTES_PER_CTA, CHANNEL_CTAS, connection_bytes
-from megalite.parallel.pipeline.communication import channel_of, edges, with_communication
+from megalite.parallel.pipeline.communication import CONNECTION_BYTES, channel_of, connection_bytes, edges, with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
@@ -175,7 +174,7 @@ def test_channels_connect_only_what_sends():
 
 def connections(schedule, rank):
     """Ends of connections that a rank has."""
-    return sum(connection_bytes(each, rank) for each in edges(schedule).values()) / (CHANNEL_CTAS * BYTES_PER_CTA)
+    return sum(connection_bytes(each, rank) for each in edges(schedule).values()) / CONNECTION_BYTES
 
 
 def folded_forward():
