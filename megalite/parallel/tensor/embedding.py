@@ -63,8 +63,8 @@ def _summed_by_position(grad: Tensor, positions: Tensor, rows: int) -> Tensor:
     Its order of additions is fixed. `index_add_` on a GPU adds with atomics, in any order: without sequence parallelism the tp ranks, which
     all compute this same gradient and exchange nothing, would drift apart.
     """
-    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))  # [seq (/tp), batch, hidden]
-    return torch.ops.aten.embedding_dense_backward(wide, positions.expand(grad.shape[:2]), rows, -1, False)
+    values = grad.to(torch.promote_types(grad.dtype, torch.float32))  # [seq (/tp), batch, hidden]
+    return torch.ops.aten.embedding_dense_backward(values, positions.expand(grad.shape[:2]), rows, -1, False)
 
 
 class ParallelEmbedding(nn.Module):
