@@ -18,6 +18,8 @@ from megalite.config.schema import Config, ConfigError
 from megalite.launch import interrupts
 from megalite.launch.environment import set_variables
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
+from megalite.messages import say
+from megalite.processes import launched
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,8 @@ def main() -> int:
         return launching.main(sys.argv[1:])
     config = load_config(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
     remarks = set_variables(config.network)  # also before: set after the first use of a device, some have no effect
+    if not launched() and os.environ.get("RANK", "0") == "0":
+        say("starting …")  # importing torch takes seconds
 
     import torch
 
@@ -92,6 +96,7 @@ def check_run(config: Config) -> tuple[torch.device, Device | None, list[str]]:
     import torch
 
     from megalite.build import parts as build
+    from megalite.config import token_files
     from megalite.config.rules import check
     from megalite.data import dataset
     from megalite.launch.process import choose_device, local_world_size, world_size
@@ -106,7 +111,7 @@ def check_run(config: Config) -> tuple[torch.device, Device | None, list[str]]:
         build.check_offload(config, device, local_world_size() / world_size())
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         data, _ = dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
-        remarks = check_tokenizers(config, data.fingerprint)
+        remarks = check_tokenizers(config, data.fingerprint) + token_files.unused(config)
     except ConfigError as error:
         exit_with(str(error))
     return device, hardware, remarks

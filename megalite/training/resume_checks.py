@@ -17,11 +17,13 @@ FREE = ("preset", "from_hf", "init_from", "dropout")  # options of model and lor
 DATA = ("data.train", "data.validation")
 SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *DATA)
 """Options that determine the samples and their order."""
+SETS = ("targets", "modules_to_save")  # lists of lora whose order and repetitions have no effect
 UNLISTED = (
     *("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "data.allow_tokenizer_change"),
     *("train.stop_after", "faults.inject", "network.variables"),  # values of the last may be secret
 )
 """Options of one start of a run, which have no effect on what it computes."""
+LENGTH = ("train.steps", "train.epochs", "train.tokens")
 
 
 def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
@@ -31,7 +33,7 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     saved = from_dict(state["config"])
     allow = config.checkpoint.allow
     shape, saved_shape = (
-        {f"{section}.{name}": value for section in ("model", "lora") for name, value in to_dict(each)[section].items() if name not in FREE}
+        {f"{section}.{name}": value for section in ("model", "lora") for name, value in _tree(each)[section].items() if name not in FREE}
         for each in (config, saved)
     )
     changed = [f"{name} was {saved_shape.get(name)}, is {shape[name]}" for name in shape if saved_shape.get(name) != shape[name]]
@@ -57,9 +59,15 @@ def other_samples(config: Config, saved: Config) -> str:
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """section.key → value, as stored."""
-    tree = json.loads(json.dumps(to_dict(config)))
+    """section.key → value, as stored, in one order where none counts."""
+    tree = json.loads(json.dumps(_tree(config)))
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
+
+
+def _tree(config: Config) -> dict[str, dict[str, Any]]:
+    """The options as they are compared: `to_dict`, in one order where none counts."""
+    tree = to_dict(config)
+    return tree | {"lora": {name: sorted(set(value)) if name in SETS and value else value for name, value in tree["lora"].items()}}
 
 
 def changes(config: Config, state: dict[str, Any], software: dict[str, str]) -> list[str]:
@@ -68,11 +76,25 @@ def changes(config: Config, state: dict[str, Any], software: dict[str, str]) -> 
     Args:
         software: name → version of what runs now.
     """
+    return _table(_changed(config, state, software))
+
+
+def changed_experiment(config: Config, state: dict[str, Any]) -> list[str]:
+    """The table of `changes` without the layout and the length of the run, which may change from one start of a run to the next."""
+    rows = _changed(config, state, {})
+    return _table([row for row in rows if row[0] not in LENGTH and not row[0].startswith("parallel.")])
+
+
+def _changed(config: Config, state: dict[str, Any], software: dict[str, str]) -> list[tuple[str, str, str]]:
     before, now = options_of(from_dict(state["config"])) | state.get("software", {}), options_of(config) | software
     changed = [(name, show(before[name]), show(now[name])) for name in now if name in before and before[name] != now[name]]
-    rows = [("changed since the checkpoint", "was", "is"), *(row for row in changed if row[0] not in UNLISTED)]
+    return [row for row in changed if row[0] not in UNLISTED]
+
+
+def _table(changed: list[tuple[str, str, str]]) -> list[str]:
+    rows = [("changed since the checkpoint", "was", "is"), *changed]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return [f"  {name:{widths[0]}}  {was:{widths[1]}}  {now}" for name, was, now in rows] if len(rows) > 1 else []
+    return [f"  {name:{widths[0]}}  {was:{widths[1]}}  {now}" for name, was, now in rows] if changed else []
 
 
 def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
@@ -83,7 +105,7 @@ def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
     except ConfigError:
         return False
     now = from_dict({**json.loads(json.dumps(to_dict(config))), "parallel": {}})  # as it would have been stored
-    return before == now
+    return _tree(before) == _tree(now)
 
 
 def without_adapters(manifest: Manifest) -> Manifest:
