@@ -93,7 +93,7 @@ def main() -> None:
     spec = read_spec()
     torch.set_num_threads(spec["threads"])
     dist.init_process_group("gloo")
-    mesh = Mesh(Layout(pp=spec["ranks"]), channels=[channel.name for channel in CHANNELS])
+    mesh = Mesh(Layout(pp=spec["ranks"]), channels={channel.name: () for channel in CHANNELS})
     found: dict[str, list[dict[str, float]]] = {name: [] for name in spec["schedules"]}
     for _ in range(spec["rounds"]):
         for name, windows in found.items():

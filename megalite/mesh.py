@@ -9,10 +9,10 @@ created once, eagerly, in the same order on every rank. Groups over equal lists 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megalite.activity import Activity
 from megalite.layout import AXES, PRODUCTS, AxisPlace, Coordinates
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from megalite.shared_memory import SharedMemory
 
+Kind = Literal["channel", "urgent"]  # of a group, see `nccl.options`
 TOTALS = ("totals_up", "totals_down")  # channels of sums that are passed along the pipeline, and back
 
 
@@ -79,8 +80,11 @@ class Mesh:
             `dims.shard` neighbours of the data axis; the groups are replicas of each other.
         kv_replicas: number of tp ranks that hold the same key-value head (1 if there are at least tp heads).
         tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
-        channels: names of the point-to-point communicators over the pp axis, in the order of creation.
+        channels: the point-to-point communicators over the pp axis by name, in the order of creation, each with the pairs of pipeline
+            ranks (source, target) that use it.
         staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels and the axis of a stage.
+        counts_tokens: whether the data ranks sum valid tokens in every step: on NCCL gives `counting` a gloo group of its own,
+            so that the count needs no device; otherwise it is the data axis.
         background_saves: whether saves communicate during training: gives `saving` a gloo group of its own; otherwise it is the world.
         timeout: time after which an operation fails if its peers do not answer; default: torch's.
 
@@ -94,8 +98,9 @@ class Mesh:
         *,
         kv_replicas: int = 1,
         tied: tuple[int, int] | None = None,
-        channels: Sequence[str] = (),
+        channels: Mapping[str, Sequence[tuple[int, int]]] | None = None,
         staggered_end: bool = False,
+        counts_tokens: bool = False,
         background_saves: bool = False,
         timeout: timedelta | None = None,
     ):
@@ -121,11 +126,15 @@ class Mesh:
         first = self.tp.rank - self.tp.rank % kv_replicas
         self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
         self.tied_pair = self._tied_pair(tied)
-        names = [*channels, *(TOTALS if staggered_end else ())]
-        self.channels = {name: self._new_group(self.pp.ranks) for name in names} if self.pp.size > 1 else {}
+        up = [(rank, rank + 1) for rank in range(dims.pp - 1)]
+        totals = dict(zip(TOTALS, (up, [(target, source) for source, target in up]), strict=True)) if staggered_end else {}
+        self._edges = {**(channels or {}), **totals} if dims.pp > 1 else {}
+        self.channels = {name: self._new_group(self.pp.ranks, kind="channel") for name in self._edges}
         self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if staggered_end else None
         own = background_saves and self.world.size > 1
         self.saving = replace(self.world, name="saving", group=self._new_group(self.world.ranks, "gloo")) if own else self.world
+        own = counts_tokens and self.data.size > 1 and dist.get_backend() == "nccl"
+        self.counting = replace(self.data, name="counting", group=self._new_group(self.data.ranks, "gloo")) if own else self.data
         self._warm_up()
         self.tp = self._with_shared_memory(self.tp)  # only tp: its collectives are on the critical path of every layer
 
@@ -157,10 +166,14 @@ class Mesh:
 
     def _split(self, axis: MeshAxis, size: int) -> tuple[MeshAxis, MeshAxis]:
         """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its index in every group."""
-        group, place = divmod(axis.rank, size)
-        neighbours, counterparts = axis.ranks[group * size : (group + 1) * size], axis.ranks[place::size]
-        shard = axis if size == axis.size else self._axis("shard", neighbours)
-        return shard, axis if size == 1 else self._axis("replicate", counterparts)
+        shard = axis if size == axis.size else self._axis("shard", self._shard_ranks())
+        return shard, axis if size == 1 else self._axis("replicate", axis.ranks[axis.rank % size :: size])
+
+    def _shard_ranks(self) -> tuple[int, ...]:
+        """This rank's neighbours on the data axis, over which buckets are sharded."""
+        ranks, size = self.dims.peers(self.rank, PRODUCTS["data"]), self.dims.shard
+        first = ranks.index(self.rank) // size * size
+        return ranks[first : first + size]
 
     def _tied_pair(self, tied: tuple[int, int] | None) -> MeshAxis | None:
         if tied is None or tied[0] == tied[1]:
@@ -178,18 +191,26 @@ class Mesh:
 
         if ranks not in self._groups:
             world = len(ranks) == dist.get_world_size()
-            self._groups[ranks] = dist.group.WORLD if world else self._new_group(ranks)  # type: ignore[assignment]
+            urgent = ranks in (self.dims.peers(self.rank, ("tp",)), self._shard_ranks())
+            kind: Kind | None = "urgent" if urgent else None
+            self._groups[ranks] = dist.group.WORLD if world else self._new_group(ranks, kind=kind)  # type: ignore[assignment]
         return self._groups[ranks]
 
-    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> ProcessGroup:
-        """Make a group. Only its members synchronise: at a thousand ranks no rank waits for groups that it is not in.
+    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None, kind: Kind | None = None) -> ProcessGroup:
+        """Make a group. On gloo only its members synchronise: at a thousand ranks no rank waits for groups that it is not in.
 
-        Every rank makes its groups axis by axis in the same order, and equally many; otherwise members could wait for each other in a
-        cycle.
+        On NCCL every group is split off the world's communicator (ncclCommSplit), in which the whole world takes part. So every rank makes
+        its groups axis by axis in the same order, and equally many; otherwise ranks could wait for each other in a cycle.
         """
         import torch.distributed as dist
 
-        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True)
+        made = None
+        if kind is not None and dist.get_backend() == "nccl":
+            from megalite import nccl
+
+            made = nccl.options(kind)
+            made._timeout = self.timeout or made._timeout
+        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, pg_options=made, use_local_synchronization=True)
 
     def _warm_up(self) -> None:
         """Connect every communicator now, in the same order on every rank: lazy connection at the first use in the pipeline can hang."""
@@ -199,16 +220,17 @@ class Mesh:
         if not dist.is_initialized() or dist.get_backend() == "fake":
             return
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-        for group in (*self._groups.values(), *self.channels.values()):
+        # On NCCL a collective over a channel would connect all its ranks in both directions, and each connection takes memory.
+        channels = self.channels.values() if device.type == "cpu" else ()
+        for group in (*self._groups.values(), *channels):
             dist.all_reduce(torch.ones(1, device=device), group=group)
-        if self.saving is not self.world:
-            dist.all_reduce(torch.ones(1), group=self.saving.group)
-        for group in self.channels.values() if device.type == "cuda" else ():  # NCCL connects peers for send and receive separately
-            neighbours = [self.pp.ranks[(self.pp.rank + step) % self.pp.size] for step in (1, -1)]
-            sends = [dist.P2POp(dist.isend, torch.ones(1, device=device), peer, group) for peer in neighbours]
-            receives = [dist.P2POp(dist.irecv, torch.ones(1, device=device), peer, group) for peer in reversed(neighbours)]
-            for work in dist.batch_isend_irecv([*sends, *receives]):
-                work.wait()
+        for axis, shared in ((self.saving, self.world), (self.counting, self.data)):
+            if axis is not shared:
+                dist.all_reduce(torch.ones(1), group=axis.group)
+        for name, group in self.channels.items() if device.type == "cuda" else ():
+            from megalite import nccl
+
+            nccl.connect(group, self._edges[name], self.pp.ranks, self.pp.rank, device)
 
 
 if __name__ == "__main__":

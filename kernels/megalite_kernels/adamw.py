@@ -34,7 +34,8 @@ def adamw_(
         weights: the weights in compute precision if params are their master weights: the new params are written there, rounded. Without
             them params are the weights themselves.
         step: 1-based, includes this update.
-        grad_scale: gradients are divided by it: a loss scale, or 1 / the clipping coefficient, or their product. [], on their device.
+        grad_scale: gradients are divided by it: a loss scale, or 1 / the clipping coefficient, or their product. [], on their device. NaN
+            skips the update: nothing changes. So the decision can be made on the device, and the host need not wait for it.
     """
     if not params:
         return
@@ -47,11 +48,12 @@ def adamw_(
         return adamw_triton.adamw(params, grads, exp_avgs, exp_avg_sqs, weights or [], scale, *scalars)
     count = torch.full((), float(step), device=params[0].device)  # unlike a copy from the host, this does not synchronize
     alike = grads[0].dtype == params[0].dtype
+    skip = None if scale is None else scale.isnan().float()
     for part in [slice(None)] if alike else [slice(index, index + 1) for index in range(len(params))]:  # one by one: casts need memory
         cast = [grad.to(params[0].dtype) for grad in grads[part]]
         torch._fused_adamw_(
             params[part], cast, exp_avgs[part], exp_avg_sqs[part], [], [count] * len(cast), lr=lr, beta1=beta1, beta2=beta2,
-            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=None,
+            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=skip,
         )  # fmt: skip
     if weights:
         torch._foreach_copy_(weights, params)

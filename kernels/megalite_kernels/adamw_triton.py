@@ -5,7 +5,8 @@
     decay = lr·weight_decay        rate = lr / (1 − β1^t)        root = 1 / √(1 − β2^t)
 
 For each parameter it reads p, g, m, v and writes p, m, v and the weight in compute precision: 30 bytes with fp32 gradients and bf16
-weights, 28 with bf16 gradients. Gradients are only read. Clipping and a loss scale cost nothing: their product is one number on the device.
+weights, 28 with bf16 gradients. Gradients are only read. Clipping and a loss scale cost nothing: their product is one number on the device,
+NaN to skip the update.
 
 Results are not bitwise torch's. Terms that depend only on the step are computed on the host in fp64 and rounded once; torch's GPU kernel
 computes 1 − β^t in fp32, with a relative error of 1e-5 in the first steps with β2 = 0.999. Decay is added to the update before the
@@ -38,7 +39,10 @@ def _adamw(
     g = tl.load(grads, mask=exists).to(tl.float32)
     p, m, v = tl.load(params, mask=exists), tl.load(exp_avgs, mask=exists), tl.load(exp_avg_sqs, mask=exists)
     if SCALED:
-        g = g / tl.load(scale)
+        divisor = tl.load(scale)
+        g = g / divisor
+        applied = tl.where(divisor == divisor, 1, 0)  # as an integer: the compiler then knows that the mask is one for all
+        exists = exists & (tl.broadcast_to(applied, at.shape) == 1)
     m += weight1 * (g - m)
     v += weight2 * (g * g - v)
     update = rate * m / (root * tl.sqrt(v) + eps)

@@ -11,13 +11,13 @@ FlashAttention-2 elsewhere. Neither sums dq in a fixed order, so a deterministic
 
 import torch
 from torch import Tensor
-from torch.backends import cuda, cudnn
+from torch.backends import cuda
 
 from megalite_kernels.launch import architecture
 
 _aten = torch.ops.aten
 _CUDNN_WIDEST = 128  # channels: for wider heads a backward exists only in some versions, which `can_use_cudnn_attention` does not check
-_CUDNN_PART, _CUDNN_ANY = 128, 91501  # cuDNN needs sequences of a multiple of 128 keys, before version 9.15.1
+_CUDNN_PART = 128  # other sequences than multiples of 128 keys: cuDNN before 9.15.1 reads beyond them, later ones have returned NaN for dq
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def library(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if not q.is_cuda or not q.numel() or dim % 8 or torch.are_deterministic_algorithms_enabled():
         return None
     parameters = cuda.SDPAParams(_by_head(q), _by_head(k), _by_head(v), None, 0.0, True, heads != k.shape[2])
-    valid = dim <= _CUDNN_WIDEST and (sequence % _CUDNN_PART == 0 or (cudnn.version() or 0) >= _CUDNN_ANY)
+    valid = dim <= _CUDNN_WIDEST and sequence % _CUDNN_PART == 0
     if valid and architecture(q.device) in ("sm_90", "sm_100") and cuda.can_use_cudnn_attention(parameters):
         return "cudnn"
     return "flash" if cuda.can_use_flash_attention(parameters) else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megalite_kernels import dispatch
 
-from megalite.build.plan import activation_shape, specs_of, units_of
+from megalite.build.plan import activation_shape, counts_tokens, specs_of, units_of
 from megalite.build.plan import optimistic_step as optimistic_step
 from megalite.build.plan import partition as partition
 from megalite.build.plan import schedule as schedule
@@ -25,7 +25,7 @@ from megalite.model.adapters import with_adapters
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
 from megalite.optimizer.state_kinds import state_kinds
-from megalite.parallel.pipeline.communication import channels
+from megalite.parallel.pipeline.communication import edges
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
@@ -64,8 +64,9 @@ def mesh_options(config: Config) -> dict[str, Any]:
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
         "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None,
-        "channels": tuple(channel.name for channel in channels(plan)),
+        "channels": edges(plan),
         "staggered_end": staggered_end(config),
+        "counts_tokens": counts_tokens(config),
         "background_saves": config.checkpoint.async_save,
     }
 

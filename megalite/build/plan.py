@@ -9,6 +9,7 @@ from itertools import chain
 
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.config.token_files import is_chat, prefixes
 from megalite.layout import Coordinates
 from megalite.model.adapters import with_adapters
 from megalite.model.cost import layer_costs
@@ -82,6 +83,11 @@ def schedule(config: Config, microbatches: int, forward_only: bool = False) -> S
         plan = with_gathering(plan, units, keep=options.zero3_reshard == "step" and not forward_only)
     validate(plan, OUTSTANDING_SENDS)
     return plan
+
+
+def counts_tokens(config: Config) -> bool:
+    """Whether the number of valid tokens differs from step to step, so that the ranks must sum it before each backward."""
+    return config.data.eod_mask_loss or any(map(is_chat, prefixes(config.data.train)))
 
 
 def staggered_end(config: Config) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megalite.mesh import Mesh
     from megalite.parallel.spec import Rectangle
 
-ALIGNMENT = 64  # bytes, for copies
+PART = 1 << 26  # bytes: larger rectangles are split, so that parts fill the pieces of pinned memory
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Saver:
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
         self.mesh, self.options = mesh, options
         self.newest: Path | None = None
-        self._memory: Tensor | None = None  # staging memory, reused by every save
+        self._pieces: list[Tensor] = []  # staging memory, reused by every save
         self._thread: Thread | None = None
         self._ended: list[Save] = []
 
@@ -101,16 +101,17 @@ class Saver:
         """Copies of the rectangles in staging memory, which is not changed before the next save; complete when this returns."""
         import torch
 
-        starts, total = [], 0
-        for part in rectangles:
-            starts.append(total)
-            total += -(-part.tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        on_gpu = any(part.tensor.is_cuda for part in rectangles)
-        if self._memory is None or self._memory.numel() < total:
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
+        from megalite.pinned_memory import allocate, piece_sizes, places
+
+        parts = [part for each in rectangles for part in each.split(PART)]
+        sizes = [part.tensor.nbytes for part in parts]
+        on_gpu = any(part.tensor.is_cuda for part in parts)
+        if [piece.numel() for piece in self._pieces] != piece_sizes(sizes):
+            self._pieces = []  # freed before the new ones are allocated
+            self._pieces = allocate(piece_sizes(sizes), pinned=on_gpu)
         copies = []
-        for part, start in zip(rectangles, starts, strict=True):
-            room = self._memory[start : start + part.tensor.nbytes].view(part.tensor.dtype).view(part.tensor.shape)
+        for part, place in zip(parts, places(sizes, self._pieces), strict=True):
+            room = place.view(part.tensor.dtype).view(part.tensor.shape)
             copies.append(replace(part, tensor=room.copy_(part.tensor.detach(), non_blocking=True)))
         if on_gpu:
             torch.cuda.current_stream().synchronize()

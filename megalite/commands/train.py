@@ -16,6 +16,7 @@ from megalite.commands import launch as launching
 from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import interrupts
+from megalite.launch.environment import set_variables
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
 from megalite.messages import say
 from megalite.processes import launched
@@ -41,13 +42,13 @@ def main() -> int:
     if launching.wanted(sys.argv[1:]):
         return launching.main(sys.argv[1:])
     config = load_config(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
+    remarks = set_variables(config.network)  # also before: set after the first use of a device, some have no effect
     if not launched() and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         say("starting …")  # importing torch takes seconds
 
     import torch
 
     from megalite.checkpoint import CheckpointError
-    from megalite.launch.process import choose_device
     from megalite.monitoring.observers import observers
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
@@ -55,8 +56,8 @@ def main() -> int:
     from megalite.training.guard import FaultLimit
     from megalite.training.trainer import Trainer
 
-    device = choose_device()
-    hardware, remarks = check_run(config, device)
+    device, hardware, found = check_run(config)
+    remarks += found
     job, environment, mesh, notes = start(config, device)
     failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError, OSError)
     try:
@@ -89,21 +90,22 @@ def report_unexpected(error: Exception, config: Config, mesh: Mesh, job: Job) ->
     report_crash(f"{type(error).__name__}: {error}", config, mesh, job, traceback.format_exc())
 
 
-def check_run(config: Config, device: torch.device) -> tuple[Device | None, list[str]]:
-    """Check what needs the device and the data, before any process group starts. Returns what the planner knows of the device, and lines
-    that rank 0 prints."""
+def check_run(config: Config) -> tuple[torch.device, Device | None, list[str]]:
+    """Choose the device, and check what needs it and the data, before any process group starts. Returns it, what the planner knows of it,
+    and lines that rank 0 prints."""
     import torch
 
     from megalite.build import parts as build
     from megalite.config import token_files
     from megalite.config.rules import check
     from megalite.data import dataset
-    from megalite.launch.process import local_world_size, world_size
+    from megalite.launch.process import choose_device, local_world_size, world_size
     from megalite.monitoring.metrics import check_packages
     from megalite.planning.predicting import device_of
     from megalite.training.tokenizer_checks import check_tokenizers
 
     try:
+        device = choose_device()
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
@@ -112,21 +114,20 @@ def check_run(config: Config, device: torch.device) -> tuple[Device | None, list
         remarks = check_tokenizers(config, data.fingerprint) + token_files.unused(config)
     except ConfigError as error:
         exit_with(str(error))
-    return hardware, remarks
+    return device, hardware, remarks
 
 
 def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, Mesh, list[str]]:
     """Claim the run's directory, start the process group and make the mesh. Returns them with lines that rank 0 prints. Collective."""
     from megalite.build import parts as build
-    from megalite.launch.environment import compare_ranks, facts, set_variables
+    from megalite.launch.environment import compare_ranks, facts
     from megalite.launch.process import configure_process, local_world_size, start_process_group
     from megalite.monitoring import links
     from megalite.training.faults import restarts
     from megalite.training.job import Job, JobEnd, begin
 
     configure_process(device, config.run.deterministic)
-    notes = set_variables(config.network)
-    environment, jobs = facts(device, local_world_size()), list[Job]()
+    environment, jobs, notes = facts(device, local_world_size()), list[Job](), list[str]()
 
     def meet(store: Store | None = None, rank: int = 0, size: int = 1) -> None:
         """Before the process group exists: ranks that differ could not communicate, and a job that is refused must not wait for others."""
@@ -160,13 +161,21 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     from megalite.training.memory_report import report
 
     notes[:0] = random_weights(trainer)
-    notes += [*repeated(trainer), *report(trainer)]
+    notes += [*left_out(trainer.config, trainer.device), *repeated(trainer), *report(trainer)]
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
         write_config(trainer.config, trainer.run_dir)
         backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
         print(f"{describe(mesh.dims)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
         print("\n".join(notes), flush=True)
+
+
+def left_out(config: Config, device: torch.device) -> list[str]:
+    """A line for a faster path that is not taken until a GPU has proved it (docs/gpu.md)."""
+    length = config.data.sequence_length
+    if device.type == "cpu" or length % 128 == 0:
+        return []
+    return [f"attention without cuDNN, which may return NaN: data.sequence_length = {length} is no multiple of 128"]
 
 
 def random_weights(trainer: Trainer) -> list[str]:

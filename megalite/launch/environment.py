@@ -1,4 +1,7 @@
-"""The environment of the ranks: network variables, and a check that all ranks have the same software and hardware."""
+"""The environment of the ranks: variables of network and allocator, and a check that all ranks have the same software and hardware.
+
+Imports no torch: the variables must be set before it is imported, since CUDA and torch read some of them once, at the first use.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import megalite
 from megalite.config.schema import ConfigError, NetworkConfig
 from megalite.launch.machine import SHARED_MEMORY, driver_version
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import Store
 
 RankEnvironment = dict[str, Any]
 """What a rank runs on: name → value."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The names, new and old, of the variable with the settings of torch's allocator."""
 EQUAL = ("kind", "megalite", "torch", "NCCL")
 """Must be equal on all ranks: other versions compute other numbers, and a GPU cannot communicate with a CPU."""
 ALIKE = ("driver", "device")
@@ -49,21 +53,27 @@ def variables(network: NetworkConfig) -> dict[str, str]:
 
 
 def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set the variables that are not set yet. Returns a line for each that has another value, which is kept.
+    """Set the variables that are not set yet. Returns a line for each that has another value, which is kept. Call before importing torch.
 
-    Values of variables that others than these libraries read may be secret, and are not part of the line.
+    Values of variables that others than these libraries read may be secret, and are not part of the line. Without settings of torch's
+    allocator its segments are expandable: activations of varying sizes then fragment no memory.
     """
-    return [
+    notes = [
         f"{name} = {found} in the environment overrides {value} from the section network"
         if name.startswith(SHOWN)
         else f"{name} in the environment overrides that of the section network"
         for name, value in variables(network).items()
         if (found := environment.setdefault(name, value)) != value
     ]
+    if not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
+    return notes
 
 
 def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
     """This rank's software and hardware."""
+    import torch
+
     gpu = device.type == "cuda"
     return {
         "kind": device.type,
@@ -71,7 +81,8 @@ def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
         "driver": driver_version() if gpu else None,
         "device": torch.cuda.get_device_name(device) if gpu else "CPU",
-        "host": os.uname().nodename,
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if gpu else None,
+        "host": os.environ.get("NCCL_HOSTID") or os.uname().nodename,
         "shared_memory": _free_shared_memory(),
         "wanted_shared_memory": SHARED_MEMORY[device.type] * local_world_size,
     }
@@ -79,6 +90,8 @@ def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
 
 def software() -> dict[str, str]:
     """Versions of what computes."""
+    import torch
+
     return {"megalite": f"{megalite.__version__} (sources {_digest(Path(megalite.__file__).parent)})", "torch": torch.__version__}
 
 
@@ -124,6 +137,15 @@ def short_of_memory(found: Sequence[RankEnvironment]) -> list[str]:
     ]
 
 
+def on_one_gpu(found: Sequence[RankEnvironment]) -> list[str]:
+    """A line for each GPU that several ranks have. NCCL tells hosts apart by NCCL_HOSTID, and so does this."""
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, each in enumerate(found):
+        if each["gpu"] is not None:
+            users.setdefault((each["host"], each["gpu"]), []).append(rank)
+    return [f"ranks{_listed(ranks)[1:]} have the same GPU of {host}" for (host, _), ranks in users.items() if len(ranks) > 1]
+
+
 def across_hosts(found: Sequence[RankEnvironment], tp: int) -> list[str]:
     """A line if tensor-parallel ranks, which are neighbours (`megalite.mesh`), span hosts."""
     groups = [found[first : first + tp] for first in range(0, len(found), tp)]
@@ -145,13 +167,14 @@ def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, t
         tp: number of neighbouring ranks that communicate in every layer.
 
     Raises:
-        ConfigError: on every rank, if ranks differ in `EQUAL`.
+        ConfigError: on every rank, if ranks differ in `EQUAL`, or if several have one GPU.
     """
     store.set(f"facts/{rank}", json.dumps(own))
     if rank == 0:
         found = [json.loads(each) for each in store.multi_get([f"facts/{each}" for each in range(size)])]
         verdict = {
             "different": odd_ranks(found, EQUAL),
+            "shared": on_one_gpu(found),
             "notes": [*odd_ranks(found, ALIKE), *across_hosts(found, tp), *short_of_memory(found)],
         }
         store.set("facts/verdict", json.dumps(verdict))
@@ -159,4 +182,10 @@ def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, t
     if verdict["different"]:
         listed = "\n  ".join(verdict["different"])
         raise ConfigError(f"Ranks differ where they must not:\n  {listed}\nInstall the same everywhere, or exclude these machines.")
+    if verdict["shared"]:
+        listed = "\n  ".join(verdict["shared"])
+        raise ConfigError(
+            f"NCCL gives no GPU to two ranks:\n  {listed}\nStart as many ranks per machine as it has GPUs, or set CUDA_VISIBLE_DEVICES="
+            " (empty) to compute on the CPU."
+        )
     return verdict["notes"]

@@ -1,6 +1,7 @@
 """Settings of a training process, its device, its process group, and its end.
 
-The backend depends on the local GPU count: NCCL if every local rank has a GPU of its own (NCCL refuses two ranks on one), else gloo on CPU.
+The backend depends on the local GPU count: NCCL if a GPU is visible, one for each local rank (NCCL refuses two ranks on one), else gloo on
+the CPU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from megalite.config.amounts import duration_seconds
 from megalite.config.load import tell_torchrun
+from megalite.config.schema import ConfigError
 from megalite.messages import flush_output, say
 
 GRACE = 2.0  # seconds that a failed rank stays alive, so that others can learn the reason
@@ -39,10 +41,23 @@ def local_rank() -> int:
 
 
 def choose_device() -> torch.device:
-    """The local rank's own GPU if there is one for every local rank, else the CPU."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size():
-        return torch.device("cuda", local_rank())
-    return torch.device("cpu")
+    """The local rank's own GPU; the CPU if no GPU is visible.
+
+    If one GPU is visible it is this rank's: some launchers show each rank its own only (SLURM's --gpus-per-task=1). `compare_ranks` finds
+    out if it is the same one for several ranks.
+
+    Raises:
+        ConfigError: several GPUs are visible, but fewer than local ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible, ranks = torch.cuda.device_count(), local_world_size()
+    if 1 < visible < ranks:
+        raise ConfigError(
+            f"This machine has {ranks} ranks, but {visible} visible GPUs: each rank needs a GPU of its own. Start at most {visible} ranks"
+            " per machine, or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU."
+        )
+    return torch.device("cuda", 0 if visible == 1 else local_rank())
 
 
 def configure_process(device: torch.device, deterministic: bool = False) -> None:
@@ -90,7 +105,13 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[..., 
     from torch.distributed.rendezvous import rendezvous
 
     backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=duration_seconds(timeout) or 0)
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        from megalite import nccl
+
+        urgent = nccl.options("urgent")  # the world may be the group of tensor parallelism or of the shards
+        urgent._timeout = limit
+        options = {"device_id": device, "pg_options": urgent}
     store, rank, size = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
     # torchrun's store survives a restart, with the addresses of dead ranks: a prefix for each start hides them. On several nodes the

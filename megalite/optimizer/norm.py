@@ -38,11 +38,8 @@ class NormReduction(Protocol):
     def start(self, others: Sequence[float | Tensor]) -> None:
         """Add this rank's squares and `others`."""
 
-    def total(self) -> tuple[Tensor, Tensor]:
-        """The norm, [] fp64, and the sums of the other numbers over the world, [len(others)] fp64, on the CPU.
-
-        Reading them is the only time in a step that the host waits for the GPU.
-        """
+    def total(self) -> Tensor:
+        """The norm, then the sums of the other numbers over the world: [1 + len(others)] fp64, on the device."""
 
     def finish(self) -> None:
         """Wait until all messages are delivered."""
@@ -83,11 +80,11 @@ class AllReduceNorm:
     def start(self, others: Sequence[float | Tensor]) -> None:
         self._pending = all_reduce(self._own.followed_by(others), self.world)
 
-    def total(self) -> tuple[Tensor, Tensor]:
+    def total(self) -> Tensor:
         assert self._pending is not None
-        total = self._pending.wait().cpu()  # [1 + len(others)]
+        total = self._pending.wait()  # [1 + len(others)]
         self._pending = None
-        return total[0].sqrt(), total[1:]
+        return torch.cat([total[:1].sqrt(), total[1:]])
 
     def finish(self) -> None:
         """Nothing is in flight after `total`."""
@@ -122,14 +119,13 @@ class ChainedNorm:
             self._total = torch.empty_like(sums)
             self._arriving = self._message(dist.irecv, self._total, 1, "totals_down")  # posted now, awaited in `total`
 
-    def total(self) -> tuple[Tensor, Tensor]:
+    def total(self) -> Tensor:
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
         if self.pp.rank > 0:
             self._sends.append((self._message(dist.isend, self._total, -1, "totals_down"), self._total))
-        total = self._total.cpu()
-        return total[0].sqrt(), total[1:]
+        return torch.cat([self._total[:1].sqrt(), self._total[1:]])
 
     def finish(self) -> None:
         """Wait until all messages are delivered. Until then the sent tensors are held: a freed one would be lost."""
@@ -141,6 +137,33 @@ class ChainedNorm:
         peer = self.pp.ranks[self.pp.rank + step]
         self.mesh.traffic[operation.__name__, "totals"] += 1
         return message(operation, x, peer, self.channels[channel], f"gradient norm, {channel}", self.mesh.activity)
+
+
+def read_later(x: Tensor) -> Callable[[], Tensor]:
+    """Start copying a tensor to CPU memory. Returns a function that waits for the copy, but not for what the device is given after it."""
+    if x.is_cpu:
+        return lambda: x
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    copy.copy_(x, non_blocking=True)
+    arrived = torch.cuda.current_stream(x.device).record_event()
+
+    def read() -> Tensor:
+        arrived.synchronize()
+        return copy
+
+    return read
+
+
+def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> Tensor:
+    """The divisor of gradients, [] fp32, decided on the device: that of `clip_divisor`, or NaN if the update must be skipped.
+
+    Args:
+        norm, loss: [] fp64 each; a step is skipped if one of them is not finite.
+        highest: a step with a larger loss is skipped, too.
+    """
+    divisor = clip_divisor(norm, limit)
+    accepted = norm.isfinite() & loss.isfinite() & (loss <= highest)
+    return torch.where(accepted, 1.0 if divisor is None else divisor, torch.nan).float()
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor | None:

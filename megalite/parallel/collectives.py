@@ -82,7 +82,7 @@ class Pending:
         return self._result()
 
 
-def _group_work(start: Callable[[], Any], what: str, axis: MeshAxis) -> Work:
+def group_work(start: Callable[[], Any], what: str, axis: MeshAxis) -> Work:
     return Work(start, f"{what} over {axis.name} (ranks {', '.join(map(str, axis.ranks))})", axis.activity)
 
 
@@ -174,7 +174,7 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
     x = x.contiguous()
     if not _is_gloo(axis):
         out = x if disposable or into is x else x.clone() if into is None else into.copy_(x)
-        return Pending([_group_work(lambda: dist.all_reduce(out, group=axis.group, async_op=True), "all_reduce", axis)], lambda: out)
+        return Pending([group_work(lambda: dist.all_reduce(out, group=axis.group, async_op=True), "all_reduce", axis)], lambda: out)
     if axis.size == 2 or x.nbytes <= WHOLE_EXCHANGE_BYTES or x.numel() % axis.size:
         if pending := _shared_memory_collective(x, axis, "all_reduce", lambda parts: _deliver(_ordered_sum(parts, x.dtype), into)):
             return pending
@@ -211,13 +211,12 @@ def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
 
     if pending := _shared_memory_collective(x, axis, "reduce_scatter", added):
         return pending
-    if _is_gloo(axis):
-        parts = [outgoing[rank] if rank == axis.rank else torch.empty_like(outgoing[0]) for rank in range(axis.size)]
-        works = _exchange(outgoing, parts, axis, "reduce_scatter")
-    else:
-        received = torch.empty_like(x)
-        parts = list(received.chunk(axis.size))
-        works = [_group_work(lambda: dist.all_to_all_single(received, x, group=axis.group, async_op=True), "all_to_all", axis)]
+    if not _is_gloo(axis):
+        from megalite.parallel.summed_parts import summed_parts
+
+        return summed_parts(x, axis, dtype)
+    parts = [outgoing[rank] if rank == axis.rank else torch.empty_like(outgoing[0]) for rank in range(axis.size)]
+    works = _exchange(outgoing, parts, axis, "reduce_scatter")
     return Pending(works, lambda: _ordered_sum(parts, dtype, _received(axis)), x)
 
 
@@ -248,7 +247,7 @@ def reduce_scatter(x: Tensor, axis: MeshAxis, into: Tensor | None = None, comm_d
         pending = _scatter_sum(x if comm_dtype is None else x.to(comm_dtype), axis, x.dtype)
         return Pending([], lambda: _deliver(pending.wait(), into))
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
-    work = _group_work(lambda: reduce_scatter_into(out, x, group=axis.group, async_op=True), "reduce_scatter", axis)
+    work = group_work(lambda: reduce_scatter_into(out, x, group=axis.group, async_op=True), "reduce_scatter", axis)
     return Pending([work], lambda: out, x)
 
 
@@ -261,4 +260,4 @@ def all_gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending
     if _is_gloo(axis):
         return _gather(x, axis, into)
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
-    return Pending([_group_work(lambda: all_gather_into(out, x, group=axis.group, async_op=True), "all_gather", axis)], lambda: out, x)
+    return Pending([group_work(lambda: all_gather_into(out, x, group=axis.group, async_op=True), "all_gather", axis)], lambda: out, x)

@@ -160,6 +160,13 @@ class Rectangle:
     offsets: tuple[int, ...]
     tensor: Tensor  # contiguous, its shape is the rectangle's size
 
+    def split(self, most: int) -> Iterator[Rectangle]:
+        """Rectangles of whole rows, of at most `most` bytes each, or of one row."""
+        rows = max(most * self.tensor.shape[0] // max(self.tensor.nbytes, 1), 1)
+        first, *others = self.offsets
+        for index, part in enumerate(self.tensor.split(rows)):
+            yield Rectangle(self.name, self.global_shape, (first + index * rows, *others), part)
+
 
 def rectangles(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> Iterator[FlatRectangle]:
     """The rectangles of the global tensors that cover elements [start, stop) of the flattened stored tensor, without padding.

@@ -83,7 +83,9 @@ class Weight:
             self._separate_embedding_grad.zero_()
 
     def release_grad(self) -> None:
-        """Drop `grad`: the buffer that it is a view of is being reduced. The next contribution opens a new one."""
+        """Drop `grad`, zeroed if it has no contribution: its buffer is being reduced. The next contribution opens a new one."""
+        if self._uninitialized and self.grad is not None:
+            self.grad.zero_()
         self.grad, self._uninitialized = None, True
 
     def separate_embedding_grad(self, buffer: Tensor) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megalite.build.plan import staggered_end
 from megalite.config.schema import Config
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, receive_before
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, chain, connection_bytes, edges, receive_before
 from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -43,6 +44,12 @@ def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
                 handed.add((kind, stage, microbatch))
         most = max(most, len(arriving) + len(handed) + len(sends))
     return most * size
+
+
+def channel_bytes(config: Config, schedule: Schedule, rank: int) -> int:
+    """Bytes of NCCL's connections to neighbours in the pipeline, allocated at the start: one for each channel and peer."""
+    totals = [chain(schedule.ranks), chain(schedule.ranks, down=True)] if staggered_end(config) else []
+    return sum(connection_bytes(used, rank) for used in [*edges(schedule).values(), *totals])
 
 
 def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:

@@ -2,7 +2,7 @@
 
     states          weights, gradients, master weights, moments: as the store's buckets allocate them (`states.py`)
     activations     what each unit keeps per microbatch (`activations.py`), summed along the schedule's list of actions
-    communication   gradient buckets in flight, gathered weights (ZeRO-3), pipeline messages (`in_flight.py`)
+    communication   gradient buckets in flight, gathered weights (ZeRO-3), pipeline messages, NCCL's connections (`in_flight.py`)
 
 tp and dp ranks of one pipeline rank use equal memory, because vocabularies and buckets are padded to equal parts, so there is one result
 per pipeline rank. See `docs/memory.md` for the formulas and measurements.
@@ -19,7 +19,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.planning.activations import Activations, Held
-from megalite.planning.in_flight import gathered_bytes, message_bytes, open_gradients
+from megalite.planning.in_flight import channel_bytes, gathered_bytes, message_bytes, open_gradients
 from megalite.planning.states import Device, States, Widths, model_states
 
 
@@ -30,10 +30,11 @@ class Communication:
     messages: int
     gathered: int
     gradients: int
+    connections: int
 
     @property
     def total(self) -> int:
-        return self.messages + self.gathered + self.gradients
+        return self.messages + self.gathered + self.gradients + self.connections
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int, ranks: range, device
         message_bytes(schedule, pp_rank, activations.message),
         gathered_bytes(schedule, pp_rank, buckets, Widths.of(config).compute),
         open_gradients(config, schedule, buckets, device),
+        channel_bytes(config, schedule, pp_rank) if device == "cuda" else 0,
     )
     return RankMemory(
         pp_rank,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import fsum, isfinite, sqrt
+from math import fsum, inf, isfinite, sqrt
 from typing import Any
 
 from megalite.config.schema import FaultsConfig
@@ -57,14 +57,24 @@ class Guard:
             return "the loss is not finite"
         if not isfinite(norm):
             return "gradients are not finite"
+        if loss <= self.highest:
+            return None
+        mean, deviation = self._usual()
         sigma, count = self.options.spike_sigma, len(self.losses)
-        if sigma is None or count < self.options.spike_window:
-            return None
-        mean = fsum(self.losses) / count
-        deviation = sqrt(fsum((each - mean) ** 2 for each in self.losses) / count)
-        if loss <= mean + sigma * deviation:
-            return None
         return f"loss {loss:.4g} exceeds {mean:.4g} + {sigma:g} * {deviation:.2g}, mean and deviation of {count} steps"
+
+    @property
+    def highest(self) -> float:
+        """The largest loss that the next step may have."""
+        if self.options.spike_sigma is None or len(self.losses) < self.options.spike_window:
+            return inf
+        mean, deviation = self._usual()
+        return mean + self.options.spike_sigma * deviation
+
+    def _usual(self) -> tuple[float, float]:
+        """Mean and deviation of the accepted losses."""
+        mean = fsum(self.losses) / len(self.losses)
+        return mean, sqrt(fsum((each - mean) ** 2 for each in self.losses) / len(self.losses))
 
     def go_back(self, reason: str, checkpoint: bool) -> None:
         """Count a rollback to a checkpoint. Raises FaultLimit if the run must end: no checkpoint, not allowed, or too many rollbacks."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalite.optimizer.interface import Optimizer
 from megalite.optimizer.loss_scale import LossScale
-from megalite.optimizer.norm import NormReduction, clip_divisor
+from megalite.optimizer.norm import NormReduction, clip_divisor, read_later, update_divisor
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.training.guard import Guard
 
@@ -79,10 +79,22 @@ class StepFinalizer:
         self._known: list[Update] = []
 
     def finish(self, update: Update, own: StepStatistics, wait: bool = True) -> None:
-        """Sum the norm and all ranks' statistics, clip and update. With `wait` the totals are known on return. Collective."""
+        """Sum the norm and all ranks' statistics, clip and update. With `wait` the totals are known on return. Collective.
+
+        The device decides whether it clips or skips, by the rules of `_learn`. The host, which reads the totals, has queued the update by
+        then: on a GPU it waits for the norm only, and prepares the next step while the optimizer runs.
+        """
         self.norm.start(own.values())
-        self._learn(update)
-        self._apply(update)
+        totals = self.norm.total()  # [1 + 4] fp64, on the device
+        if self.store.state.device.type != self.store.device.type:  # offloaded from a GPU: the update runs on the host
+            self._learn(update, totals.cpu())
+            self._apply(update)
+        else:
+            read = read_later(totals)
+            norm, loss = totals[0] / update.loss_scale, totals[1] / update.loss_scale
+            self._update_weights(update, update_divisor(norm, loss, self.grad_clip, self.guard.highest) * update.loss_scale)
+            self._learn(update, read())
+            self.skipped += update.fault is not None
         self._known.append(update)
 
     def confirm(self) -> bool:
@@ -100,10 +112,9 @@ class StepFinalizer:
         known, self._known = self._known, []
         return known
 
-    def _learn(self, update: Update) -> None:
-        """Wait for a step's totals and decide whether it is applied. All ranks see the same totals, so all decide alike."""
-        norm, sums = self.norm.total()  # [] and [4] fp64, on the CPU: the only wait for the device in a step
-        update.norm, update.totals = norm / update.loss_scale, StepStatistics(*sums.tolist())
+    def _learn(self, update: Update, totals: Tensor) -> None:
+        """Decide whether a step is applied, by its norm and statistics: [1 + 4] fp64 on the CPU, the same on all ranks."""
+        update.norm, update.totals = totals[0] / update.loss_scale, StepStatistics(*totals[1:].tolist())
         update.loss = float(update.totals.loss) / update.loss_scale
         value = update.norm.item()
         update.fault = self.guard.judge(update.loss, value, self.loss_scale.adapts)  # before loss_scale.update, which changes `adapts`
@@ -150,7 +161,7 @@ class OptimisticStepFinalizer(StepFinalizer):
         self.norm.start(own.values())
         self.pending = update
         if self.norm.knows_total:  # no copy needed; the result is still reported at `confirm`, so that all ranks act on it in the same step
-            self._learn(update)
+            self._learn(update, self.norm.total().cpu())
             self._apply(update)
         else:
             self._copies = self.optimizer.copy_state()  # before the update: `confirm` may have to undo it
@@ -162,7 +173,7 @@ class OptimisticStepFinalizer(StepFinalizer):
         self._known.append(update)
         if self.norm.knows_total:
             return self._is_unclipped(update)
-        self._learn(update)
+        self._learn(update, self.norm.total().cpu())
         right = self._is_unclipped(update)
         if not right:
             self.store.gatherer.finish()  # gathers of the wrong weights still write into the buckets
@@ -173,6 +184,6 @@ class OptimisticStepFinalizer(StepFinalizer):
         self._copies = []
         return right
 
-    def _learn(self, update: Update) -> None:
-        super()._learn(update)
+    def _learn(self, update: Update, totals: Tensor) -> None:
+        super()._learn(update, totals)
         self._expects_unclipped = self._is_unclipped(update) and update.totals.stops == 0

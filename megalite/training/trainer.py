@@ -207,14 +207,15 @@ class Trainer:
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
-        """Tokens of the global batch whose loss counts. If no target can be ignored, this is a constant and needs no all-reduce."""
+        """Tokens of the global batch whose loss counts. If no target can be ignored, this is a constant and needs no all-reduce.
+
+        Microbatches are still in CPU memory here, and the sum goes through it as well: nothing waits for the device.
+        """
         config = self.config
-        if not (config.data.eod_mask_loss or self.train_data.chat):
+        if not (config.data.eod_mask_loss or self.train_data.chat):  # as `build.plan.counts_tokens`
             return config.train.global_batch_size * config.data.sequence_length
-        own = sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
-        if self.mesh.data.size == 1:
-            return own
-        return int(all_reduce(torch.tensor([own], device=self.device), self.mesh.data).wait().item())
+        own = torch.tensor([sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)])
+        return int(all_reduce(own, self.mesh.counting).wait())
 
     # ---- evaluation
 

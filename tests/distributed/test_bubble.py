@@ -73,7 +73,7 @@ class Recorded(NamedTuple):
 
 def run_window(context: RankContext, plan: Schedule, durations: Durations) -> Recorded:
     """Run a window in virtual time."""
-    mesh = context.cached("pipeline", lambda: Mesh(Layout(pp=RANKS), channels=[channel.name for channel in CHANNELS]))
+    mesh = context.cached("pipeline", lambda: Mesh(Layout(pp=RANKS), channels={channel.name: () for channel in CHANNELS}))
     clock, queue, found = VirtualClock(), WeightGradQueue(), Recorded([], [])
     stages = {
         stage: PacedStage(stage == plan.stages - 1, durations.passes[stage], clock.spend, queue, torch.float64)

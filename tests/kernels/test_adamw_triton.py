@@ -53,6 +53,21 @@ def test_steps_are_as_accurate_as_those_of_torch(sizes, grads, weights, scale, d
     assert all(torch.equal(x, y) for (_, after), before in zip(cut, gaps, strict=True) for x, y in zip(after, before, strict=True))
 
 
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("grads, weights", DTYPES, ids=str)
+def test_a_divisor_of_nan_changes_nothing(grads, weights, kernels, device):
+    dispatch.select(kernels)
+    arrays = [ranges(WHOLE, torch.float32, device, values)[0] for values in (torch.randn, torch.randn, torch.rand)]
+    arrays += [ranges(WHOLE, weights, device)[0]] if weights else []
+    if weights:
+        for weight, param in zip(arrays[3], arrays[0], strict=True):
+            weight.copy_(param)
+    before = [[x.clone() for x in array] for array in arrays]
+    gradient = [x.fill_(torch.inf) for x in ranges(WHOLE, grads, device)[0]]
+    steps(arrays, [gradient], torch.tensor(torch.nan, device=device))
+    assert all(torch.equal(x, y) for now, then in zip(arrays, before, strict=True) for x, y in zip(now, then, strict=True))
+
+
 def test_a_decay_of_a_millionth_is_not_rounded_away(device):
     """In fp32, 1 − 1e-6 is off by 5 % of what it takes off: multiplied by that, parameters would decay too slowly or too fast."""
     before = torch.rand(2048, device=device) + 1

@@ -126,6 +126,15 @@ def of_rotary(module: Any) -> Calls:
             yield (f"rotary {NAMES[dtype]}, {dim} channels",), partial(module.rotate_and_pack, q, k, v, table, table, False)
 
 
+def of_ordered_sum(module: Any) -> Calls:
+    """Gradients reduced in bf16."""
+    for dtype in (FP32, BF16):
+        yield (
+            (f"ordered sum of bf16 in {NAMES[dtype]}",),
+            partial(module.ordered_sum, torch.empty(8, 4096, dtype=BF16), torch.empty(4096, dtype=dtype)),
+        )
+
+
 LISTS = {
     "activation_triton": of_activation,
     "adamw_triton": of_adamw,
@@ -133,6 +142,7 @@ LISTS = {
     "cross_entropy_triton": of_cross_entropy,
     "grad_norm_triton": of_grad_norm,
     "norm_triton": of_norm,
+    "ordered_sum_triton": of_ordered_sum,
     "rotary_triton": of_rotary,
 }
 

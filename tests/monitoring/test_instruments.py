@@ -139,6 +139,7 @@ def test_options_of_the_network_reach_the_environment_unless_it_has_its_own() ->
     network = NetworkConfig(interface="eth0", debug="INFO", ib_timeout=23, variables={"NCCL_NVLS_ENABLE": 0})
     notes = set_variables(network, environment)
     own = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_NVLS_ENABLE": "0"}
+    own |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert environment == {"NCCL_DEBUG": "WARN", "NCCL_IB_TIMEOUT": "23", **own}
     assert notes == ["NCCL_DEBUG = WARN in the environment overrides INFO from the section network"]
 

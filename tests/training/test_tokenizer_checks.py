@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from megalite.build import parts as build
 from megalite.checkpoint import manifest_of
@@ -127,7 +126,7 @@ def test_what_another_tokenizer_made_is_refused_by_name(name, world, names, tmp_
 
 def test_a_run_ends_with_the_message_before_it_starts(world, names, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        check_run(options(world.data[1], tmp_path, model={"init_from": names["run"]}), torch.device("cpu"))
+        check_run(options(world.data[1], tmp_path, model={"init_from": names["run"]}))
     assert ended.value.code == 2 and "was made with another tokenizer than model.init_from" in capsys.readouterr().err
 
 

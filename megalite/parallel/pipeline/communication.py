@@ -19,6 +19,7 @@ it is received.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Literal, NamedTuple
@@ -26,6 +27,9 @@ from typing import Literal, NamedTuple
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
 
 PASS, MESSAGE = 16, 1  # durations of the simulation that the global order comes from
+CONNECTION_BYTES = (
+    32 << 20
+)  # NCCL's buffers at one end of an edge. Estimate: 0.5 GB a peer with 32 thread blocks both ways; channels have 4
 OUTSTANDING_SENDS = 4  # sends that a rank may leave incomplete: bounds the memory of messages
 
 
@@ -40,6 +44,8 @@ class Channel(NamedTuple):
         return f"{self.kind}_{self.direction}"
 
 
+Edge = tuple[int, int]
+"""The pipeline ranks (source, target) between which messages are sent."""
 CHANNELS = (Channel("forward", "up"), Channel("forward", "down"), Channel("backward", "up"), Channel("backward", "down"))
 
 
@@ -51,10 +57,24 @@ def channel_of(action: Action, rank: int) -> Channel:
     return Channel("forward" if forward else "backward", "up" if up else "down")
 
 
-def channels(schedule: Schedule) -> list[Channel]:
-    """The channels that a schedule uses, in the order in which every rank creates them."""
-    used = {channel_of(action, rank) for rank, actions in enumerate(schedule.actions) for action in actions if action.is_message}
-    return [channel for channel in CHANNELS if channel in used]
+def edges(schedule: Schedule) -> dict[str, tuple[Edge, ...]]:
+    """The channels that a schedule uses by name, in the order in which every rank creates them, each with the edges that it uses."""
+    used: dict[Channel, set[Edge]] = {channel: set() for channel in CHANNELS}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.is_send and action.peer is not None:
+                used[channel_of(action, rank)].add((rank, action.peer))
+    return {channel.name: tuple(sorted(found)) for channel, found in used.items() if found}
+
+
+def chain(ranks: int, down: bool = False) -> tuple[Edge, ...]:
+    """The edges from each rank to the next, or down to the previous one."""
+    return tuple((rank + 1, rank) if down else (rank, rank + 1) for rank in range(ranks - 1))
+
+
+def connection_bytes(used: Sequence[Edge], rank: int) -> int:
+    """Memory of a rank's connections on a channel under NCCL: each edge that it has is an end with its own buffers."""
+    return sum(rank in edge for edge in used) * CONNECTION_BYTES
 
 
 def send_after(action: Action, schedule: Schedule) -> Action | None:

@@ -250,8 +250,10 @@ class Runtime:
     def _send(self, run: _Run, action: Action) -> None:
         key = (action.stage, action.microbatch)
         tensor = run.products.pop(key).contiguous()
-        # Release completed sends, else the tensors of all microbatches would stay in memory until the end of the run.
-        run.sends = {sent: (work, held) for sent, (work, held) in run.sends.items() if not work.is_completed()}
+        # Release completed sends, else the tensors of all microbatches would stay in memory until the end of the run. On NCCL the wait is
+        # one of the stream and free; without it torch itself holds the tensor until its watchdog looks at the send.
+        for sent in [sent for sent, (work, _) in run.sends.items() if work.is_completed()]:
+            run.sends.pop(sent)[0].wait()
         run.sends[action.kind, key] = (self._transfer(dist.isend, tensor, action), tensor)
         while len(run.sends) > OUTSTANDING_SENDS:  # gloo does not report a send as complete before it is waited for
             work, _ = run.sends.pop(next(iter(run.sends)))

@@ -60,6 +60,12 @@ class BucketLayout:
     def domain(self) -> str:
         return self.slots[0].spec.domain
 
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges of padding, between tensors and at the end."""
+        starts, stops = [*(slot.start for slot in self.slots), self.size], [0, *(slot.stop for slot in self.slots)]
+        return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
+
     def owned(self, index: int) -> tuple[int, int]:
         """Start and end of the part that owner `index` counts in norms and stores in checkpoints."""
         return self.part(index, self.owners)

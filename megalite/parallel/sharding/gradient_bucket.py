@@ -92,7 +92,10 @@ class GradientBucket:
     def open(self) -> None:
         """Allocate the buffer that gradients accumulate in, and set `grad` of every weight."""
         self.reducer.make_room(in_flight=1)  # bounds memory: each reduction in flight still holds a full buffer
-        self.full = torch.zeros(self.layout.size, dtype=self.owned.dtype, device=self.owned.device)
+        # Not zeroed: a weight's first contribution overwrites its part, and `release_full` zeroes what has none. Padding must stay finite.
+        self.full = torch.empty(self.layout.size, dtype=self.owned.dtype, device=self.owned.device)
+        for start, stop in self.layout.gaps:
+            self.full[start:stop].zero_()
         for index, weight in enumerate(self.weights):
             weight.grad = self._view(self.full, index)
 

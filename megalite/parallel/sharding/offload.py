@@ -32,6 +32,7 @@ from megalite.config.schema import ConfigError
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
 
+UPLOAD = 1 << 26  # elements of updated weights that are on the device before they are copied to pinned memory
 WINDOW = 1 << 20  # elements, 12 MiB of fp32 masters and moments; a multiple of 64, so that vectorised updates round the same
 MADV_POPULATE_WRITE = 23  # Linux 5.14; missing in Python's mmap
 
@@ -75,11 +76,18 @@ class StateMemory:
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
         """Yield parts of the ranges, each part once. The caller updates a part, masters and weights, before it asks for the next.
 
-        Here there are at most two parts: with and without weight decay.
+        Here there are two parts, with and without weight decay. If the weights are on another device than their masters (ZeRO-3 with
+        `offload_parameters`), parts are windows of UPLOAD elements: one call updates tensors of one device, so the new weights are written
+        to a temporary and copied.
         """
         for decays in (True, False):
-            if group := [each for each in ranges if each.decays is decays]:
-                yield group
+            group = [each for each in ranges if each.decays is decays]
+            if together := [each for each in group if each.weights.device == each.master.device]:
+                yield together
+            for window in (window for each in group if each.weights.device != each.master.device for window in each.cut(UPLOAD)):
+                weights = torch.empty_like(window.weights, device=window.master.device)
+                yield [replace(window, weights=weights)]
+                window.weights.copy_(weights, non_blocking=True)  # into pinned memory, in order with the kernels that read it next
 
     def place_of(self, tensor: Tensor) -> str:
         """Where a tensor is stored: cuda, cpu or disk."""
@@ -324,6 +332,10 @@ class Uploads:
         return Pending([], finish)
 
 
-def pinned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous."""
-    return torch.zeros(count, dtype=dtype, pin_memory=device.type == "cuda")
+def pinned_zeros(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous: one tensor for each count of elements."""
+    from megalite import pinned_memory
+
+    sizes = [count * dtype.itemsize for count in counts]
+    pieces = pinned_memory.allocate(pinned_memory.piece_sizes(sizes), pinned=device.type == "cuda")
+    return [place.view(dtype).zero_() for place in pinned_memory.places(sizes, pieces)]

@@ -112,7 +112,7 @@ class ParameterStore:
         layouts = bucket_layout(specs, self.at, owners, options.bucket_bytes)
         master_dtype = torch.promote_types(options.dtype, torch.float32)
         dtypes = _Dtypes(options.dtype, master_dtype, options.grad_dtype or master_dtype)
-        self.buckets = [self._allocate(layout, dtypes) for layout in layouts]
+        self.buckets = [self._allocate(layout, dtypes, shard) for layout, shard in zip(layouts, self._shards(layouts), strict=True)]
         for bucket in self.buckets:
             if bucket.gradients is not None:
                 self.reducer.add(bucket.gradients)
@@ -125,12 +125,11 @@ class ParameterStore:
             return ShardGatherer(self.buckets, by_unit, self.log, collective)
         return WeightGatherer(self.buckets, by_unit, self.zero > 0, self.log)
 
-    def _allocate(self, layout: BucketLayout, dtypes: _Dtypes) -> BucketBuffers:
+    def _allocate(self, layout: BucketLayout, dtypes: _Dtypes, shard: Tensor | None) -> BucketBuffers:
         weights = torch.zeros(layout.size, dtype=dtypes.weights, device=self.device)
         # Frozen buckets have no optimizer state to shard; only ZeRO-3 shards their weights.
         domain, divided = self.mesh.domain(layout.domain), layout.trainable or self.zero == 3
         start, stop = layout.part(domain.shard.rank, domain.shard.size) if divided else (0, layout.size)
-        shard = self._allocate_shard(stop - start, dtypes.weights) if self.zero == 3 else None
         own = weights[start:stop] if shard is None else shard
         trains = layout.trainable and self.options.training
         # With the same dtype and device the weights themselves are the masters.
@@ -151,10 +150,14 @@ class ParameterStore:
             bucket.free()
         return bucket
 
-    def _allocate_shard(self, count: int, dtype: torch.dtype) -> Tensor:
+    def _shards(self, layouts: Sequence[BucketLayout]) -> Sequence[Tensor | None]:
+        """This rank's shard of each bucket's weights, under ZeRO-3."""
+        if self.zero < 3:
+            return [None] * len(layouts)
+        counts, dtype = [layout.size // self.mesh.domain(layout.domain).shard.size for layout in layouts], self.options.dtype
         if self.options.offload_parameters:
-            return pinned_zeros(count, dtype, self.device)
-        return torch.zeros(count, dtype=dtype, device=self.device)
+            return pinned_zeros(counts, dtype, self.device)
+        return [torch.zeros(count, dtype=dtype, device=self.device) for count in counts]
 
     def _allocate_gradients(self, layout: BucketLayout, domain: Domain, dtype: torch.dtype) -> GradientBucket:
         zero = min(self.zero, 1) if self._separates(layout) else self.zero  # both accumulators last a step: adding per microbatch reorders

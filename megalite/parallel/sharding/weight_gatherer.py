@@ -62,6 +62,7 @@ class WeightGatherer:
         """Start gathering the updated weights. The next step's forwards wait for them unit by unit, so the gathers overlap with it."""
         for number, bucket in enumerate(self.buckets):
             if self.sharded_update and bucket.layout.trainable:
+                bucket.await_weights()  # pending only if no forward has run since the last update: a rollback
                 gathering = all_gather(bucket.owned_weights, bucket.domain.shard, bucket.weights)  # [size/shard] -> [size], in place
                 bucket.gathering = self.log.gathering(f"gather {number}", gathering)
 

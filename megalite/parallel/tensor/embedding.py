@@ -45,9 +45,8 @@ class _Embed(torch.autograd.Function):
         if not layer.weight.trainable:
             return None, None, None, None
         rows, outside, positions = ctx.saved_tensors
-        if layer.positions is not None:
-            places = positions.expand(grad.shape[:2]).reshape(-1)  # [tokens of this rank's part of the sequence]
-            layer.positions.accumulate_rows(places, grad.flatten(0, 1))
+        if layer.positions is not None and layer.positions.trainable:
+            layer.positions.accumulate(_summed_by_position(grad, positions, layer.positions.tensor.shape[0]))
         if layer.sequence_parallel:
             grad = all_gather(grad, layer.tp).wait()  # [seq, batch, hidden]: a token's row may be on any rank
         if layer.scale is not None:
@@ -56,6 +55,16 @@ class _Embed(torch.autograd.Function):
             grad = grad.masked_fill(outside.unsqueeze(-1), 0)  # other ranks' tokens add zero to row 0: no shape depends on data
         layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1))
         return None, None, None, None
+
+
+def _summed_by_position(grad: Tensor, positions: Tensor, rows: int) -> Tensor:
+    """The gradient of the position table, [rows, hidden], in at least fp32.
+
+    Its order of additions is fixed. `index_add_` on a GPU adds with atomics, in any order: without sequence parallelism the tp ranks, which
+    all compute this same gradient and exchange nothing, would drift apart.
+    """
+    values = grad.to(torch.promote_types(grad.dtype, torch.float32))  # [seq (/tp), batch, hidden]
+    return torch.ops.aten.embedding_dense_backward(values, positions.expand(grad.shape[:2]), rows, -1, False)
 
 
 class ParallelEmbedding(nn.Module):

@@ -15,7 +15,9 @@ from megalite.training.verify import global_tensors
 def mesh_of(context: Any, config: Any) -> Mesh:
     """The mesh of a configuration, kept between jobs: each further 8-rank group costs threads and file descriptors."""
     dims = build.layout(config)
-    wanted = (replace(dims, virtual_stages=1, microbatches=1), *build.mesh_options(config).values())  # which decide about no group
+    options = build.mesh_options(config)
+    options |= {"channels": tuple(options["channels"])}  # by name: on gloo their edges decide about nothing
+    wanted = (replace(dims, virtual_stages=1, microbatches=1), *options.values())  # sizes which decide about no group are left out
     if wanted not in context.cache:
         context.cache[wanted] = build.make_mesh(config)
     mesh: Mesh = context.cache[wanted]

@@ -16,7 +16,7 @@ from megalite.build.parts import build_parts
 from megalite.config.load import from_dict
 from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
-from megalite.parallel.pipeline.communication import channels, with_communication
+from megalite.parallel.pipeline.communication import edges, with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.spec import Segment
@@ -171,8 +171,7 @@ class CountingStage:
 def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, ...]) -> dict[str, Any]:
     """Run the schedule over one counting stage a rank: what arrived, how many outputs lived, the first stage's gradient."""
     plan = with_communication(build(schedule, context.world, microbatches))
-    names = [channel.name for channel in channels(plan)]
-    mesh = context.cached(("pipeline", schedule), lambda: Mesh(Layout(pp=context.world), channels=names))
+    mesh = context.cached(("pipeline", schedule), lambda: Mesh(Layout(pp=context.world), channels=edges(plan)))
     stage = CountingStage(context.rank, context.rank == context.world - 1)
     batches = [
         Microbatch.of(torch.full(shape, float(index + 1)), torch.zeros(1), torch.zeros(1, dtype=torch.int64))

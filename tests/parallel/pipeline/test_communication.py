@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.parallel.pipeline.communication import channel_of, channels, with_communication
+from megalite.parallel.pipeline.communication import CONNECTION_BYTES, channel_of, connection_bytes, edges, with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
@@ -146,7 +146,7 @@ def test_receives_are_posted_ahead_where_the_rank_does_not_wait_anyway(name):
 
 def test_channels_follow_the_rank_order_and_the_placement():
     def names(schedule):
-        return [channel.name for channel in channels(with_communication(schedule))]
+        return list(edges(with_communication(schedule)))
 
     assert names(build("1f1b", 1, 4)) == []
     assert names(build("1f1b", 4, 4)) == ["forward_up", "backward_down"]
@@ -157,6 +157,24 @@ def test_channels_follow_the_rank_order_and_the_placement():
     assert names(folded) == ["forward_up", "forward_down"]
     messages = [action for actions in with_communication(folded).actions for action in actions if action.peer is not None]
     assert {action.stage for action in messages} == {0, 1, 2, 3} and len(messages) == 4  # none between stages 1 and 2, both on rank 1
+
+
+def test_channels_connect_only_what_sends():
+    """Each NCCL connection takes memory. Worked out by hand."""
+    plans = {name: with_communication(build(name, 4, 8)) for name in ("1f1b", "zb-h1", "interleaved", "zb-v")}
+    up, down = ((0, 1), (1, 2), (2, 3)), ((1, 0), (2, 1), (3, 2))
+    assert edges(plans["1f1b"]) == edges(plans["zb-h1"]) == {"forward_up": up, "backward_down": down}
+    # From the last rank's first stage to the first rank's second one, and back.
+    wrapped = {"forward_up": up, "forward_down": ((3, 0),), "backward_up": ((0, 3),), "backward_down": down}
+    assert edges(plans["interleaved"]) == wrapped
+    assert edges(plans["zb-v"]) == {"forward_up": up, "forward_down": down, "backward_up": up, "backward_down": down}
+    found = {name: [connections(plan, rank) for rank in range(4)] for name, plan in plans.items()}
+    assert found == {"1f1b": [2, 4, 4, 2], "zb-h1": [2, 4, 4, 2], "interleaved": [4, 4, 4, 4], "zb-v": [4, 8, 8, 4]}
+
+
+def connections(schedule, rank):
+    """Ends of connections that a rank has."""
+    return sum(connection_bytes(each, rank) for each in edges(schedule).values()) / CONNECTION_BYTES
 
 
 def folded_forward():

@@ -1,0 +1,52 @@
+"""A reduce-scatter on NCCL whose sum is added in rank order in fp32, on a stream beside that of the computation.
+
+Communication: an all-to-all in the dtype of the values that are sent.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from megalite_kernels.ordered_sum import ordered_sum
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.collectives import Pending, group_work
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device's sums: they follow each other, as their collectives do."""
+    return torch.cuda.Stream(device)
+
+
+def summed_parts(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
+    """This rank's part (along dim 0) of the sum of x over the axis, in `dtype`.
+
+    On a GPU a stream waits for the collective and adds, while the computation goes on; it waits for the sum only in `wait`. All memory is
+    allocated on the stream of the computation and held until then, so it cannot be reused too early.
+    """
+    received = torch.empty_like(x)
+    total = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]), dtype=dtype)
+    work = group_work(lambda: dist.all_to_all_single(received, x, group=axis.group, async_op=True), "all_to_all", axis)
+
+    def add() -> Tensor:
+        ordered_sum(received.view(axis.size, -1), total.view(-1))
+        return total
+
+    if not x.is_cuda:
+        return Pending([work], add, x)
+    stream = _stream(x.device)
+    stream.wait_stream(torch.cuda.current_stream(x.device))  # the memory of `total` may just have been freed there
+    with torch.cuda.stream(stream):
+        work.wait()
+        add()
+        done = stream.record_event()
+
+    def result() -> Tensor:
+        torch.cuda.current_stream(x.device).wait_event(done)
+        return total
+
+    return Pending([], result, (x, received))
