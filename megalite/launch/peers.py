@@ -120,8 +120,9 @@ class Peers:
         self._beats, self.heard = 0, monotonic()
         self.beat_s = max(BEAT_S, size / MOST_BEATS)
         self._closed, self._wake = Event(), Event()
-        for target in (self._exchange, self._answer):
-            Thread(target=target, name=f"megalite-peers{target.__name__}", daemon=True).start()
+        self._threads = [Thread(target=each, name=f"megalite-peers{each.__name__}", daemon=True) for each in (self._exchange, self._answer)]
+        for thread in self._threads:
+            thread.start()
 
     # ---- threads
 
@@ -303,6 +304,7 @@ class Peers:
             self.own = {"left": True}
         self._closed.set()
         self._wake.set()
+        self._threads[0].join(ANSWER_S)  # until that is stored
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._listener.close()

@@ -111,10 +111,11 @@ class Watchdog:
                 _, peer, _ = self.activity.communication or ("", None, 0.0)
                 self._end(peers.origin(peer), f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}")
             return
-        first = self._lost_since.setdefault(verdict.rank, monotonic())
-        if first > monotonic() - 0.5 and not verdict.final:
-            say(f"rank {self.rank}: {verdict.described()}; run.timeout ends the run if it does not return")
-        if monotonic() - first >= (END_S if verdict.final else self.timeout) and not self._over.is_set():
+        if verdict.rank not in self._lost_since:
+            self._lost_since[verdict.rank] = monotonic()
+            if not verdict.final:
+                say(f"rank {self.rank}: {verdict.described()}; run.timeout ends the run if it does not return")
+        if monotonic() - self._lost_since[verdict.rank] >= (END_S if verdict.final else self.timeout) and not self._over.is_set():
             self._end(verdict, f"ends, in {described(self._place())}")
 
     def _awaits(self) -> bool:
