@@ -1,8 +1,8 @@
 """Ranks that are lost at random actions: `python -m tests.peers --count 50 --seed 0`.
 
-Each case trains on three ranks; one of them kills or stops itself as it begins an action. Every other rank must end with status 1 and name
-that rank, and whether its process has ended or is stopped, though the rank may hold the store, and though communication with a lost rank may
-raise nothing, as on a GPU (`silent`: a failed wait never returns).
+Each case trains on three ranks; one of them kills or stops itself, or waits forever, as it begins an action. Every other rank must end with
+status 1 and name that rank, and whether its process has ended, is stopped, or is alive. The rank may hold the store, and communication with
+a lost rank may raise nothing, as on a GPU (`silent`: a failed wait never returns).
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ LAYOUTS = {"dp": {"dp": 3, "zero": 2, "microbatches": 2}, "pp": {"pp": 3, "layer
 TOKENS = 64
 FAST = {"BEAT_S": 0.2, "SILENT_S": 1.0, "ANSWER_S": 1.0}  # of launch.peers
 STOPPED_FOR = "3s"  # what run.timeout is to the watchdog; gloo's own is WITHIN
+STATES = {
+    "SIGKILL": "its process has ended",
+    "SIGSTOP": "its process exists but does not answer",
+    "hang": "it is alive, but does not move",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Loss:
 
     layout: str
     victim: int
-    how: str  # SIGKILL or SIGSTOP
+    how: str  # SIGKILL, SIGSTOP or hang
     action: int
     held: bool
     silent: bool
@@ -56,7 +61,7 @@ def drawn(count: int, seed: int) -> list[Loss]:
     for number in range(count):
         held = number % 2 == 0
         victim = 0 if held and number % 4 == 0 else draw.randrange(WORLD)
-        how, layout = ("SIGKILL", "SIGSTOP")[number // 2 % 2], draw.choice(list(LAYOUTS))
+        how, layout = ("SIGKILL", "SIGSTOP", "hang")[number // 2 % 3], draw.choice(list(LAYOUTS))
         found.append(Loss(layout, victim, how, draw.randint(1, 60), held, draw.random() < 0.5))
     return found
 
@@ -83,13 +88,24 @@ def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None
     for name, value in FAST.items():
         setattr(peers, name, value)
     watchdog.END_S = process.GRACE = 1.0
+    if loss.how == "hang":
+        watchdog.MARGIN_S = 1.0  # else it stays: what is stopped is to be told by its silence
     if loss.silent:
         collectives.Work.wait = never_failing(collectives)  # type: ignore[method-assign]
     limit = timedelta(seconds=WITHIN)
     store = dist.TCPStore("127.0.0.1", port, is_master=loss.held and rank == 0, wait_for_workers=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
-    case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": TOKENS, "layers": 2, "masked": False, "dropout": 0.0}
-    config = from_dict(config_of({**case, **LAYOUTS[loss.layout]}, prefix, run={"dir": directory, "name": "run", "timeout": f"{WITHIN:g}s"}))
+    case = {
+        **SINGLE,
+        "tied": False,
+        "kv_heads": 2,
+        "vocab_size": TOKENS,
+        "layers": 2,
+        "masked": False,
+        "dropout": 0.0,
+        **LAYOUTS[loss.layout],
+    }
+    config = from_dict(config_of(case, prefix, run={"dir": directory, "name": "run", "timeout": f"{WITHIN:g}s"}))
     config.train.steps = 100_000
     trainer = Trainer(config, build.make_mesh(config))
     config.run.timeout = STOPPED_FOR
@@ -111,7 +127,7 @@ class Losing:
         self.left -= 1
         if self.left == 0:
             print(f"begins {place}", flush=True)
-            os.kill(os.getpid(), getattr(signal, self.loss.how))
+            Event().wait() if self.loss.how == "hang" else os.kill(os.getpid(), getattr(signal, self.loss.how))
 
 
 def never_failing(collectives: Any) -> Any:
@@ -137,26 +153,26 @@ def lose(loss: Loss, prefix: str, directory: Path) -> str:
     ranks = [context.Process(target=train, args=(loss, rank, port, prefix, str(directory)), daemon=True) for rank in range(WORLD)]
     for rank in ranks:
         rank.start()
-    others, began = [rank for number, rank in enumerate(ranks) if number != loss.victim], time.monotonic()
+    alive = [rank for number, rank in enumerate(ranks) if number != loss.victim]
+    began = time.monotonic()
     log = directory / f"{loss.victim}.log"
     try:
         while not (log.exists() and "begins" in log.read_text()) and time.monotonic() < began + WITHIN:
             time.sleep(0.02)
         lost = time.monotonic()
-        for rank in others:
+        for rank in alive:
             rank.join(max(0.0, began + WITHIN - time.monotonic()))
         took = time.monotonic() - lost
         said = {number: (directory / f"{number}.log").read_text(errors="replace") for number in range(WORLD)}
-        assert [rank.exitcode for rank in others] == [1, 1], f"{loss}: statuses {[rank.exitcode for rank in ranks]}\n{said}"
+        assert [rank.exitcode for rank in alive] == [1, 1], f"{loss}: statuses {[rank.exitcode for rank in ranks]}\n{said}"
     finally:
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid or 0, signal.SIGKILL)
             rank.join()
-    state = "its process has ended" if loss.how == "SIGKILL" else "its process exists but does not answer"
     for number in set(range(WORLD)) - {loss.victim}:
-        named = re.findall(r"rank (\d) was lost first: ([^:;]*)", said[number])
-        assert named and set(named) == {(str(loss.victim), state)}, f"{loss}: rank {number} names {named}\n{said}"
+        named = re.findall(r"rank (\d) (?:was lost first|is awaited): ([^:;]*)", said[number])
+        assert named and set(named) == {(str(loss.victim), STATES[loss.how])}, f"{loss}: rank {number} names {named}\n{said}"
     return f"{loss}: named after {took:.1f} s"
 
 

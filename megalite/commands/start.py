@@ -27,6 +27,7 @@ COMMANDS = {
     "report": "write an HTML page about one run or several, or serve that of a run that trains",
     "compare": "compare runs: final figures, differing options, curves",
     "timeline": "compare the recorded steps of a run with the simulator's",
+    "explain": "explain a hang: which rank did not do its part, and who waited for it",
     "import-config": "translate another project's configuration",
     "completion": "print a script that lets a shell complete commands and options",
     "demo": "prepare data and train a small model in minutes (in a checkout only)",

@@ -48,6 +48,7 @@ class State(StrEnum):
     STOPPED = "its process exists but does not answer: it is stopped, or its host is overloaded"
     UNREACHABLE = "its host does not answer: it is lost, or the network to it"
     FAILED = "it failed"
+    STUCK = "it is alive, but does not move"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Verdict:
         return self.state in (State.ENDED, State.FAILED)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} was lost first: {self._reason()}"
+        return f"rank {self.rank} {'is awaited' if self.state is State.STUCK else 'was lost first'}: {self._reason()}"
 
     def described(self) -> str:
         """The same of a rank that may come back."""
@@ -145,11 +146,13 @@ class Peers:
         return {**self._place(), **self.own, "beat": self._beats}
 
     def _look_at_watched(self) -> None:
-        key = f"{self._prefix}/place/{self._watched}"
-        text = self._store.get(key).decode() if self._store.check([key]) else ""
-        if text != self._seen:
-            self._seen, self._changed = text, monotonic()
-            self._places[self._watched] = json.loads(text)
+        for rank in {self._watched, self.rank if self._store_rank is None else self._store_rank} - {self.rank}:
+            key = f"{self._prefix}/place/{rank}"
+            text = self._store.get(key).decode() if self._store.check([key]) else ""
+            if rank == self._watched and text != self._seen:
+                self._seen, self._changed = text, monotonic()
+            if text:
+                self._places[rank] = json.loads(text)
 
     def _stored_verdict(self) -> Verdict | None:
         key = f"{self._prefix}/verdict"
@@ -233,9 +236,8 @@ class Peers:
                 break
             state, place = self.ask(rank)
             if state is State.ANSWERS:
-                if silent is None and step > 0:  # those before have left
-                    self._watched = rank
-                self._changed = monotonic()
+                if silent is None:  # those before have left
+                    self._watched, self._changed = rank, monotonic()
                 break
             if not {"left", "lost"} & place.keys() and (silent is None or state in (State.ENDED, State.FAILED)):
                 silent = self._found(rank, state, place)
@@ -257,26 +259,24 @@ class Peers:
         return self.verdict
 
     def origin(self, peer: int | None) -> Verdict | None:
-        """The rank that failed first, from one that this rank waited for: follows the ranks that those have lost or wait for.
+        """The rank that failed first, or is stuck, from one that this rank waited for: follows those that others have lost or wait for.
 
-        None: it is not known, since ranks wait for each other in a cycle, or the one at the end is alive.
+        None: it is not known, since ranks wait for each other in a cycle, or the one at the end is alive and moves.
         """
         self.own = {"lost": peer}
         self._wake.set()
-        seen, deadline = {self.rank}, monotonic() + SILENT_S
+        seen, deadline, first = {self.rank}, monotonic() + SILENT_S, dict[int, Place]()
         while self.verdict is None and peer is not None and peer not in seen:
             state, place = self.ask(peer)
-            after = place.get("lost", place.get("peer"))
-            if after is None and (state is not State.ANSWERS or place.get("failed")):
-                return self._found(peer, State.FAILED if place.get("failed") else state, place)
-            if after is not None and (place.get("lost") is not None or monotonic() > deadline):
+            if place.get("lost") is not None or (state is State.ANSWERS and place.get("peer") is not None and monotonic() > deadline):
                 seen.add(peer)
-                peer = after
-            elif state is not State.ANSWERS:
-                return self._found(peer, state, place)
-            elif monotonic() > deadline:
-                return None
+                peer = place["peer"] if place.get("lost") is None else place["lost"]
+            elif state is not State.ANSWERS or place.get("failed"):
+                return self._found(peer, State.FAILED if place.get("failed") else state, place)
+            elif peer in first and monotonic() > deadline:
+                return self._found(peer, State.STUCK, place) if _equal(first[peer], place) else None
             else:
+                first.setdefault(peer, place)
                 Event().wait(self.beat_s / 4)  # it is alive, and may be about to learn what it has lost
         return self.verdict
 
@@ -288,7 +288,7 @@ class Peers:
         while peer is not None and peer != self.rank and peer not in found:
             state, place = self.ask(peer)
             found[peer] = {"state": state.value, "host": self.host(peer), "place": place}
-            peer = place.get("lost", place.get("peer"))
+            peer = place.get("lost", place.get("peer") if state is State.ANSWERS else None)
         return found
 
     # ---- the end
@@ -322,6 +322,11 @@ class Peers:
         thread.start()
         thread.join(ANSWER_S)
         return found[0] if found else None
+
+
+def _equal(one: Place, other: Place) -> bool:
+    """Whether a rank has not moved from one place to the other."""
+    return all(one.get(name) == other.get(name) for name in ("step", "runs", "action", "waits"))
 
 
 def _question(address: list[Any]) -> tuple[State, Place]:

@@ -26,9 +26,7 @@ from megalite.training.trainer import StepResult, Trainer
 from megalite.training.watchdog import Watchdog
 
 
-def fit(
-    trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[[str], None] = lambda message: None
-) -> ExitStatus:
+def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[[str], None] = lambda message: None) -> ExitStatus:
     """Train until `train.steps`, a signal or the time limit; save at the end and at every `checkpoint.interval`. Called by every rank.
 
     on_loss: called with a message before the watchdog ends this process, because another rank is lost and the training thread hangs.

@@ -32,23 +32,24 @@ if TYPE_CHECKING:
 
 LONGEST_LOOK = 10.0  # seconds: the longest interval between two checks of a process alone
 END_S = 5.0  # from a lost rank to the end of this one by the watchdog; communication that fails ends it earlier
+MARGIN_S = 20.0  # beyond run.timeout: communication that raises has done so before
 ABORT_S = 5.0  # for the communicators to abort
 FRAMES = 12  # of the training thread's stack in a record
-DIRECTORY = "stalls"
 
 
 class Watchdog:
     """A context manager with a thread that checks a rank's activity, and with several ranks that of the others.
 
-    A rank that makes no progress for `train.watchdog` (null: never) is reported once on stderr. RUN_DIR/stalls/ gets the stacks of all threads
-    (rank_NNNNN.txt), the rank's record, which `megalite explain` reads (rank_NNNNN.json), and torch's flight record (collectives_NNNNN.json).
+    A rank that makes no progress for `train.watchdog` (null: never) is reported once on stderr. RUN_DIR/stalls/ gets the stacks of all
+    threads (rank_NNNNN.txt), the rank's record, which `megalite explain` reads (rank_NNNNN.json), and torch's flight record
+    (collectives_NNNNN.json).
 
-    A rank whose process has ended ends the others within seconds. One that is stopped or cannot be reached, or for which this rank waits, does
-    so after `run.timeout`. `on_loss` is called with the message before.
+    A rank whose process has ended ends the others within seconds. One that is stopped or cannot be reached, or for which this rank waits,
+    does so after `run.timeout`. `on_loss` is called with the message before.
     """
 
     def __init__(self, config: Config, mesh: Mesh, run_dir: Path, on_loss: Callable[[str], None] = lambda message: None):
-        self.mesh, self.activity, self.rank, self.directory = mesh, mesh.activity, mesh.rank, run_dir / DIRECTORY
+        self.mesh, self.activity, self.rank, self.directory = mesh, mesh.activity, mesh.rank, run_dir / "stalls"
         self.patience = duration_seconds(config.train.watchdog) if config.train.watchdog else None
         self.timeout = duration_seconds(config.run.timeout) or 0
         self.peers: Peers | None = None
@@ -107,7 +108,7 @@ class Watchdog:
         verdict = peers.look()
         if verdict is None:
             self._lost_since.clear()
-            if self._awaits() and stood >= self.timeout + END_S:
+            if self._awaits() and stood >= self.timeout + MARGIN_S:
                 _, peer, _ = self.activity.communication or ("", None, 0.0)
                 self._end(peers.origin(peer), f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}")
             return
