@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
+from time import process_time
 from typing import Any
 
+from megalite.activity import Activity
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.pool import start_fork_server
 
@@ -110,7 +112,7 @@ def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None
     trainer = Trainer(config, build.make_mesh(config))
     config.run.timeout = STOPPED_FOR
     if rank == loss.victim:
-        trainer.mesh.activity.listeners += (Losing(loss),)
+        trainer.mesh.activity.listeners += (Losing(loss, trainer.mesh.activity),)
     try:
         fit(trainer)
     except collectives.CommunicationError as error:
@@ -120,13 +122,15 @@ def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None
 class Losing:
     """Listens to what the rank begins, and ends or stops it in the middle."""
 
-    def __init__(self, loss: Loss):
-        self.loss, self.left = loss, loss.action
+    def __init__(self, loss: Loss, activity: Activity):
+        self.loss, self.left, self.activity = loss, loss.action, activity
 
     def __call__(self, place: Any) -> None:
         self.left -= 1
-        if self.left == 0:
-            print(f"begins {place}", flush=True)
+        if self.loss.how == "hang" and self.activity.waiting:
+            return  # which would say that another rank is awaited
+        if self.left <= 0:
+            print(f"begins {place} after {process_time():.2f} s of CPU", flush=True)
             Event().wait() if self.loss.how == "hang" else os.kill(os.getpid(), getattr(signal, self.loss.how))
 
 

@@ -99,7 +99,7 @@ class Peers:
 
     Attributes:
         own: how this rank ends, part of its place: `lost` is a rank that it waited for, `failed` a reason of its own, `left` a planned end.
-        verdict: a final one, the same on every rank; or None.
+        verdict: the one that ends the run, the same on every rank; or None.
         start: the same on every rank, and another one for every start of the ranks.
     """
 
@@ -252,7 +252,9 @@ class Peers:
         return self.agree(found) if found.final else found
 
     def agree(self, found: Verdict) -> Verdict:
-        """Store a final verdict. Returns the first one that any rank has stored."""
+        """Store a verdict that ends the run. Returns the first one that any rank has stored."""
+        self.own = self.own or {"lost": found.rank}
+        self._wake.set()
         key, text = f"{self._prefix}/verdict", json.dumps(asdict(found))
         self._in_time(lambda: self._store.compare_set(key, "", text))
         self.verdict = self.verdict or self._in_time(self._stored_verdict) or found
@@ -272,9 +274,9 @@ class Peers:
                 seen.add(peer)
                 peer = place["peer"] if place.get("lost") is None else place["lost"]
             elif state is not State.ANSWERS or place.get("failed"):
-                return self._found(peer, State.FAILED if place.get("failed") else state, place)
+                return self.agree(self._found(peer, State.FAILED if place.get("failed") else state, place))
             elif peer in first and monotonic() > deadline:
-                return self._found(peer, State.STUCK, place) if _equal(first[peer], place) else None
+                return self.agree(self._found(peer, State.STUCK, place)) if _equal(first[peer], place) else None
             else:
                 first.setdefault(peer, place)
                 Event().wait(self.beat_s / 4)  # it is alive, and may be about to learn what it has lost

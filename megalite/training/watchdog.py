@@ -55,6 +55,7 @@ class Watchdog:
         self.peers: Peers | None = None
         self._on_loss = on_loss
         self._lost_since: dict[int, float] = {}  # when a rank was first found lost or silent
+        self._decided_since: float | None = None  # when a verdict that ends the run was first known here
         self._over = Event()
 
     def __enter__(self) -> Watchdog:
@@ -112,12 +113,18 @@ class Watchdog:
                 _, peer, _ = self.activity.communication or ("", None, 0.0)
                 self._end(peers.origin(peer), f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}")
             return
+        decided = peers.verdict is not None
         if verdict.rank not in self._lost_since:
             self._lost_since[verdict.rank] = monotonic()
-            if not verdict.final:
+            if not decided:
                 say(f"rank {self.rank}: {verdict.described()}; run.timeout ends the run if it does not return")
-        if monotonic() - self._lost_since[verdict.rank] >= (END_S if verdict.final else self.timeout) and not self._over.is_set():
-            self._end(verdict, f"ends, in {described(self._place())}")
+        if decided and self._decided_since is None:
+            self._decided_since = monotonic()
+        silent = monotonic() - self._lost_since[verdict.rank]
+        if self._over.is_set():
+            return
+        if silent >= self.timeout or (self._decided_since is not None and monotonic() - self._decided_since >= END_S):
+            self._end(peers.agree(verdict), f"ends, in {described(self._place())}")
 
     def _awaits(self) -> bool:
         """Whether this rank waits for another one. On a GPU the host waits for the device, wherever it is."""
