@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 LONGEST_LOOK = 10.0  # seconds: the longest interval between two checks of a process alone
 END_S = 5.0  # from a lost rank to the end of this one by the watchdog; communication that fails ends it earlier
-MARGIN_S = 20.0  # beyond run.timeout: communication that raises has done so before
+MARGIN_S = 20.0  # beyond run.timeout: gloo's communication has raised before
+NCCL_SHARE = 0.8  # of run.timeout: torch's watchdog then aborts the process without a name
 ABORT_S = 5.0  # for the communicators to abort
 FRAMES = 12  # of the training thread's stack in a record
 
@@ -45,7 +46,7 @@ class Watchdog:
     (collectives_NNNNN.json).
 
     A rank whose process has ended ends the others within seconds. One that is stopped or cannot be reached, or for which this rank waits,
-    does so after `run.timeout`. `on_loss` is called with the message before.
+    does so after `run.timeout` (on NCCL `NCCL_SHARE` of it). `on_loss` is called with the message before.
     """
 
     def __init__(self, config: Config, mesh: Mesh, run_dir: Path, on_loss: Callable[[str], None] = lambda message: None):
@@ -54,13 +55,15 @@ class Watchdog:
         self.timeout = duration_seconds(config.run.timeout) or 0
         self.peers: Peers | None = None
         self._on_loss = on_loss
+        self._limits = limits(self.timeout, nccl=False)
         self._lost_since: dict[int, float] = {}  # when a rank was first found lost or silent
         self._decided_since: float | None = None  # when a verdict that ends the run was first known here
         self._over = Event()
 
     def __enter__(self) -> Watchdog:
         if self.mesh.world.size > 1:
-            self.peers = _meet(self.mesh, self._place)
+            self.peers, nccl = _meet(self.mesh, self._place)
+            self._limits = limits(self.timeout, nccl)
         if self.patience or self.peers:
             Thread(target=self._watch, name="megalite-watchdog", daemon=True).start()
         return self
@@ -109,7 +112,7 @@ class Watchdog:
         verdict = peers.look()
         if verdict is None:
             self._lost_since.clear()
-            if self._awaits() and stood >= self.timeout + MARGIN_S:
+            if self._awaits() and stood >= self._limits[1]:
                 _, peer, _ = self.activity.communication or ("", None, 0.0)
                 self._end(peers.origin(peer), f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}")
             return
@@ -123,7 +126,7 @@ class Watchdog:
         silent = monotonic() - self._lost_since[verdict.rank]
         if self._over.is_set():
             return
-        if silent >= self.timeout or (self._decided_since is not None and monotonic() - self._decided_since >= END_S):
+        if silent >= self._limits[0] or (self._decided_since is not None and monotonic() - self._decided_since >= END_S):
             self._end(peers.agree(verdict), f"ends, in {described(self._place())}")
 
     def _awaits(self) -> bool:
@@ -192,14 +195,20 @@ class Watchdog:
             _write_flight_record(self.directory / f"collectives_{self.rank:05d}.json")
 
 
-def _meet(mesh: Mesh, place: Callable[[], dict[str, Any]]) -> Peers:
+def limits(timeout: float, nccl: bool) -> tuple[float, float]:
+    """Seconds until this process ends because another one is silent, and because it makes no progress itself."""
+    return (NCCL_SHARE * timeout, NCCL_SHARE * timeout) if nccl else (timeout, timeout + MARGIN_S)
+
+
+def _meet(mesh: Mesh, place: Callable[[], dict[str, Any]]) -> tuple[Peers, bool]:
+    """Meet the other ranks. Returns them, and whether they communicate over NCCL."""
     import torch.distributed as dist
 
     from megalite.launch.peers import Peers
 
     store = dist.distributed_c10d._get_default_store()
     held = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0  # without an agent, rank 0 holds it
-    return Peers(store, mesh.rank, mesh.world.size, place, held)
+    return Peers(store, mesh.rank, mesh.world.size, place, held), dist.get_backend() == "nccl"
 
 
 def _abort() -> None:
