@@ -29,9 +29,12 @@ quick: install ## the tests to run after each edit, under 90 seconds on two core
 	cd tests/distributed && OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest $(QUICK_PROOFS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks" -n 2 --dist loadfile $(addprefix tests/,$(QUICK_ROOMS))
 
-# One of three processes runs the tests on ranks, which leave a part of both cores to the others while they wait for each other.
-test: lint ## lint and every test, at most ten minutes on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+# Ranks leave a part of both cores unused while they wait for each other: the tests without ranks run meanwhile, and are shown at the end.
+test: lint ## lint and every test
+	@export OMP_NUM_THREADS=1; \
+	$(BIN)/python -m pytest -m "not ranks and not manual" -n 2 --dist loadfile --no-loadscope-reorder > $(VENV)/rest.log 2>&1 & rest=$$!; \
+	$(BIN)/python -m pytest -m ranks; status=$$?; \
+	wait $$rest || status=1; cat $(VENV)/rest.log; exit $$status
 
 # Every command of the pages in docs/, as written there: 4 minutes on two cores.
 test-manual: install ## the commands of the manual

@@ -32,25 +32,16 @@ settings.register_profile("any machine", deadline=None)  # an example's time dep
 settings.load_profile("any machine")
 
 
-FIRST = ("ranks", "tests/test_kills.py")  # they take longest, and leave processors idle that others can use
+LONGEST = "test_kills.py"  # it waits more than it computes: started first, it leaves processors to others
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process runs all tests on ranks, which share a pool; of the others, one process runs those of a file."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else ()
-        group = item.nodeid.partition("::")[0]
         if "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in parameters:  # the fixture
             item.add_marker("ranks")
-            group = "ranks"
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=_place)
-
-
-def _place(item: pytest.Item) -> int:
-    marker = item.get_closest_marker("xdist_group")
-    return FIRST.index(marker.args[0]) if marker is not None and marker.args[0] in FIRST else len(FIRST)
+    items.sort(key=lambda item: item.path.name != LONGEST)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -107,4 +107,4 @@ def test_amounts_and_durations_are_readable():
 
 
 def test_a_save_or_a_load_that_takes_long_tells_its_rate():
-    assert rate(12_000_000_000, 6.0) == ", 12.00 GB at 2.00 GB/s" and rate(12_000_000_000, 4.9) == ""
+    assert rate(12_000_000_000, 6.0) == ", 12,000.0 MB at 2,000.00 MB/s" and rate(12_000_000_000, 4.9) == ""

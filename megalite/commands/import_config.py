@@ -74,7 +74,8 @@ def positive(text: str) -> int:
 def read(file: str, project: str | None = None) -> Any:
     """A file's content, by its ending or, on stdin, by what it looks like. Raises ConfigError if it cannot be read."""
     path = Path(file)
-    if is_command(file):
+    script = project in (None, "megatron")
+    if script and is_command(file):
         return megatron.parse(file)
     try:
         text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8")
@@ -82,7 +83,7 @@ def read(file: str, project: str | None = None) -> Any:
         raise ConfigError(f"FILE = {file} can not be read: {error.strerror}. Give the path of a configuration.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"FILE = {file} can not be read: it is not UTF-8 text. Give the path of a configuration.") from None
-    if project == "megatron" or path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)):
+    if project == "megatron" or (script and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))):
         return megatron.parse(text)
     try:
         if path.suffix == ".json" or text.lstrip().startswith("{"):
@@ -96,8 +97,9 @@ def read(file: str, project: str | None = None) -> Any:
 
 
 def is_command(text: str) -> bool:
-    """Whether a text is a command line or a script, and not a path or a configuration."""
-    return text.startswith("#!") or bool(re.search(r"(^|\s)--[\w-]+(\s|=)", text))
+    """Whether a text is a command line or a script, and not a path or a configuration, whose comments may have options."""
+    without_comments = re.sub(r"(^|\s)#.*", "", text)
+    return text.startswith("#!") or bool(re.search(r"(^|\s)--[A-Za-z][\w-]*(\s|=)", without_comments))
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megalite.commands.parser import Parser, as_name, as_path, positive, write_whole
+from megalite.commands.parser import Parser, as_name, as_path, as_tokens, positive, write_whole
 from megalite.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -62,18 +62,24 @@ def parser() -> Parser:
         help="preset, configuration, run, checkpoint, Hugging Face directory or org/name",
     )
     add("--weights", action="store_true", help="start from the model's weights (default: random weights)")
-    add("--data", type=as_name, metavar="PREFIX", help="token file to train on; it need not exist yet (default data/train)")
+    add(
+        "--data",
+        type=as_name,
+        metavar="PREFIX",
+        help="token file to train on; it need not exist yet (default: the configuration's own, or data/train)",
+    )
     add("--gpus", type=int, metavar="N", help="number of GPUs; 0: one process on the CPU (default: the GPUs of this machine)")
     add("--gpu", type=as_name, metavar="NAME|FILE", help="kind of GPU, as for plan (default: this machine's)")
     add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
-    add(
+    length = made.add_mutually_exclusive_group()
+    length.add_argument(
         "--tokens",
-        type=float,
+        type=as_tokens,
         metavar="T",
-        help="tokens to train on, for example 10e9 (default: one epoch of the data, or 20 per parameter)",
+        help="tokens to train on, for example 20B (default: one epoch of the data, or 20 per parameter)",
     )
-    add("--steps", type=positive, metavar="N", help="steps to train, instead of --tokens")
+    length.add_argument("--steps", type=positive, metavar="N", help="steps to train, instead of --tokens")
     add("--output", type=as_path, default=Path("run.yaml"), metavar="FILE", help="file to write (default run.yaml)")
     add("--force", action="store_true", help="replace FILE if it exists")
     add("--json", action="store_true", help="print only one JSON object on stdout, and ask nothing")
@@ -95,7 +101,7 @@ def complete(options: argparse.Namespace) -> None:
 
         print(f"Presets: {', '.join(presets())}; or a configuration, a Hugging Face directory, or org/name.")
         options.source = ask("Model", "llama-3.2-1b" if found else "tiny")
-    if options.data is None:
+    if options.data is None and not has_data(options.source):
         options.data = ask("Token file (PREFIX of prepare's --output)", "data/train") if asks else "data/train"
     if options.gpus is None:
         options.gpus = ask("GPUs", len(found)) if asks else len(found)
@@ -103,6 +109,14 @@ def complete(options: argparse.Namespace) -> None:
         raise ConfigError(f"--gpus {options.gpus} is negative. Give the number of GPUs, or 0 for the CPU.")
     if options.gpu is None and options.gpus:
         options.gpu = kind_of_gpu(found[0].name if found else None, asks)
+
+
+def has_data(source: str) -> bool:
+    """Whether a model's name is that of a configuration that names its training data."""
+    from megalite.commands.models import find_model, options_in
+
+    named = find_model(source, "shape", "--from")
+    return named is not None and named.kind == "configuration" and bool(options_in(named.name, "--from").get("data.train"))
 
 
 def ask(question: str, default: Value) -> Value:
@@ -136,18 +150,23 @@ def check_output(options: argparse.Namespace) -> None:
 def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     """What the options ask for. Raises ConfigError for a model that cannot be read."""
     from megalite.commands.models import config_of, find_model, weights_of
+    from megalite.planning.configuring import check_planned_for
     from megalite.planning.starting import Wanted
 
-    sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
-    base = config_of(options.source, max(1, options.gpus), "--from", sizes=sizes)
+    replacing = {
+        **{"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size},
+        **{"data.train": options.data, "train.tokens": options.tokens, "train.steps": options.steps},
+    }
+    base = config_of(options.source, max(1, options.gpus), "--from", replacing=replacing, precision=None)
     named = find_model(options.source, "shape", "--from")
     assert named is not None, "config_of has found it"
     if named.kind == "checkpoint":
         base = Config(model=base.model)
+    check_planned_for(base)
     base.model.init_from = base.model.init_from if named.kind == "configuration" else None
     asked = (options.sequence_length, options.global_batch_size, options.tokens, options.steps)
     return Wanted(
-        base, named.kind == "configuration", options.gpus, device_of(options), options.output.stem, options.data,
+        base, named.kind == "configuration", options.gpus, device_of(options), options.output.stem, options.data or base.data.train,
         weights_of(options.source, "--from") if options.weights else None, *asked,
     ), named  # fmt: skip
 
@@ -172,19 +191,31 @@ def text_of(options: argparse.Namespace, wanted: Wanted, config: Config, plan: P
     if wanted.gpus:
         heading += f"Predicted: {plan.step.total:.3g} s per step, {explaining.amount(plan.memory.total)} on the fullest rank.\n"
     heading += f"Written by megalite init; a comment is the first sentence of `megalite train --help`.\n\n  {start(options, wanted)}"
-    source = options.source.removeprefix("hf:")
-    hub = named.kind == "huggingface" and source != named.name and not Path(source).exists()
-    replaced = {"model.from_hf": source} if hub else {}
-    if hub and options.weights:
-        replaced["model.init_from"] = f"hf:{source}"
-    return commented(config, heading, replaced)
+    return commented(config, heading, names_of_hub(options, named))
+
+
+def names_of_hub(options: argparse.Namespace, named: NamedModel) -> dict[str, str]:
+    """Options that were given as a name of the Hub, and have become a directory of its cache → the name."""
+    from megalite.commands.models import options_in
+    from megalite.config import hub
+
+    if named.kind == "configuration":
+        shape = options_in(named.name, "--from").get("model.from_hf")
+        name = str(shape or "").removeprefix("hf:")
+        return {"model.from_hf": name} if hub.is_id(name) else {}
+    name = options.source.removeprefix("hf:")
+    if named.kind != "huggingface" or name == named.name or Path(name).exists():
+        return {}
+    return {"model.from_hf": name} | ({"model.init_from": f"hf:{name}"} if options.weights else {})
 
 
 def start(options: argparse.Namespace, wanted: Wanted) -> str:
     """The command that starts the run."""
+    from megalite.planning.configuring import nodes_for
+
     file, node = shlex.quote(str(options.output)), wanted.device.per_node
     if wanted.gpus > node:
-        nodes = -(-wanted.gpus // node)
+        nodes = nodes_for(wanted.gpus, node)
         rendezvous = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500"
         return f"torchrun {rendezvous} --nproc-per-node {wanted.gpus // nodes} -m megalite train --config {file}"
     return f"megalite train {f'--nproc {wanted.gpus} ' if wanted.gpus > 1 else ''}--config {file}"
@@ -192,21 +223,27 @@ def start(options: argparse.Namespace, wanted: Wanted) -> str:
 
 def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan) -> None:
     """Print what was written, and the next commands."""
+    from megalite.config.token_files import prefixes
     from megalite.planning.explaining import as_json, described
     from megalite.planning.step import Job
 
     steps: list[str] = []
-    if not Path(f"{options.data}.idx").is_file():
+    missing = [prefix for prefix in prefixes(config.data.train) if not Path(f"{prefix}.idx").is_file()]
+    if missing:
         vocabulary = (
             f"--train_tokenizer {config.model.vocab_size}" if config.model.from_hf is None else f"--tokenizer {config.model.from_hf}"
         )
-        steps.append(f"megalite prepare --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(options.data)}")
+        steps += [f"megalite prepare --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(prefix)}" for prefix in missing]
     steps += [f"megalite train --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
     if options.json:
         job = Job(config.model, wanted.device, config.data.sequence_length, config.train.global_batch_size, config.train.precision)
         print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps}))
         return
     tokens = config.train.global_batch_size * config.data.sequence_length
-    length = f"{config.train.steps:,} steps" if config.train.epochs is None else f"{config.train.epochs:g} epochs in steps"
+    length = (
+        f"{config.train.steps:,} steps"
+        if config.train.epochs is None
+        else f"{config.train.epochs:g} epoch{'s' * (config.train.epochs != 1)} in steps"
+    )
     print(f"{options.output} is written: {described(plan.choice)}; {length} of {tokens:,} tokens.")
     print("Next:", *(f"  {line}" for line in steps), sep="\n")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megalite.config import hub
 from megalite.config.families import from_hf_config, hf_config
-from megalite.config.load import Arguments, config_file, from_dict, nest, read_tree, resolve, shipped_configs
+from megalite.config.load import Arguments, config_file, flatten, from_dict, nest, read_tree, resolve, shipped_configs
 from megalite.config.presets import presets
 from megalite.config.rule import is_checkpoint, nearest_name
 from megalite.config.schema import Config, ConfigError
@@ -70,13 +70,22 @@ def _hf_directory(directory: str, option: str, given: str) -> str:
     return directory
 
 
-def config_of(given: str, world_size: int, option: str = "--model", *, sizes: Mapping[str, int | None] | None = None) -> Config:
+def config_of(
+    given: str,
+    world_size: int,
+    option: str = "--model",
+    *,
+    replacing: Mapping[str, int | str | None] | None = None,
+    precision: str | None = "bf16",
+) -> Config:
     """The configuration that a name stands for: all options of a configuration or run; of others, the model.
 
     Args:
         world_size: the number of ranks.
         option: where the name was given, for messages.
-        sizes: options that replace those of a configuration, such as data.sequence_length; its number of tokens counts steps of that size.
+        replacing: options that replace those of a configuration, such as data.sequence_length; its number of tokens counts steps of that
+            size.
+        precision: train.precision where the configuration has none; None: the option's default.
 
     Raises:
         ConfigError: there is no such model, or it cannot be read.
@@ -88,16 +97,22 @@ def config_of(given: str, world_size: int, option: str = "--model", *, sizes: Ma
         raise ConfigError(f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}. Nearest: {nearest}.")
     if found.kind == "checkpoint":
         return _of_checkpoint(Path(found.name))
-    replaced = {name: str(size) for name, size in (sizes or {}).items() if size is not None}
-    default = {"train.precision": "bf16"}
+    replaced = {name: str(value) for name, value in (replacing or {}).items() if value is not None}
+    default = {} if precision is None else {"train.precision": precision}
     if found.kind == "config.json":
         shape = {f"model.{key}": value for key, value in from_hf_config(_json(Path(found.name), option)).items()}
         return from_dict(nest({**shape, **default}))
     if found.kind == "configuration":
-        said = "precision" in ((read_tree(found.name, option) or {}).get("train") or {})
+        said = "train.precision" in options_in(found.name, option)
         return resolve(Arguments([found.name], replaced | ({} if said else default)), world_size, weights=False)
     key = "model.preset" if found.kind == "preset" else "model.from_hf"
     return resolve(Arguments(overrides={key: found.name, **default, **replaced}), world_size)
+
+
+def options_in(file: str, option: str) -> dict[str, Any]:
+    """The options that a configuration file sets, section.key → value. Raises ConfigError if it can not be read."""
+    tree = read_tree(file, option)
+    return {} if tree is None else flatten(tree, f"in {file}")
 
 
 def _of_checkpoint(path: Path) -> Config:

@@ -22,7 +22,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planning import explaining
-from megalite.planning.configuring import broken_rule, configured, to_yaml
+from megalite.planning.configuring import broken_rule, check_planned_for, configured, nodes_for, to_yaml
 from megalite.planning.hardware import Device, HardwareError, find, known_devices
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
@@ -119,12 +119,8 @@ def base_config(options: argparse.Namespace) -> Config:
     from megalite.commands.models import config_of
 
     sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
-    config = config_of(options.model, options.gpus or 1, sizes=sizes)
-    if config.lora.rank:
-        raise ConfigError(
-            f"lora.rank = {config.lora.rank} is not planned for: the planner models training of all weights. "
-            f"Use megalite train --dry_run for the memory of a layout with adapters."
-        )
+    config = config_of(options.model, options.gpus or 1, replacing=sizes)
+    check_planned_for(config)
     if options.vocab_size is not None:
         config.model.vocab_size = options.vocab_size
     if config.model.vocab_size is None:
@@ -168,7 +164,8 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
 def check_alone(base: Config, recompute: str | None) -> None:
     """Raise ConfigError for errors that no layout can avoid: in the model, the sequence length or the recomputation mode."""
     config = from_dict(asdict(base))
-    config.parallel.dp, config.train.micro_batch_size, config.train.recompute = 1, 1, recompute or "none"
+    config.parallel = replace(config.parallel, tp=1, pp=1, dp=1, cp=1, dp_shard=None, virtual_stages=None, schedule="1f1b")
+    config.train.micro_batch_size, config.train.recompute = 1, recompute or "none"
     if (message := broken_rule(config, 1)) is not None:
         raise ConfigError(message)
 
@@ -205,7 +202,7 @@ def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sente
 def heading(search: Search, plan: Plan, path: Path) -> str:
     """The heading of the written file."""
     job = search.job
-    nodes = next(count for count in range(math.ceil(search.gpus / job.device.per_node), search.gpus + 1) if search.gpus % count == 0)
+    nodes = nodes_for(search.gpus, job.device.per_node)
     start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500 " if nodes > 1 else ""
     return (
         f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"

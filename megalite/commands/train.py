@@ -60,6 +60,9 @@ def main() -> int:
     except failures as error:  # a checkpoint that this run must not continue is found alike by every rank
         agreed = isinstance(error, ConfigError | CheckpointError)
         end_run(error, config, device, mesh, job, ExitStatus.CONFIGURATION if agreed else None)
+    except Exception as error:
+        report_unexpected(error, config, mesh, job)
+        raise
     job.running()
     try:
         announce(trainer, remarks + notes)
@@ -70,11 +73,16 @@ def main() -> int:
         agreed = isinstance(error, CheckpointError | FaultLimit)
         end_run(error, config, device, mesh, job, ExitStatus.FAILED if agreed else None)
     except Exception as error:  # a fault of ours, or one of the device: its traceback is wanted
-        job.end(ExitStatus.FAILED, str(error))
-        report_crash(f"{type(error).__name__}: {error}", config, mesh, job, traceback.format_exc())
+        report_unexpected(error, config, mesh, job)
         raise
     job.end(status)
     return process_status(status)
+
+
+def report_unexpected(error: Exception, config: Config, mesh: Mesh, job: Job) -> None:
+    """Leave what is known of an error that is being handled and has no message for the user."""
+    job.end(ExitStatus.FAILED, str(error))
+    report_crash(f"{type(error).__name__}: {error}", config, mesh, job, traceback.format_exc())
 
 
 def check_run(config: Config, device: torch.device) -> tuple[Device | None, list[str]]:

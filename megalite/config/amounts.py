@@ -32,14 +32,26 @@ _BYTES |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
 def count(text: str) -> int | None:
     """The whole number of 10B, 1.5e9, 300M or 20k; None if it is not one."""
     match = _COUNT.fullmatch(text.strip().replace("_", ""))
-    value = Fraction(match[1]) * _THOUSANDS[match[2].lower()] if match else None
-    return int(value) if value is not None and value.denominator == 1 else None
+    number = _exact(match[1]) if match else None
+    if match is None or number is None:
+        return None
+    value = number * _THOUSANDS[match[2].lower()]
+    return int(value) if value.denominator == 1 else None
+
+
+def _exact(number: str) -> Fraction | None:
+    """The number; None for one that a float can not hold, such as 1e400, of which a Fraction would be of any length."""
+    value = float(number)
+    if not math.isfinite(value) or (value == 0 and re.search("[1-9]", number.lower().partition("e")[0])):
+        return None
+    return Fraction(number)
 
 
 def byte_size(text: str) -> int | None:
     """Bytes of 5GB, 512MB, 1GiB or a plain number; None if it is not a size."""
     match = _SIZE.fullmatch(text.strip())
-    return int(Fraction(match[1]) * _BYTES[(match[2] or "b").lower()]) if match else None
+    number = _exact(match[1]) if match else None
+    return int(number * _BYTES[(match[2] or "b").lower()]) if match and number is not None else None
 
 
 def duration_seconds(text: str) -> int | None:
@@ -54,7 +66,13 @@ def duration_seconds(text: str) -> int | None:
 def percentage(text: str) -> Fraction | None:
     """5% as a fraction; None if it is not a percentage."""
     match = _PERCENT.fullmatch(text.strip())
-    return Fraction(match[1]) / 100 if match else None
+    number = _exact(match[1]) if match else None
+    return None if number is None else number / 100
+
+
+def share_text(value: Any) -> Any:
+    """A share of the steps as it is written, 5%; anything else as it is."""
+    return f"{float(100 * value):.15g}%" if isinstance(value, Fraction) else value
 
 
 def _steps_or_share(text: str) -> int | Fraction | None:
@@ -62,8 +80,8 @@ def _steps_or_share(text: str) -> int | Fraction | None:
     if (share := percentage(text)) is not None:
         return share
     match = _COUNT.fullmatch(text.strip())
-    if match is not None and not match[2] and 0 < Fraction(match[1]) < 1:
-        return Fraction(match[1])
+    if match is not None and not match[2] and (number := _exact(match[1])) is not None and 0 < number < 1:
+        return number
     return count(text)
 
 
@@ -134,8 +152,8 @@ def on_top(given: dict[str, Any], later: dict[str, Any], source: str) -> dict[st
 def resolve_steps(config: Config) -> None:
     """Replace train.tokens or train.epochs by train.steps, and a share of the steps by their number.
 
-    Rounds up. What can not be resolved because another option is wrong, or because the training data is not there, is left as it is: the
-    rules say why. Raises DataError if the data is damaged.
+    Rounds up. What can not be resolved because another option is wrong, or because the training data is not there, is left as it is, a
+    share of unknown steps as a Fraction: the rules say why. Raises DataError if the data is damaged.
     """
     train, optimizer = config.train, config.optimizer
     sizes = min(train.global_batch_size, config.data.sequence_length)
@@ -148,7 +166,7 @@ def resolve_steps(config: Config) -> None:
         train.steps = math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data) / train.global_batch_size)
         train.epochs = None
     warmup: Any = optimizer.warmup_steps
-    if isinstance(warmup, Fraction):
+    if isinstance(warmup, Fraction) and train.epochs is None:
         optimizer.warmup_steps = math.ceil(warmup * train.steps)
 
 

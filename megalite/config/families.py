@@ -40,6 +40,8 @@ class Family:
     """Other fields of its config.json, which `computed` reads or which have no influence on pretraining."""
     rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
     """Types of rotary scaling that transformers supports for it."""
+    multimodal: str | None = None
+    """model_type of the multimodal model whose text_config is of this family."""
 
     @property
     def rope(self) -> bool:
@@ -83,7 +85,10 @@ def hf_shape(directory: str) -> dict[str, Any]:
 
 
 def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any]:
-    """The config.json of a Hugging Face model's directory, or another JSON file there. Raises ConfigError if it cannot be read."""
+    """The config.json of a Hugging Face model's directory, or another JSON file there; of a multimodal model, that of its language model.
+
+    Raises ConfigError if it cannot be read.
+    """
     path = Path(directory) / name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -93,7 +98,18 @@ def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any
         raise ConfigError(f"{path} is not a JSON object: {error}.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object: it holds {show(content)[:40]}.")
-    return content
+    return _language_model(content)
+
+
+def _language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a multimodal model's language model, with the token ids of the whole; another model's as it is."""
+    known, inner = families(), config.get("text_config")
+    if not isinstance(inner, dict):
+        return config
+    row = known.rows.get(inner.get("model_type", ""))
+    if row is None or row.multimodal != config.get("model_type"):
+        return config
+    return inner | {name: config[name] for name in known.kept & config.keys() if config[name] is not None}
 
 
 def _local_layers(given: dict[str, Any]) -> list[int]:
@@ -157,7 +173,7 @@ def _refuse(name: str, value: Any, why: str) -> ConfigError:
 
 def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field that is not handled."""
-    known = families()
+    known, config = families(), _language_model(config)
     family = known.rows.get(config.get("model_type", ""))
     if family is None:
         raise _refuse("model_type", config.get("model_type"), f"is not handled. Legal values: {', '.join(known.rows)}.")

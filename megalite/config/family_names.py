@@ -24,6 +24,7 @@ class Names:
         grouped: the module that holds queries, keys and values by key-value head: its queries, its keys, its values, then the next head's.
         interleaved: rotary embeddings rotate neighbouring channels.
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
+        multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other parts, which are not read.
     """
 
     ends: dict[str, str]
@@ -34,6 +35,7 @@ class Names:
     grouped: str | None = None
     interleaved: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    multimodal: tuple[str, tuple[str, ...]] | None = None
 
 
 _ENDS = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
@@ -78,7 +80,12 @@ FAMILY_NAMES = {
     "qwen3": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM),
     **dict.fromkeys(("olmo2", "olmo3"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)),
     "gemma2": Names(_ENDS, "model.layers", _LINEARS | _AROUND),
-    "gemma3_text": Names(_ENDS, "model.layers", _LINEARS | _AROUND | _QK_NORM),
+    "gemma3_text": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _AROUND | _QK_NORM,
+        multimodal=("language_model.", ("vision_tower.", "multi_modal_projector.")),
+    ),
     **dict.fromkeys(("cohere", "cohere2"), Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM, interleaved=True)),
     "stablelm": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _STABLELM_NORM),
     "starcoder2": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}),

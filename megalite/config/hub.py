@@ -1,7 +1,8 @@
 """Models of the Hugging Face Hub: `org/name` where a Hugging Face directory is expected. Imports no torch.
 
 What is complete in the Hub's cache is used as it is, with or without a network; the rest is fetched into the cache. On each node local
-rank 0 fetches, and the other ranks wait for its files.
+rank 0 fetches, and the other ranks wait until it has finished. An interrupted download leaves a mark beside its lock, and is resumed where
+there is a network.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megalite.config.schema import ConfigError
 
 Part = Literal["shape", "tokenizer", "weights"]
 """What is needed of a model; the weights include the other two."""
-ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
 CONFIG = ("config.json", "generation_config.json")
 TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "spiece.model")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
@@ -33,12 +34,14 @@ PATTERNS: dict[Part, tuple[str, ...]] = {
     "tokenizer": (*CONFIG, *TOKENIZER),
     "weights": (*CONFIG, *TOKENIZER, *WEIGHTS),
 }
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """A tokenizer has one of these files."""
 FILES = (".model", ".json", ".yaml", ".yml")
 """What ends so is a path."""
 PROBE_S = 4.0
 """Seconds in which the Hub must answer once before anything is asked of it: its library tries for much longer."""
+UNFINISHED = "unfinished"
+"""Ending of the mark of a download that is under way or was interrupted."""
 PATIENCE_S = 30.0
 """Seconds that other local ranks wait for a download to begin."""
 
@@ -61,9 +64,9 @@ def directory(name: str, part: Part, shown: str = "") -> str:
     """
     if not is_id(name):
         return name
-    if (found := cached(name, part)) is not None:
+    if (found := cached(name, part)) is not None and not _is_unfinished(name):
         return str(found)
-    if Path(name).parent.is_dir():
+    if found is None and Path(name).parent.is_dir():
         return name
     return str(_fetched(name, part, shown or name))
 
@@ -120,23 +123,38 @@ def _has_shards(index: Path) -> bool:
     return True
 
 
+def _note(name: str, ending: str) -> Path:
+    """A file of ours about a repository, in the Hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / ".locks" / f"megalite--{name.replace('/', '--')}.{ending}"
+
+
+def _is_unfinished(name: str) -> bool:
+    """Whether a download of a repository is under way, or was interrupted and can be resumed: single files of it look complete."""
+    return _note(name, UNFINISHED).exists() and online()
+
+
 def _fetched(name: str, part: Part, shown: str) -> Path:
     """Fetch a repository, or wait until local rank 0 has. shown: what messages begin with. Raises ConfigError."""
     try:
         from filelock import FileLock
-        from huggingface_hub import constants
+
+        lock, unfinished = _note(name, "lock"), _note(name, UNFINISHED)
     except ImportError:
         raise ConfigError(
             f"{shown} is no directory here, and a model of the Hugging Face Hub needs a package: pip install huggingface_hub."
         ) from None
-    lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"megalite--{name.replace('/', '--')}.lock"
     with suppress(OSError):  # the download itself says what is wrong with the cache
         lock.parent.mkdir(parents=True, exist_ok=True)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         _await(name, part, lock)
     elif online():
         with FileLock(lock):
-            _download(name, part, shown)
+            if cached(name, part) is None or unfinished.exists():  # another run may have fetched it meanwhile
+                unfinished.touch()
+                _download(name, part, shown)
+                unfinished.unlink(missing_ok=True)
     if (found := cached(name, part)) is not None:
         return found
     raise ConfigError(f"{shown} {_missing(name, part)} {_way_out(name)}")
@@ -161,7 +179,7 @@ def _await(name: str, part: Part, lock: Path) -> None:
     from filelock import FileLock, Timeout
 
     end = time.monotonic() + PATIENCE_S
-    while cached(name, part) is None and time.monotonic() < end:
+    while (cached(name, part) is None or _is_unfinished(name)) and time.monotonic() < end:
         try:
             with FileLock(lock, timeout=0):
                 pass
@@ -175,7 +193,15 @@ def _missing(name: str, part: Part) -> str:
         state = "is neither a directory here nor in the cache of the Hugging Face Hub"
     else:
         state = f"is in the cache of the Hugging Face Hub without its {'weights in safetensors' if part == 'weights' else part}"
-    return f"{state}." if online() else f"{state}, and the Hub can not be reached{' (HF_HUB_OFFLINE is set)' if _is_offline() else ''}."
+    return f"{state}." if online() else f"{state}, and the Hub can not be reached{_reason()}."
+
+
+def _reason() -> str:
+    """Why the Hub can not be reached, as far as the environment says it."""
+    if _is_offline():
+        return " (HF_HUB_OFFLINE is set)"
+    endpoint = os.environ.get("HF_ENDPOINT")
+    return f" (HF_ENDPOINT = {endpoint})" if endpoint else ""
 
 
 def _way_out(name: str) -> str:
@@ -196,8 +222,8 @@ def online() -> bool:
     answered = Event()
 
     def ask() -> None:
-        request = urllib.request.Request(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", method="HEAD")
         try:
+            request = urllib.request.Request(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", method="HEAD")
             urllib.request.urlopen(request, timeout=PROBE_S).close()
             answered.set()
         except urllib.error.HTTPError:

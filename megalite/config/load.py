@@ -129,7 +129,7 @@ def _is_local_rank_0() -> bool:
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Section → key → value, as plain data for JSON and YAML."""
-    return asdict(config)
+    return {name: {key: amounts.share_text(value) for key, value in section.items()} for name, section in asdict(config).items()}
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
@@ -426,6 +426,9 @@ def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, 
     argv = [f"--{option}={word}" for option, word in values.items()]
     try:
         parsed = parser.parse_args(argv, defaults=False) if words else parser.parse_object(nest(values), defaults=False)
+    except OverflowError:  # an integer that no float holds, where a float is expected
+        option = next(option for option, value in values.items() if re.fullmatch(r"[-+]?\d{300,}", str(value)))
+        raise ConfigError(wrong_type(option, values[option], source)) from None
     except (ArgumentError, TypeError, ValueError) as error:
         option = next((option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None)
         raise ConfigError(wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}") from None

@@ -1,6 +1,7 @@
 """Rules of the configuration and their messages; the rules themselves are in rules/."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -24,6 +25,11 @@ class RuleContext(Config):
     @property
     def dims(self) -> ParallelDims:
         return ParallelDims.of(self, self.world_size)
+
+    @property
+    def known_steps(self) -> float:
+        """train.steps; infinite for a number of epochs of data that is not there, with which it is only the default."""
+        return self.train.steps if self.train.epochs is None else math.inf
 
 
 Text = str | Callable[[RuleContext], str]

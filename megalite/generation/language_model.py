@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from megalite_kernels.rotary import rotary_tables
 from torch import Tensor
 
 from megalite.batch import Microbatch
@@ -108,7 +109,7 @@ class LanguageModel:
         """Logits of the token after each row, whose last token has not been read yet; moves the starts of rows that are too long now."""
         lengths = [len(row) - start for row, start in zip(rows, starts, strict=True)]
         longrope = self.config.model.longrope_context
-        outdated = longrope is not None and max(lengths) == longrope + 1  # the cached keys have the factors of shorter sequences
+        outdated = longrope is not None and longrope + 1 in lengths  # that row's cached keys have the factors of shorter sequences
         if max(lengths) <= self.longest and not outdated:
             return self.extend(cache, [row[-1] for row in rows], [length - 1 for length in lengths])
         for number, length in enumerate(lengths):
@@ -137,7 +138,7 @@ class LanguageModel:
         read, where = torch.tensor([[tokens], [positions]], device=self.device)  # [1, rows] each
         microbatch = Microbatch(read, read, where, self._samples(len(tokens)))
         cache.begin_tokens(list(positions))
-        state = self._stage.forward_state(microbatch, step=0, training=False)
+        state = self._state(microbatch, [position + 1 for position in positions])
         x = self._activations(microbatch.tokens, CachedState(**vars(state), cache=cache))
         return None if x is None else self._logits(x)[0]
 
@@ -193,8 +194,19 @@ class LanguageModel:
         longrope = self.config.model.longrope_context
         length = min(padded(longest), self.longest, longrope if longrope is not None and longest <= longrope else self.longest)
         tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device).t().contiguous()
-        microbatch = Microbatch.of(tokens, tokens, self._samples(len(rows)))
-        return tokens, self._stage.forward_state(microbatch, step=0, training=False)
+        return tokens, self._state(Microbatch.of(tokens, tokens, self._samples(len(rows))), [len(row) for row in rows])
+
+    def _state(self, microbatch: Microbatch, lengths: list[int]) -> ForwardState:
+        """What a forward pass needs. Under LongRoPE each row has the factors of its own length, as if it were alone."""
+        state, model = self._stage.forward_state(microbatch, step=0, training=False), self.config.model
+        longer = [model.longrope_context is not None and length > model.longrope_context for length in lengths]
+        if any(longer) and not all(longer):
+            positions = microbatch.positions.expand(-1, len(lengths))  # [seq, rows]
+            shape = (model.head_size, model.rope_theta, model.rope_scaling, self._stage.dtype, self.device, model.rotary_dim)
+            short, long = (rotary_tables(positions, *shape, length=length) for length in (min(lengths), max(lengths)))
+            which = torch.tensor(longer, device=self.device)[:, None]
+            state.rotary = torch.where(which, long[0], short[0]), torch.where(which, long[1], short[1])
+        return state
 
     def _samples(self, rows: int) -> Tensor:
         """Placeholders for the sample indices, the keys of dropout: inference has no dropout."""

@@ -28,7 +28,7 @@ from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
 from megalite.config.families import families, from_hf_config, hf_config
-from megalite.config.family_names import FAMILY_NAMES, names_of
+from megalite.config.family_names import FAMILY_NAMES, Names, names_of
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import RuleContext, show
 from megalite.config.rules import model as model_rules
@@ -99,20 +99,16 @@ def _check(model: ModelConfig) -> None:
 
 def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -> dict[str, Place]:
     """The places with the stored names. Raises ConversionError naming tensors that are missing, of another shape, or unknown."""
-    names, base = FAMILY_NAMES[family], FAMILY_NAMES[family].base
-    head = f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight"
-    bare = not any(name.startswith(base) for name in weights)  # files of a model without its head do not have the prefix
-
-    def stored(name: str) -> str:
-        return name.removeprefix(base) if bare else name
-
+    names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
+    head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
+    other_parts = names.multimodal[1] if names.multimodal and stored("") else ()  # of a file in which names have a prefix
     expected = {stored(theirs): shape for place in found.values() for theirs, shape in place.tensors.items()}
     problems = [f"{name} is missing" for name in expected if name not in weights]
     for name in weights:
         shape = weights.shape(name)
         if name in expected and shape != expected[name]:
             problems.append(f"{name} is {list(shape)}, and config.json says {list(expected[name])}")
-        elif name not in expected and not name.endswith(names.ignored) and not (tied and name == head):
+        elif name not in expected and not (name.endswith(names.ignored) or name.startswith(other_parts) or (tied and name == head)):
             problems.append(f"{name} has no place in a {family} model")
     if problems:
         more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
@@ -120,6 +116,16 @@ def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -
     if tied and head in weights and not torch.equal(weights[head], weights[stored(found["embedding.weight"].theirs)]):
         raise ConversionError(f"{weights.directory}: {head} is not the embedding, though config.json says tie_word_embeddings")
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
+
+
+def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
+    """The function from a family's name of a tensor to the stored name."""
+    whole = names.multimodal[0] if names.multimodal else ""
+    if whole and any(name.startswith(whole) for name in weights):
+        return lambda name: f"{whole}{name}"
+    if any(name.startswith(names.base) for name in weights):
+        return lambda name: name
+    return lambda name: name.removeprefix(names.base)  # files of a model without its head
 
 
 # ---- start of a run

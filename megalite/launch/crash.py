@@ -85,8 +85,8 @@ def launcher_failed(config: Config, first: int, reason: str, *, ends: Mapping[in
         known = {part.rank for part in _parts(directory, since)}
         for rank, end in ends.items():
             if rank not in known:
-                _write_part(directory, Part(rank, end, lines=log_of(logs, rank)[-MOST_LINES:]))
-        _compose(config, since, first, reason)
+                _write_part(directory, Part(rank, end, lines=log_of(logs, rank)[-MOST_LINES:]), always=rank == first)
+        _compose(config, since, _first_of_all_nodes(_parts(directory, since), first), reason)
         say(f"{directory / FILE} has what is known about it")
 
     best_effort(write)
@@ -114,11 +114,19 @@ def set_aside(directory: Path) -> None:
 # ---- parts
 
 
-def _write_part(directory: Path, part: Part) -> None:
+def _first_of_all_nodes(parts: Sequence[Part], first: int) -> int:
+    """The rank that failed first: that of this node, unless another node's part is older than it."""
+    own = next((part for part in parts if part.rank == first), None)
+    elsewhere = [part for part in parts if own is not None and part.host != own.host and part.written < own.written]
+    return elsewhere[0].rank if elsewhere else first
+
+
+def _write_part(directory: Path, part: Part, always: bool = False) -> None:
+    """Write a part, unless there are many already."""
     place = directory / PARTS
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"rank_{part.rank:05d}.json"
-    if len(os.listdir(place)) < MOST_PARTS or path.exists():
+    if always or len(os.listdir(place)) < MOST_PARTS or path.exists():
         _replace(path, json.dumps(asdict(part)))
 
 
@@ -170,7 +178,7 @@ def report(config: Config, parts: Sequence[Part], first: int | None = None, reas
             [
                 f"# {config.run.name} has failed",
                 time.strftime("%Y-%m-%d %H:%M:%S %z"),
-                _section("Reason", "\n".join([*([reason] if reason else []), *said])),
+                _section("Reason", "\n".join([*said, *([reason] if reason else [])])),
                 "## Ranks\n\n| rank | host | ended | was in |\n|---|---|---|---|\n" + "\n".join(rows) + more,
                 *(_section(f"Rank {part.rank}: traceback", part.trace) for part in ordered[:MOST_LOGS] if part.trace),
                 *logs,

@@ -29,6 +29,10 @@ ALIKE = ("driver", "device")
 """Should be equal on all ranks: rank 0 notes a difference."""
 
 
+SHOWN = ("NCCL_", "GLOO_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "UCX_", "FI_")
+"""Beginnings of the names of variables whose values may be printed."""
+
+
 def variables(network: NetworkConfig) -> dict[str, str]:
     """The environment variables that the options set."""
     values = {
@@ -45,9 +49,14 @@ def variables(network: NetworkConfig) -> dict[str, str]:
 
 
 def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set the variables that are not set yet. Returns a line for each that has another value, which is kept."""
+    """Set the variables that are not set yet. Returns a line for each that has another value, which is kept.
+
+    Values of variables that others than these libraries read may be secret, and are not part of the line.
+    """
     return [
         f"{name} = {found} in the environment overrides {value} from the section network"
+        if name.startswith(SHOWN)
+        else f"{name} in the environment overrides that of the section network"
         for name, value in variables(network).items()
         if (found := environment.setdefault(name, value)) != value
     ]

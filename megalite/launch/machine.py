@@ -7,6 +7,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia")
@@ -31,9 +32,10 @@ def gpus() -> list[Gpu]:
     if visible is None:
         return found
     chosen = [each.strip() for each in visible.split(",") if each.strip()]
-    if all(each.isdecimal() for each in chosen):
-        return [found[int(each)] for each in chosen if int(each) < len(found)]
-    return [] if chosen[0].startswith("-") else found[: len(chosen)]  # -1 hides all; else they are the names of devices
+    if chosen and re.match(r"[A-Za-z]", chosen[0]):  # names of devices
+        return found[: len(chosen)]
+    valid = takewhile(lambda each: each.isdecimal() and int(each) < len(found), chosen)  # CUDA hides all from the first invalid index on
+    return [found[int(each)] for each in valid]
 
 
 def _from_nvml() -> list[Gpu] | None:

@@ -116,7 +116,7 @@ class Console(ExitStack):
         for phase in ("data", "communication"):  # shown only if they take a visible share of the step
             share = numbers.get(f"time_{phase}_s", 0.0) / metrics.step_time_s
             parts += [f"{phase} {share:.0%}"] if share >= 0.005 else []
-        return [*parts, *_read(numbers), f"{100 * metrics.step / self.total_steps:.3g}% done", *self._left(metrics)]
+        return [*parts, *_read(numbers), f"{1000 * metrics.step // self.total_steps / 10:g}% done", *self._left(metrics)]
 
     def _left(self, metrics: StepMetrics) -> list[str]:
         """The time left at the pace of the last steps, with the validations and saves between them; before there are two, at the step's."""

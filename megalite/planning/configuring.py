@@ -10,10 +10,10 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Any
 
-from megalite.config.load import field_docs
+from megalite.config.load import field_docs, to_dict
 from megalite.config.rule import RuleContext
 from megalite.config.rules import RULES
-from megalite.config.schema import Config, ModelConfig, ParallelConfig
+from megalite.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
 from megalite.planning.step import Choice
 
 COLUMN, WIDTH = 38, 140
@@ -48,9 +48,23 @@ def broken_rule(config: Config, world_size: int) -> str | None:
     return None
 
 
+def check_planned_for(config: Config) -> None:
+    """Raise ConfigError for what the planner does not model."""
+    if config.lora.rank:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank} is not planned for: the planner models training of all weights. "
+            "Use megalite train --dry_run for the memory of a layout with adapters."
+        )
+
+
+def nodes_for(gpus: int, per_node: int) -> int:
+    """The smallest number of nodes over which the GPUs can be spread evenly."""
+    return next(nodes for nodes in range(math.ceil(gpus / per_node), gpus + 1) if gpus % nodes == 0)
+
+
 def tree_of(config: Config) -> dict[str, dict[str, Any]]:
     """Section → key → value of everything that differs from the defaults; a preset or model.from_hf replaces the shape that it gives."""
-    defaults, tree = asdict(Config()), asdict(config)
+    defaults, tree = asdict(Config()), to_dict(config)
     defaults["model"] = {**_shape(config.model), "preset": None, "from_hf": None}
     defaults["parallel"] = {**asdict(ParallelConfig()), **dict.fromkeys(("tp", "pp", "dp", "zero", "schedule"))}  # always written
     found = {name: {key: value for key, value in section.items() if value != defaults[name][key]} for name, section in tree.items()}

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.config.amounts import resolve_steps
 from megalite.config.schema import Config, ConfigError
-from megalite.config.token_files import is_chat, metadata
+from megalite.config.token_files import is_chat, metadata, prefixes
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.planning import explaining
@@ -37,6 +38,7 @@ class Wanted:
 
     Attributes:
         base: the configuration to start from; of its options only the model's are set, unless `complete`.
+        data: as in data.train.
         weights: what initial weights to set as model.init_from.
     """
 
@@ -45,11 +47,11 @@ class Wanted:
     gpus: int
     device: Device
     name: str
-    data: str
+    data: str | list[str] | dict[str, float]
     weights: str | None = None
     sequence_length: int | None = None
     global_batch_size: int | None = None
-    tokens: float | None = None
+    tokens: int | None = None
     steps: int | None = None
 
 
@@ -73,24 +75,25 @@ def first_config(wanted: Wanted) -> tuple[Config, Plan]:
 
 def with_sizes(wanted: Wanted) -> Config:
     """The configuration without its layout."""
-    base, given = wanted.base, Path(f"{wanted.data}.idx").is_file()
+    base, prefix = wanted.base, (prefixes(wanted.data) or [""])[0]  # only a configuration has several: it says the rest itself
+    given, facts = Path(f"{prefix}.idx").is_file(), metadata(prefix)
     model = replace(base.model, init_from=wanted.weights or base.model.init_from)
-    facts = metadata(wanted.data)
     if model.vocab_size is None and facts.get("vocab_size") is None:
         model.vocab_size = VOCABULARY
     known = replace(model, vocab_size=model.vocab_size or facts["vocab_size"])
     parameters = parameter_count(model_specs(known))
     length = wanted.sequence_length or _length(wanted)
     batch = wanted.global_batch_size or _batch(wanted, parameters, length)
-    chat = given and is_chat(wanted.data)
+    chat = given and is_chat(prefix)
     held_out = 0.01 if given and 0.01 * facts.get("tokens", 0) > 2 * batch * length else None
-    steps = _steps(wanted, parameters, batch * length, facts.get("tokens") if given and not chat else None)
-    data = replace(base.data, train=wanted.data, sequence_length=length, packing=chat or base.data.packing)
+    data = replace(base.data, train=wanted.data, sequence_length=length, packing=base.data.packing or (chat and not wanted.complete))
     data.validation = base.data.validation if wanted.complete else held_out
-    train = replace(base.train, steps=steps, tokens=None, epochs=None, global_batch_size=batch)
-    said = wanted.steps is not None or wanted.tokens is not None
-    if wanted.complete and base.train.epochs is not None and not said:  # of data that are not there yet
-        train.steps, train.epochs = Config().train.steps, base.train.epochs
+    train = replace(base.train, global_batch_size=batch)
+    if not wanted.complete:
+        asked = wanted.steps is not None or wanted.tokens is not None
+        train.steps, train.tokens = _steps(wanted, parameters, batch * length, facts.get("tokens") if given else None), None
+        if chat and not asked:  # the rows that conversations fill do not follow from their tokens
+            train.steps, train.epochs = Config().train.steps, 1.0
     train.precision = _precision(wanted)  # type: ignore[assignment]
     config = replace(base, model=known, data=data, train=train, run=replace(base.run, name=wanted.name))
     return _with_schedule(config, wanted, parameters)
@@ -120,13 +123,11 @@ def _batch(wanted: Wanted, parameters: int, length: int) -> int:
 
 
 def _steps(wanted: Wanted, parameters: int, tokens_per_step: int, data: int | None) -> int:
-    """As asked; else the configuration's; else one epoch of the data; else by the number of parameters."""
+    """As asked; else one epoch of the data; else by the number of parameters."""
     if wanted.steps is not None:
         return wanted.steps
     if wanted.tokens is not None:
         return max(1, math.ceil(wanted.tokens / tokens_per_step))
-    if wanted.complete:
-        return wanted.base.train.steps
     if data is not None:
         return max(1, data // tokens_per_step)
     return CPU_STEPS if wanted.device.cpu else math.ceil(TOKENS_PER_PARAMETER * parameters / tokens_per_step)
@@ -134,9 +135,11 @@ def _steps(wanted: Wanted, parameters: int, tokens_per_step: int, data: int | No
 
 def _with_schedule(config: Config, wanted: Wanted, parameters: int) -> Config:
     """Learning rate, and how often there are checkpoints and validations."""
-    steps = config.train.steps
     if wanted.complete:
-        return replace(config, optimizer=replace(config.optimizer, warmup_steps=min(config.optimizer.warmup_steps, steps // 10)))
+        return config
+    counted = replace(config, train=replace(config.train))
+    resolve_steps(counted)
+    steps = counted.train.steps
     rate = FINE_TUNING_RATE if wanted.weights else next(rate for most, rate in LEARNING_RATES if parameters <= most)
     optimizer = replace(config.optimizer, lr=rate, min_lr=float(f"{rate / 10:.3g}"), warmup_steps=min(MOST_WARMUP, steps // 20))
     interval = max(1, min(1000, steps // 10))

@@ -32,7 +32,7 @@ LONG_S = 5.0  # a save or a load that takes as long tells its rate
 
 def rate(size: int, seconds: float) -> str:
     """The size and the rate of a save or a load that took long; empty if it did not."""
-    return f", {size / 1e9:.2f} GB at {size / 1e9 / seconds:.2f} GB/s" if seconds >= LONG_S else ""
+    return f", {size / 1e6:,.1f} MB at {size / 1e6 / seconds:,.2f} MB/s" if seconds >= LONG_S else ""
 
 
 def start_weights(trainer: Trainer, restarted: bool) -> None:

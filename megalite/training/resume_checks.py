@@ -19,7 +19,7 @@ SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *
 """Options that determine the samples and their order."""
 UNLISTED = (
     *("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "data.allow_tokenizer_change"),
-    *("train.stop_after", "faults.inject"),
+    *("train.stop_after", "faults.inject", "network.variables"),  # values of the last may be secret
 )
 """Options of one start of a run, which have no effect on what it computes."""
 

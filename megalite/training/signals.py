@@ -31,6 +31,8 @@ def agreed(requests: float) -> ExitStatus | None:
 class StopRequest:
     """Whether this rank requests that the run saves and ends. A context manager: its exit restores the previous signal handlers.
 
+    After an error it does not: the launcher may send SIGTERM because another rank has failed, and this one still has to say why it ends.
+
     Args:
         seconds: time limit from now; None: no limit.
         activity: of this rank, for the report about a run whose ranks are ended because one has failed.
@@ -78,8 +80,8 @@ class StopRequest:
             self._listener = Listener(self._react, (*SIGNALS, signal.SIGUSR1), self._handle)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._listener is not None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._listener is not None and (kind is None or not issubclass(kind, Exception)):
             self._listener.close()
 
 

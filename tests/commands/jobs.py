@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,26 @@ def continued(context: Any, sources: list[str], layout: dict[str, int], rows: li
             }
         )
     return found
+
+
+class StepAndTokens(NamedTuple):
+    checkpoint: str
+    loss: float
+    tokens: list[list[int]]
+
+
+def step_and_tokens(context: Any, config: dict[str, Any], layout: dict[str, int], rows: list[list[int]], count: int) -> StepAndTokens:
+    """Start from a Hugging Face directory: each row's greedy tokens, and then one training step, which is saved."""
+    source = config["model"]["init_from"]
+    model = LanguageModel(source, **layout, mesh=mesh_of(context, for_inference(open_source(source).config, **layout)))
+    tokens = list(model.continuations(rows, count, Sampling(0.0)))
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        loss = trainer.step().loss
+        return StepAndTokens(str(trainer.save()), loss, [list(row) for row in zip(*tokens, strict=True)])
+    finally:
+        trainer.close()
 
 
 def measure_steps(context: Any, spec: dict[str, Any]) -> list[list[float]]:

@@ -33,6 +33,18 @@ def test_the_table_has_the_final_figures_and_only_the_options_that_differ(runs, 
     assert [name for name in table if "." in name] == ["optimizer.lr"]
 
 
+def test_what_the_run_has_counted_and_a_validation_without_a_number_are_shown(tmp_path, capsys):
+    """A rollback removes the lines of steps whose tokens were seen."""
+    run = write_run(tmp_path / "run")
+    metrics = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()[:-1]]
+    counted = [line | {"tokens_seen": 128 * (line["step"] + 4)} if "loss" in line else line for line in lines]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in [*counted, {"step": 40, "val_loss": None}]))
+    compare.main([str(run), str(write_run(tmp_path / "other"))])
+    table = columns(capsys.readouterr().out)
+    assert table["Tokens seen"] == ["5,632", "4,000"] and table["Last validation loss"] == ["–", "4.1250"]
+
+
 def test_json_is_alone_on_stdout_and_has_the_same_figures(runs, capsys):
     compare.main([*runs, "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -119,3 +119,6 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert len(machine.gpus()) == count, visible
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert [gpu.name for gpu in machine.gpus()] == ["NVIDIA H200", "NVIDIA H202"]
+    for visible, name in {"0,9,1": "NVIDIA H200", "1,-1,2": "NVIDIA H201"}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.name for gpu in machine.gpus()] == [name], "CUDA stops at the first index that is no device"

@@ -15,6 +15,7 @@ from megalite.commands.init import main
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.launch import machine
 from tests.config.hub_cache import SHAPE, hub_cache, store
+from tests.data.conftest import write_by_hand
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +108,64 @@ def test_epochs_of_data_that_are_not_there_yet_stay_epochs(capsys):
     Path("own.yaml").write_text("{model: {preset: gpt2-124m}, data: {sequence_length: 128}, train: {epochs: 2, global_batch_size: 8}}")
     tree, printed = written(capsys, "--from", "own.yaml")
     assert tree["train"]["epochs"] == 2 and "steps" not in tree["train"] and "2 epochs in steps of 1,024 tokens" in printed
+
+
+OWN = "model: {preset: gpt2-124m}\n"
+SMALL = "data: {%ssequence_length: 5}\ntrain: {global_batch_size: 4, micro_batch_size: 4, %s}\n"
+
+
+def test_amounts_are_read_as_a_plan_reads_them(capsys):
+    tree, _ = written(capsys, "--from", "tiny", "--tokens", "1M", "--global_batch_size", "8", "--sequence_length", "100")
+    assert tree["train"]["steps"] == 1250
+    for wrong in ("nan", "inf", "-5", "10X"):
+        assert "is not a number of tokens" in refusal(capsys, "--from", "tiny", "--force", f"--tokens={wrong}")
+    assert "not allowed with" in refusal(capsys, "--from", "tiny", "--force", "--tokens", "1M", "--steps", "5")
+
+
+def test_a_configuration_keeps_its_options(capsys):
+    Path("own.yaml").write_text(OWN + SMALL % ("train: {a: 0.5, b: 0.5}, ", "steps: 300") + "optimizer: {warmup_steps: 200}\n")
+    tree, printed = written(capsys, "--from", "own.yaml", "--gpus", "0")
+    assert tree["data"]["train"] == {"a": 0.5, "b": 0.5} and "precision" not in tree["train"]
+    assert tree["optimizer"]["warmup_steps"] == 200 and printed.count("prepare") == 2
+    assert "optimizer.warmup_steps = 200 exceeds train.steps = 10" in refusal(capsys, "--from", "own.yaml", "--force", "--steps", "10")
+    Path("adapters.yaml").write_text(OWN + "lora: {rank: 8}")
+    assert "lora.rank = 8 is not planned for" in refusal(capsys, "--from", "adapters.yaml", "--force")
+
+
+@pytest.mark.parametrize("warmup", [500, "5%"])
+def test_a_warm_up_of_unknown_steps_is_kept(capsys, warmup: int | str):
+    Path("own.yaml").write_text(OWN + SMALL % ("", "epochs: 3") + f"optimizer: {{warmup_steps: {warmup}}}\n")
+    tree, _ = written(capsys, "--from", "own.yaml")
+    assert (tree["train"]["epochs"], tree["optimizer"]["warmup_steps"]) == (3, warmup)
+
+
+def test_epochs_are_those_of_the_data_given(capsys):
+    for name, tokens in (("a", 101), ("b", 51)):
+        write_by_hand(name, [list(range(tokens))], metadata={"vocab_size": 256, "eos": 255})
+    Path("own.yaml").write_text(OWN + SMALL % ("train: a, ", "epochs: 2"))
+    tree, _ = written(capsys, "--from", "own.yaml", "--data", "b")
+    assert tree["train"]["steps"] == 5  # 2 · 10 / 4
+
+
+def test_conversations_are_read_once(capsys):
+    turns = [[1] * size for size in (6, 3, 4, 2, 5, 3, 2, 6) * 10]
+    write_by_hand("c", turns, metadata={"vocab_size": 256, "eos": 255, "chat": {}, "tokens": 310})
+    write_by_hand("c.loss", turns, code=1)
+    tree, printed = written(capsys, "--from", "tiny", "--data", "c", "--sequence_length", "5", "--global_batch_size", "2")
+    assert tree["train"]["epochs"] == 1 and "steps" not in tree["train"] and "1 epoch in steps" in printed
+    assert 0 < tree["checkpoint"]["interval"] < 10, "a tenth of about 25 steps"
+
+
+@pytest.mark.parametrize("gpus, nodes, each", [(9, 3, 3), (20, 4, 5), (16, 2, 8)])
+def test_the_start_command_starts_all_ranks(capsys, gpus: int, nodes: int, each: int):
+    words = ["--from", "gpt2-124m", "--gpus", str(gpus), "--gpu", "h100", "--steps", "40", "--global_batch_size", "720"]
+    _, printed = written(capsys, *words, "--sequence_length", "512")
+    assert f"--nnodes {nodes} " in printed and f"--nproc-per-node {each} " in printed
+
+
+def test_a_configuration_keeps_the_name_of_a_model_of_the_hub(tmp_path: Path, capsys):
+    with hub_cache(tmp_path) as cache:
+        store(cache, "org/name", SHAPE)
+        Path("own.yaml").write_text("model: {from_hf: org/name}")
+        tree, _ = written(capsys, "--from", "own.yaml", "--sequence_length", "128")
+        assert tree["model"] == {"from_hf": "org/name"}

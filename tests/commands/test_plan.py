@@ -225,6 +225,21 @@ def test_what_can_not_be_planned_is_one_message(tool, capsys, arguments, message
     assert message in out and "Traceback" not in out
 
 
+@pytest.mark.parametrize("text, message", [("[a, b]", "is not a set of sections"), ("train: 5", "train = 5 in")])
+def test_a_file_that_is_no_configuration_is_one_message(tool, capsys, tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        tool("--model", tmp_path / "run.yaml", *ARGUMENTS)
+    assert message in capsys.readouterr().err
+
+
+def test_the_layout_of_a_configuration_is_replaced(tool, tmp_path):
+    layout = "parallel: {tp: 4, pp: 2, schedule: interleaved, virtual_stages: 2}"
+    (tmp_path / "run.yaml").write_text(f"model: {{preset: gpt2-124m, vocab_size: 512}}\ntrain: {{precision: bf16}}\n{layout}")
+    words = ["--gpus", 1, "--gpu", "h100", "--sequence_length", 512, "--global_batch_size", 8, "--plans", 1, "--json"]
+    assert json.loads(tool("--model", tmp_path / "run.yaml", *words))["plans"]
+
+
 def test_the_length_of_a_run_is_that_of_the_planned_batch(tmp_path):
     """In tokens, and with a warm-up that is a share of it: 10^6 / (64 · 128) steps."""
     (tmp_path / "run.yaml").write_text("model: {preset: tiny, vocab_size: 257}\ntrain: {tokens: 1M}\noptimizer: {warmup_steps: 5%}")

@@ -13,6 +13,7 @@ from megalite.config.load import load_config
 from megalite.config.samples import samples_per_epoch
 from megalite.config.schema import Config, DataConfig
 from megalite.data.dataset import build
+from megalite.training import dry_run
 from tests.data.conftest import write_by_hand
 
 SMALL = ["--train.global_batch_size", "4", "--train.micro_batch_size", "4", "--data.sequence_length", "5"]
@@ -113,6 +114,17 @@ def test_a_resolved_configuration_has_steps_and_reads_back(capsys: pytest.Captur
     assert load("--train.epochs", "5", text=printed).train.steps == 25, "the stored configuration of a run does not stand in the way"
 
 
+def test_epochs_of_data_that_is_not_there_compare_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*SMALL, "--data.train", "gone", "--train.epochs", "3", "--model.preset", "tiny", "--model.vocab_size", "256"]
+    for warmup in (["500"], ["500", "--optimizer.decay", "wsd"]):
+        config = dry_run.read([*argv, "--optimizer.warmup_steps", *warmup], 1)
+        assert (config.train.epochs, config.optimizer.warmup_steps) == (3, 500)
+    with pytest.raises(SystemExit):
+        load(*argv, "--optimizer.warmup_steps", "5%", "--print_config")
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["train"]["epochs"], printed["optimizer"]["warmup_steps"]) == (3, "5%")
+
+
 def test_a_later_source_says_how_long_the_run_is() -> None:
     text = "train: {epochs: 2}\noptimizer: {warmup_steps: 10%}"
     assert load(text=text).train.steps == 10
@@ -168,6 +180,10 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         (["--train.epochs", "1", "--data.sequence_length", "200"], None, "needs 201 tokens for one sample, and a gives 101."),
         (["--train.epochs", "1", "--data.train", "{a: 1, b: -1}"], None, "data.train = "),
         (["--optimizer.warmup_steps", "150%"], None, "optimizer.warmup_steps = 150 exceeds train.steps = 100."),
+        (["--train.steps", "1e400"], None, "train.steps = 1e400 on the command line is not a number of steps."),
+        (["--train.tokens", "1e-99999999"], None, "is not a number of tokens."),
+        (["--run.seed", "1" + 400 * "0"], None, "is too large."),
+        (["--optimizer.lr", "1" + 400 * "0"], None, "is not a number."),
         (["--num_train_epochs", "3"], None, "Here it is called --train.epochs."),
         (["--warmup_ratio", "0.1"], None, "Here it is called --optimizer.warmup_steps, a share of train.steps such as 5% or 0.05."),
     ],

@@ -329,6 +329,19 @@ def test_a_field_without_influence_or_at_its_neutral_value_is_accepted():
     assert from_hf_config(plain | extra) == from_hf_config(plain)
 
 
+def test_the_language_model_of_a_multimodal_file_has_transformers_defaults():
+    """The fields of google/gemma-3-4b-it's text_config."""
+    import transformers
+
+    inner = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
+    file = {"model_type": "gemma3", "text_config": inner | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}, "vision_config": {}}
+    theirs = transformers.Gemma3Config(**{key: copy.deepcopy(value) for key, value in file.items() if key != "model_type"})
+    whole = json.loads(theirs.text_config.to_json_string(use_diff=False))
+    assert ModelConfig(**from_hf_config(file)) == ModelConfig(**from_hf_config(whole))
+    with pytest.raises(ConfigError, match="model_type = 'llava' is not handled"):
+        from_hf_config(file | {"model_type": "llava"})
+
+
 def test_export_finds_the_family_and_refuses_what_none_expresses():
     shape = SIZES | {"vocab_size": 100}
     assert to_hf_config(ModelConfig(**shape))["model_type"] == "llama"

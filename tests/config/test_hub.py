@@ -56,7 +56,22 @@ def test_a_directory_of_the_cache_is_shown_by_its_name(cache: Path):
     assert hub.repository(str(found)) == "org/some--name.v2" and hub.repository("models/llama") == "models/llama"
 
 
-@pytest.mark.parametrize("name", ["models/llama", "./org/name", "/org/name", "a/b/c", "name", "data/tokenizer.model", "configs/run.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "models/my--model",
+        "org/a..b",
+        "org/name.git",
+        "org/name-",
+        "models/llama",
+        "./org/name",
+        "/org/name",
+        "a/b/c",
+        "name",
+        "data/tokenizer.model",
+        "configs/run.yaml",
+    ],
+)
 def test_paths_are_not_taken_for_ids(cache: Path, name: str):
     Path("models").mkdir()
     assert hub.directory(name, "shape") == name
@@ -79,6 +94,41 @@ def test_only_what_is_needed_is_fetched_and_only_once(tmp_path: Path, monkeypatc
     theirs = ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "pytorch_model.bin", "original/params.json", "x.gguf"]
     kept = filter_repo_objects(theirs, allow_patterns=calls[0]["allow_patterns"], ignore_patterns=calls[0]["ignore_patterns"])
     assert list(kept) == theirs[:3]
+
+
+def test_an_interrupted_download_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Even if the files that it has brought look complete; the other local ranks wait for it."""
+    with hub_cache(tmp_path, online=True) as cache:
+
+        def interrupted(name: str, **options: Any) -> None:
+            store(cache, name, {**SHAPE, "model.safetensors": ""})
+            raise KeyboardInterrupt
+
+        other = threading.Thread(target=hub.directory, args=("org/name", "weights"))
+
+        def resumed(name: str, **options: Any) -> None:
+            monkeypatch.setenv("LOCAL_RANK", "1")
+            other.start()
+            other.join(0.2)
+            assert other.is_alive()
+            store(cache, name, TOKENIZER)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hub.directory("org/name", "weights")
+        with pytest.MonkeyPatch.context() as offline:
+            offline.setattr(hub, "online", lambda: False)
+            found = Path(hub.directory("org/name", "weights"))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", resumed)
+        assert hub.directory("org/name", "weights") == str(found) and (found / "tokenizer.json").is_file()
+        other.join()
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *words, **options: pytest.fail("it is complete"))
+        hub.directory("org/name", "weights")
+
+
+def test_settings_without_a_vocabulary_are_no_tokenizer(cache: Path):
+    store(cache, "org/name", {**SHAPE, "tokenizer_config.json": "{}"})
+    assert "without its tokenizer" in refusal("tokenizer")
 
 
 def test_an_error_of_the_hub_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -138,6 +188,9 @@ def test_the_hub_is_asked_once_and_briefly(monkeypatch: pytest.MonkeyPatch):
         with socket.create_server(("127.0.0.1", 0)) as silent:
             monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
             assert not hub.online()
+        hub.online.cache_clear()
+        monkeypatch.setenv("HF_ENDPOINT", "hf-mirror.com")
+        assert not hub.online() and "(HF_ENDPOINT = hf-mirror.com)" in refusal("shape")
         hub.online.cache_clear()
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         assert not hub.online()

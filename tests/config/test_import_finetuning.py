@@ -148,3 +148,88 @@ def test_the_ranks_decide_the_batch_and_are_asked_for(written, tmp_path, capsys)
         options, lost, _, _ = imported(capsys, tmp_path, written(content))
         assert "train.global_batch_size" not in options
         assert f"set train.global_batch_size to {micro} * {content[key]} * parallel.dp" in lost[key]
+
+
+def judged(project: str, content: dict, dp: int | None = None) -> tuple[dict[str, object], dict[str, tuple[str, str]]]:
+    """The options of a file's content, and key → the kind and the reason of its remark."""
+    found = convert(content, dp, project=project)
+    return found.options, {remark.key: (remark.kind, remark.why) for remark in found.remarks}
+
+
+def test_axolotls_batch_size_is_that_of_a_rank():
+    content = {"base_model": "m", "batch_size": 8, "micro_batch_size": 2}
+    assert judged("axolotl", content, 4)[0]["train.global_batch_size"] == 8 * 4
+    options, said = judged("axolotl", content)
+    assert "train.global_batch_size" not in options and "2 * 4 * parallel.dp" in said["gradient_accumulation_steps"][1]
+    assert judged("axolotl", content | {"gradient_accumulation_steps": 1}, 4)[0]["train.global_batch_size"] == 2 * 4
+
+
+@pytest.mark.parametrize(("plain", "neat"), [(True, False), (False, True), (False, False)])
+def test_packing_is_on_if_either_key_is(plain, neat):
+    options, _ = judged("llama-factory", {"model_name_or_path": "m", "packing": plain, "neat_packing": neat})
+    assert options["data.packing"] is (plain or neat)
+
+
+def test_references_of_torchtune_are_followed():
+    component = {"_component_": "torch.optim.AdamW", "lr": "${lr}"}
+    content = {"lr": "${base_lr}", "base_lr": 3e-4, "optimizer": component, "output_dir": "${root}/out", "root": "/r", "dtype": "${gone}"}
+    options, said = judged("torchtune", content)
+    assert (options["optimizer.lr"], options["run.dir"]) == (3e-4, "/r/out")
+    assert said["lr"][0] == said["base_lr"][0] == "harmless" and "does not have gone" in said["dtype"][1]
+    assert judged("torchtune", {"a": "${b}", "b": "${a}"})[1]["a"][0] == "open"
+
+
+@pytest.mark.parametrize(
+    ("project", "content"),
+    [
+        ("llama-factory", {"model_name_or_path": "m", "per_device_train_batch_size": 4}),
+        ("axolotl", {"base_model": "m", "micro_batch_size": 4}),
+        ("torchtune", {"batch_size": 4}),
+        ("deepspeed", {"train_micro_batch_size_per_gpu": 4}),
+        ("megatron", {"micro-batch-size": 4}),
+    ],
+)
+def test_a_batch_that_depends_on_the_ranks_is_left_open(project, content):
+    options, said = judged(project, content)
+    assert "train.global_batch_size" not in options
+    assert ("open", "set train.global_batch_size to 4 * parallel.dp") in said.values()
+    assert judged(project, content, 8)[0]["train.global_batch_size"] == 32
+
+
+def test_the_length_of_a_run_is_that_of_the_other_project():
+    """axolotl trains for one epoch and LLaMA-Factory for three; axolotl warms up over 3% of the steps, at most 100."""
+    options, said = judged("llama-factory", {"model_name_or_path": "m"})
+    assert options["train.epochs"] == 3 and said["num_train_epochs"][0] == "assumed"
+    options, said = judged("axolotl", {"base_model": "m"})
+    assert (options["train.epochs"], options["optimizer.warmup_steps"]) == (1, "3%") and "at most 100" in said["warmup_ratio"][1]
+    for steps, warmup in ((1000, 30), (10_000, 100)):
+        options, _ = judged("axolotl", {"base_model": "m", "max_steps": steps})
+        assert options["optimizer.warmup_steps"] == warmup and "train.epochs" not in options
+    assert judged("axolotl", {"base_model": "m", "warmup_ratio": 0.5})[0]["optimizer.warmup_steps"] == "50%"
+
+
+def test_the_targets_of_any_family_are_kept():
+    """Fused projections keep the names of their family; lora_target_linear adds all others to the list."""
+    content = {"base_model": "m", "adapter": "lora", "lora_r": 8, "lora_target_modules": ["qkv_proj", "gate_up_proj", "q_proj", "lm_head"]}
+    options, said = judged("axolotl", content)
+    assert options["lora.targets"] == ["qkv_proj", "gate_up_proj", "q"] and "lm_head can not" in said["lora_target_modules"][1]
+    assert "lora.targets" not in judged("axolotl", content | {"lora_target_linear": True})[0]
+    options, _ = judged("llama-factory", {"model_name_or_path": "m", "lora_target": "query_key_value,c_attn"})
+    assert options["lora.targets"] == ["query_key_value", "c_attn"]
+
+
+@pytest.mark.parametrize(("project", "held_out"), [("axolotl", "val_set_size"), ("llama-factory", "val_size")])
+def test_steps_of_validation_count_where_data_is_held_out(project, held_out):
+    content = {"eval_steps": 50, "eval_strategy": "steps"}
+    assert judged(project, content | {held_out: 0.1})[0]["validation.interval"] == 50
+    assert "validation.interval" not in judged(project, content | {held_out: 0.1, "eval_strategy": "no"})[0]
+    assert "no validation data yet" in judged(project, content)[1]["eval_steps"][1]
+
+
+def test_names_and_sharding_of_axolotl_and_torchtune():
+    options, _ = judged("axolotl", {"base_model": "m", "wandb_name": "a", "wandb_run_id": "b", "fsdp": ["full_shard", "offload"]})
+    assert (options["run.name"], options["parallel.zero"]) == ("a", 3)
+    assert options["parallel.offload"] == "cpu" and options["parallel.offload_parameters"]
+    options, _ = judged("torchtune", {"data_parallel_replicate_dim": 2}, 8)
+    assert (options["parallel.dp"], options["parallel.dp_shard"]) == (8, 4)
+    assert "parallel.dp / 2" in judged("torchtune", {"data_parallel_replicate_dim": 2})[1]["data_parallel_replicate_dim"][1]

@@ -256,14 +256,64 @@ def test_a_script_on_stdin_is_recognized(monkeypatch, capsys):
         ('X="--a 1 --b \'2 3\'"\nx.py $X --c "q r"', ["--a", "1", "--b", "2 3", "--c", "q r"]),
         ("N=2\nN=$((N*3+1))\nx.py --n $N --m $((N / 2)) --k $((UNSET * 2))", ["--n", "7", "--m", "3", "--k", "$((UNSET", "*", "2))"]),
         ('CMD="x.py --a 1"\neval $CMD --b=2', ["--a", "1", "--b=2"]),
+        ("x.py --bf16 2>&1 | tee log", ["--bf16"]),
+        ("x.py --a 10 > log 2>&1 &", ["--a", "10"]),
+        ("x.py --a 1 &> log --b 2 < in && echo --c", ["--a", "1", "--b", "2"]),
+        ("x.py --a '1 > 2; 3' --b $(f | g); x.sh --c", ["--a", "1 > 2; 3", "--b", "$(f", "|", "g)"]),
+        ('RUN="x.py --a 1 2>&1 | tee log"\neval $RUN', ["--a", "1"]),
+        ("x.py --num-layers 2\npython convert.py --out there", ["--num-layers", "2"]),
+        ("A=1;B=2; x.py --a $A$B", ["--a", "12"]),
+        ("export A=1 && cd there && export B=2\nx.py --a $A$B", ["--a", "12"]),
         ("A=(--x 1)\nA+=(--y)\nx.py ${A[@]} $(date) --z", ["--x", "1", "--y", "$(date)", "--z"]),
     ],
 )
 def test_words_of_a_script(script, expected):
-    words, _ = shell.words(script)
+    words, conditional = shell.words(script, ["num-layers"])
+    assert not conditional
     assert words[words.index("x.py") + 1 :] == expected
 
 
 def test_a_script_is_not_run(tmp_path):
     shell.words(f"A=$(touch {tmp_path}/made)\n`touch {tmp_path}/made`\nx.py --a $A $(touch {tmp_path}/made)")
     assert not Path(tmp_path, "made").exists()
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "if [ $N -gt 1 ]; then TP=2; fi",
+        '[ -n "$X" ] && TP=4',
+        "command -v x || export TP=4",
+        'case $X in a) TP=2;; "b") TP=4;; esac',
+        "for i in 1 2; do TP=$i; done",
+        "[ $N ] && A=1 && TP=2",
+    ],
+)
+def test_an_assignment_under_a_condition_is_named(condition):
+    words, conditional = shell.words(f"TP=1; {condition}\nPP=3\nx.py --tp $TP --pp $PP")
+    assert words[1:] == ["--tp", "1", "--pp", "3"] and "TP" in conditional and "PP" not in conditional
+
+
+def test_a_script_whose_variables_grow_without_end_is_refused():
+    with pytest.raises(ConfigError, match="Give the command alone"):
+        shell.words("A=xx\n" + "A=$A$A\n" * 40 + "x.py --a $A")
+
+
+def test_data_of_megatron(tmp_path, capsys):
+    """Without --split Megatron-LM holds out 3% of the data for validation; a prefix that appears twice has both weights."""
+    for end in ("bin", "idx"):
+        (tmp_path / f"a.{end}").touch()
+    command = f"pretrain_gpt.py --num-layers 8 --data-path 0.3 {tmp_path}/a 0.7 {tmp_path}/a"
+    options, _, notes, _ = imported(capsys, tmp_path, "megatron", command)
+    assert options["data.train"] == {f"{tmp_path}/a": 1.0}
+    assert (options["data.validation"], options["validation.interval"]) == (0.03, 1000)
+    assert "by default" in notes["approximate"]["split"]
+
+
+@pytest.mark.parametrize("comment", ["---", "# axolotl train --debug x"])
+@pytest.mark.parametrize("project", [["axolotl"], []], ids=str)
+def test_yaml_on_stdin_is_no_script(monkeypatch, capsys, project, comment):
+    monkeypatch.setattr(sys, "stdin", StringIO(f"{comment}\nbase_model: x/y\n"))
+    main([*project, "-"])
+    captured = capsys.readouterr()
+    assert "from_hf: x/y" in captured.out and "axolotl's configuration" in captured.err

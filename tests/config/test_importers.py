@@ -476,6 +476,7 @@ BAD = {
     "broken.yaml": ("a: [", "is not valid YAML"),
     "ours.yaml": ("optimizer:\n  lr: 1.0e-3\nfp16:\n  hysteresis: 2\n", "Name the project before the file"),
     "both.json": ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "fp16.enabled and bf16.enabled contradict each other"),
+    "linked.yaml": ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: 5\n", "5 can not be read: No such file"),
     "missing.json": (None, "can not be read: No such file"),
     "missing.yaml": (None, "can not be read: No such file"),
 }

@@ -190,9 +190,7 @@ def test_training_reads_its_share_alone(tmp_path, monkeypatch):
     stages = []
     sources = open_inputs([str(tmp_path / "a.jsonl")], exclude=[], file_format="auto", text_key="text", split="train")
     with pytest.raises(DataError, match=r"a.jsonl line 14 has no --text_key text;"):
-        prepare(
-            sources, tmp_path / "x", str(tmp_path / "x.model"), train_tokenizer=330, progress=lambda what, done, total: stages.append(what)
-        )
+        prepare(sources, tmp_path / "x", str(tmp_path / "x.model"), train_tokenizer=330, progress=lambda what, *_: stages.append(what))
     assert stages[-1] == "tokenizing"
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

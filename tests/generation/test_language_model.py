@@ -18,7 +18,7 @@ from megalite.generation.sources import end_tokens, for_inference, open_source
 from megalite.generation.text import Reply
 from tests.commands.jobs import continued
 from tests.distributed.support.pool import RankContext, RankPool
-from tests.huggingface.hf_models import CASES, VOCAB, random_ids, write
+from tests.huggingface.hf_models import CASES, VOCAB, greedy, load, random_ids, write
 
 COUNT = 12  # tokens: more than any window
 LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows
@@ -60,18 +60,6 @@ def alone(sources: dict[str, str], prompts: list[list[int]]) -> list[dict]:
     return continued(RankContext(0, 1), [sources[name] for name in SPREAD], {}, prompts, COUNT)
 
 
-def theirs(source: str, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
-    """transformers' greedy tokens and their logits [count, vocabulary], with its cache."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(source.removeprefix("hf:"), dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    options = {"max_new_tokens": count, "do_sample": False, "use_cache": True, "output_logits": True, "return_dict_in_generate": True}
-    ids = torch.tensor([prompt])
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-    return made.sequences[0, len(prompt) :].tolist(), torch.cat(made.logits)
-
-
 def steps(model: LanguageModel, rows: list[list[int]], tokens: list[list[int]]) -> Tensor:
     """Logits of each step, [count, rows, vocabulary], when `tokens` follow the rows."""
     cache = model.new_cache(len(rows), max(map(len, rows)) + len(tokens))
@@ -92,24 +80,31 @@ def test_tokens_and_logits_are_those_of_transformers(name: str, sources: dict[st
     cached = steps(model, prompts, tokens)
     whole = model.logits([[*prompt, *(step[row] for step in tokens)] for row, prompt in enumerate(prompts)])
     assert whole is not None
+    theirs = load(sources[name].removeprefix("hf:"))
     for row, prompt in enumerate(prompts):
-        their_tokens, their_logits = theirs(sources[name], prompt, COUNT)
+        their_tokens, their_logits = greedy(theirs, prompt, COUNT)
         assert [step[row] for step in tokens] == their_tokens
         assert (cached[:, row] - their_logits).abs().max() <= 1e-4
         assert (cached[:, row] - whole[len(prompt) - 1 : len(prompt) - 1 + COUNT, row]).abs().max() <= 1e-5
 
 
-def test_a_row_that_grows_beyond_longropes_original_context_is_read_again(tmp_path: Path) -> None:
-    """transformers does the same: all keys have the long factors then. Padding does not count."""
+def test_longrope_has_the_factors_of_each_rows_length(tmp_path: Path) -> None:
+    """transformers reads a row that grows beyond the original context again: all keys have the long factors then. Padding does not count,
+    nor do other rows."""
     source = f"hf:{write(CASES['phi3, longrope']._replace(dtype=torch.float32), tmp_path / 'phi')}"
-    prompt, model = random_ids(1, 9)[0].tolist(), LanguageModel(source)
+    model, theirs = LanguageModel(source), load(tmp_path / "phi")
     assert model.config.model.longrope_context == 16
-    tokens = list(model.continuation(prompt, COUNT, Sampling(temperature=0.0)))
-    their_tokens, their_logits = theirs(source, prompt, COUNT)
-    assert tokens == their_tokens
-    for length in (9, 16, 17, 20):
-        logits = model.logits([[*prompt, *tokens][:length]])
-        assert logits is not None and (logits[-1, 0] - their_logits[length - 9]).abs().max() <= 1e-4
+    prompts = [row[:length] for row, length in zip(random_ids(4).tolist(), (3, 9, 16, 19), strict=True)]
+    made = list(model.continuations(prompts, COUNT, Sampling(temperature=0.0)))
+    expected = [greedy(theirs, prompt, COUNT) for prompt in prompts]
+    assert [list(tokens) for tokens in zip(*made, strict=True)] == [tokens for tokens, _ in expected]
+    for step in (0, 1, 7, 8, COUNT - 1):
+        rows = [[*prompt, *tokens[:step]] for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
+        read, logits = model.read(model.new_cache(len(rows), 40), rows), model.logits(rows)
+        assert read is not None and logits is not None
+        for row, (_, their_logits) in enumerate(expected):
+            assert (read[row] - their_logits[step]).abs().max() <= 1e-4
+            assert (logits[len(rows[row]) - 1, row] - their_logits[step]).abs().max() <= 1e-4
 
 
 def test_a_row_is_the_same_in_a_batch_as_alone(sources: dict[str, str], prompts: list[list[int]]) -> None:

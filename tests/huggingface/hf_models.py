@@ -106,6 +106,43 @@ CASES = {
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
 
+# The cases that are proved on ranks: one or more of each family, among them those whose tensors are hardest to split. These are one
+# key-value head for two ranks, norms with weights for each head, and the three orders of heads in Falcon's fused projection.
+LAYOUT_CASES = [
+    "llama, one key-value head",
+    "mistral, window",
+    "ministral, some windows",
+    "qwen2, windows",
+    "qwen3, tied",
+    "olmo2",
+    "olmo3, yarn rope",
+    "phi3",
+    "phi3, longrope",
+    "gemma, one key-value head",
+    "gemma2",
+    "gemma3, linear rope, cap",
+    "smollm3, windows",
+    "granite, biases",
+    "arcee, tied, biases",
+    "nemotron, tied, biases",
+    "starcoder2, window",
+    "stablelm, norms of each head",
+    "glm",
+    "glm4, one key-value head",
+    "cohere, norms of each head",
+    "cohere2, untied",
+    "gpt_neox",
+    "falcon, one key-value head",
+    "falcon, new architecture",
+    "falcon, in sequence, biases",
+    "gpt2",
+]
+
+
+def model_type(name: str) -> str:
+    """The family of a case in config.json."""
+    return name.partition(",")[0].replace("gemma3", "gemma3_text")
+
 
 def make(case: Case) -> Any:
     """The model, every weight of it different from what a family starts with: ones and zeros would hide one that is ignored."""
@@ -122,21 +159,55 @@ def make(case: Case) -> Any:
 
 def write(case: Case, directory: Path) -> Path:
     """What transformers writes of it."""
-    model = make(case)
-    model.generation_config.pad_token_id = case.fields.get("pad_token_id")
-    model.save_pretrained(directory, max_shard_size=case.shard)
+    save(make(case), case, directory)
     return directory
 
 
-def logits_of(directory: Path, ids: Tensor) -> Tensor:
-    """transformers' logits in fp32, [rows, tokens, vocabulary]; nothing may be missing or left over."""
+def write_multimodal(case: Case, directory: Path) -> Any:
+    """A multimodal model whose language model is a Gemma 3 case; returns it."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    tokens = {"mm_tokens_per_image": 4, "boi_token_index": 5, "eoi_token_index": 6, "image_token_index": 7, "eos_token_id": [2, 9]}
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=case.fields, vision_config=vision, **tokens, attn_implementation="eager")
+    model = Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value), alpha=0.1)
+    model.save_pretrained(directory)
+    return model
+
+
+def save(model: Any, case: Case, directory: Path) -> None:
+    model.generation_config.pad_token_id = case.fields.get("pad_token_id")
+    model.save_pretrained(directory, max_shard_size=case.shard)
+
+
+def load(directory: Path | str) -> Any:
+    """transformers' model in fp32; nothing may be missing or left over."""
     from transformers import AutoModelForCausalLM
 
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     model, report = AutoModelForCausalLM.from_pretrained(directory, **options)
     assert not any(report.values()), report
+    return model.eval()
+
+
+def logits_of(directory: Path, ids: Tensor) -> Tensor:
+    """transformers' logits in fp32, [rows, tokens, vocabulary]."""
     with torch.no_grad():
-        return model.eval()(input_ids=ids, use_cache=False).logits
+        return load(directory)(input_ids=ids, use_cache=False).logits
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
+    """The greedy tokens of transformers' model and their logits [count, vocabulary], with its cache."""
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": count, "do_sample": False, "use_cache": True, "output_logits": True, "return_dict_in_generate": True}
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    return made.sequences[0, len(prompt) :].tolist(), torch.cat(made.logits)
 
 
 def random_ids(rows: int = 2, tokens: int = 24) -> Tensor:

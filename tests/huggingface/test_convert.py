@@ -21,7 +21,7 @@ from megalite.commands import convert as convert_hf
 from megalite.config.families import hf_config
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface import convert as converting
-from tests.huggingface.hf_models import CASES, VOCAB, logits_of, random_ids, write
+from tests.huggingface.hf_models import CASES, VOCAB, logits_of, random_ids, write, write_multimodal
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
@@ -46,21 +46,55 @@ def called_as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tools/convert_hf.py"])
 
 
+def write_characters(directory: Path) -> None:
+    """The files of a tokenizer of ASCII's characters."""
+    entries = {chr(letter): letter - 32 for letter in range(32, 127)}
+    model = {"type": "WordLevel", "vocab": {**entries, "<eos>": 95}, "unk_token": " "}
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": model,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, capsys):
     case = CASES[name]
     theirs, ours, again = write(case, tmp_path / "theirs"), tmp_path / "ours", tmp_path / "again"
+    write_characters(theirs)
     assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
     assert convert_hf.main(["export", str(ours), str(again), "--shard_size", case.shard, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["family"] == hf_config(theirs)["model_type"]
     assert summary["parameters"] == sum(tensor.numel() for tensor in stored(theirs).values())
     assert same_bytes(stored(theirs), stored(again))
+    for beside in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (again / beside).read_bytes() == (theirs / beside).read_bytes()
     assert (again / "model.safetensors.index.json").exists() == (case.shard != "5GB")
     ids = random_ids()
     expected = logits_of(again, ids)
     torch.testing.assert_close(expected, logits_of(theirs, ids), rtol=0, atol=0)
     torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
+
+
+def test_the_language_model_of_a_multimodal_model_comes_in(tmp_path: Path) -> None:
+    """Its export is the language model alone."""
+    theirs, ours, out = tmp_path / "theirs", tmp_path / "ours", tmp_path / "out"
+    model = write_multimodal(CASES["gemma3"], theirs)
+    assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
+    assert convert_hf.main(["export", str(ours), str(out)]) == 0
+    language = {name.removeprefix("language_model."): value for name, value in stored(theirs).items() if name.startswith("language_model.")}
+    assert same_bytes(language, stored(out)) and len(language) < len(stored(theirs))
+    assert hf_config(out)["model_type"] == "gemma3_text" and hf_config(out)["eos_token_id"] == [2, 9]
+    ids = random_ids() % 90 + 10  # none of an image
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(logits_of(out, ids), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
+    assert convert_hf.main(["check", str(ours), str(out), "--tokens", "9"]) == 0
 
 
 LLAMA = CASES["llama, tied, llama3 rope"]
@@ -168,16 +202,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory as it should be, with a tokenizer."""
     directory = write(LLAMA, tmp_path_factory.mktemp("whole") / "llama")
-    entries = {chr(letter): letter - 32 for letter in range(32, 127)}
-    model = {"type": "WordLevel", "vocab": {**entries, "<eos>": 95}, "unk_token": " "}
-    content = {
-        "version": "1.0",
-        "added_tokens": [],
-        "model": model,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(content))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}))
+    write_characters(directory)
     return directory
 
 

@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE, BATCH, LR, DECAY = 24, 4, 3e-4, 0.1
 EPS = 1e-8
 NAMES = ["llama, one key-value head", "qwen3, tied", "olmo2", "phi3", "gemma2", "gpt2", "mistral, window"]
-NAMES += ["cohere2", "falcon, new architecture", "gemma3", "glm4", "gpt_neox", "nemotron", "stablelm, norms of each head"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
 
 

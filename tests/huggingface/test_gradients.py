@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.build.parts import make_mesh
-from megalite.config.families import families, from_hf_config, hf_config
+from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.huggingface.names import places
@@ -80,7 +80,3 @@ def test_gradients_are_those_of_transformers(name: str, prefix: str, tmp_path: P
         pieces = torch.cat([gradients[theirs] for theirs in place.tensors])
         expected = place.read(pieces.view(place.shape), [0] * own.dim(), own.shape)
         assert (own - expected).norm() <= 1e-4 * expected.norm() + 1e-6 * largest, key
-
-
-def test_every_family_has_a_row() -> None:
-    assert {from_name.partition(",")[0].replace("gemma3", "gemma3_text") for from_name in NAMES} == set(families().rows)

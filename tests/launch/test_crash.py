@@ -109,6 +109,28 @@ def test_parts_of_an_earlier_job_are_not_of_this_failure(tmp_path):
     assert "yesterday" not in report and "today" in report
 
 
+def test_the_first_rank_is_reported_although_many_others_wrote_before(tmp_path):
+    config = configuration(tmp_path)
+    for rank in range(crash.MOST_PARTS + 1):
+        failed(config, rank, "the connection was lost")
+    ends = dict.fromkeys(range(crash.MOST_PARTS + 1), "lost") | {99: "rank 99 was ended by SIGBUS"}
+    crash.launcher_failed(config, 99, "rank 99 was ended by SIGBUS", ends=ends, since=0.0, logs=tmp_path)
+    report = (config.run.directory / crash.FILE).read_text()
+    assert "| 99 |" in section(report, "Ranks") and section(report, "Reason").strip("`\n") == "rank 99 was ended by SIGBUS"
+
+
+def test_of_several_nodes_the_first_to_fail_gives_the_reason(tmp_path, monkeypatch):
+    config = configuration(tmp_path)
+    monkeypatch.setenv(output.LOGS, str(tmp_path))  # under a launcher, which writes the report
+    for host, rank, reason in (("node0", 3, "it ran out of memory"), ("node1", 12, "all_reduce failed")):
+        crash.rank_failed(config, rank, reason, activity=Activity(), since=0.0)
+        part = config.run.directory / crash.PARTS / f"rank_{rank:05d}.json"
+        part.write_text(json.dumps({**json.loads(part.read_text()), "host": host}))
+    crash.launcher_failed(config, 12, "rank 12 ended with status 1", ends={}, since=0.0, logs=tmp_path)
+    report = (config.run.directory / crash.FILE).read_text()
+    assert section(report, "Reason").strip("`\n").splitlines()[0] == "it ran out of memory"
+
+
 def test_a_run_that_trains_again_keeps_the_report_under_another_name(tmp_path):
     config = configuration(tmp_path)
     failed(config)

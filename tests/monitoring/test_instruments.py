@@ -143,6 +143,11 @@ def test_options_of_the_network_reach_the_environment_unless_it_has_its_own() ->
     assert notes == ["NCCL_DEBUG = WARN in the environment overrides INFO from the section network"]
 
 
+def test_values_that_may_be_secret_are_not_printed() -> None:
+    (note,) = set_variables(NetworkConfig(variables={"HF_TOKEN": "mine"}), {"HF_TOKEN": "yours"})
+    assert note == "HF_TOKEN in the environment overrides that of the section network"
+
+
 def test_the_slowest_link_is_named() -> None:
     said = links.describe([links.Link(0, 1, 4e9), links.Link(1, 2, 5e8), links.Link(2, 0, 3e9)])
     assert said == "network test: rank 1 to rank 2 is the slowest of 3 links, 0.5 GB/s; the median is 3 GB/s"

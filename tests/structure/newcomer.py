@@ -17,6 +17,14 @@ from tests.huggingface.hf_models import write as write_model
 from tests.structure.sources import ROOT
 
 LINKED = ("tools", "configs", "pretrain.py", "megalite", "Makefile", "pyproject.toml", "constraints.txt")
+IMPORTED = {
+    "ds_config.json": '{"train_batch_size": 32, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
+    "default_config.yaml": "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n",
+    "train_llama3_8b.sh": "TP=2\ntorchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size $TP --num-layers 32 2>&1 | tee log\n",
+    "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\n',
+    "lora-8b.yml": "base_model: models/llama\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n",
+}
+"""Configurations of other programs."""
 BLOCK = re.compile(r'^```sh(?: title="([^"\n]*)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 BATCH = "--train.global_batch_size 8 --train.micro_batch_size 2 --data.sequence_length 32"
 SHORT = {  # appended: later options win
@@ -59,10 +67,11 @@ def commands(page: str) -> list[Command]:
 
 
 def make_place(place: Path) -> Path:
-    """Fill a directory with a clone, a corpus of text files, a configuration of another program, a small Llama and conversations."""
+    """Fill a directory with a clone, a corpus of text files, configurations of other programs, a small Llama and conversations."""
     for name in LINKED:
         (place / name).symlink_to(ROOT / name)
-    (place / "ds_config.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+    for name, content in IMPORTED.items():
+        (place / name).write_text(content)
     sizes = {**SIZES, "vocab_size": 264, "tie_word_embeddings": True}
     write_tokenizer(write_model(Case("Llama", sizes), place / "models" / "llama"), CHATML)
     answer = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
@@ -79,7 +88,7 @@ def run(words: list[str], place: Path, redirected: str | None = None) -> subproc
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     source = None if redirected is None else (place / redirected).open()
     try:
-        return subprocess.run(runnable(words), cwd=place, env=environment, stdin=source, capture_output=True, text=True, timeout=240)
+        return subprocess.run(runnable(words), cwd=place, env=environment, stdin=source, capture_output=True, text=True, timeout=600)
     finally:
         if source is not None:
             source.close()

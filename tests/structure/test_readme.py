@@ -63,7 +63,7 @@ def test_make_targets_set_themselves_up(target, place):
     """What they then run is tested elsewhere: here, that a clone without .venv would build one and use it."""
     done = run(["make", "-n", target], place)
     assert done.returncode == 0
-    assert "-m venv .venv" in done.stdout and "pip install" in done.stdout and ".venv/bin/python" in done.stdout.splitlines()[-1]
+    assert all(part in done.stdout for part in ("-m venv .venv", "pip install", ".venv/bin/python"))
 
 
 def test_mesh_command_prints_the_picture(place):

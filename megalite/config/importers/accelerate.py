@@ -22,7 +22,7 @@ STRATEGIES |= {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2, "TRUE": 3, "FALSE": 2}  #
 
 def linked_file(source: Source) -> str | None:
     """The DeepSpeed file named by a configuration, or None."""
-    return source.get(LINKED) if source.word(MARK) == "DEEPSPEED" and source.word(LINKED) not in ("NONE", "") else None
+    return str(source.get(LINKED)) if source.word(MARK) == "DEEPSPEED" and source.word(LINKED) not in ("NONE", "") else None
 
 
 def recognizes(leaves: dict[str, Any]) -> bool:

@@ -25,8 +25,7 @@ from megalite.config.importers.verdict import (
 )
 
 NAME = "axolotl"
-BATCH = Batch("batch_size", "micro_batch_size", "gradient_accumulation_steps")
-SPLITS = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
+BATCH = Batch("", "micro_batch_size", "gradient_accumulation_steps")
 
 
 def recognizes(leaves: dict[str, Any]) -> bool:
@@ -55,6 +54,11 @@ def _with_adapter(row: Row) -> Row:
     return Row(lambda value, source: row.judge(value, source) if source.word("adapter") in ("LORA", "QLORA") else off, row.option)
 
 
+def _targets(value: Any, source: Source) -> Verdict:
+    """lora_target_linear adds all projections to those of the list."""
+    return harmless("lora_target_linear has all projections") if source.on("lora_target_linear") else finetuning.targets(value, source)
+
+
 def _precision(value: Any, source: Source) -> Verdict:
     """bf16: auto is bf16 on GPUs that have it, and fp16 on others."""
     if word(value) == "AUTO":
@@ -71,12 +75,25 @@ def _validation(value: Any, source: Source) -> Verdict:
     )
 
 
+def _batch_size(value: Any, source: Source) -> Verdict:
+    """Sequences of one rank in a step: with the micro-batch it gives the accumulation steps, if the file does not have them."""
+    if BATCH.steps in source.leaves:
+        return harmless("gradient_accumulation_steps replaces it")
+    steps = source.get(BATCH.steps)
+    return harmless(f"it gives {steps} gradient_accumulation_steps") if steps else lost("it is no multiple of micro_batch_size")
+
+
 def _fsdp(value: Any, source: Source) -> Verdict:
     """Words of transformers' fsdp option; fsdp_config has the strategy in more detail."""
-    names = {name.upper() for name in value} if isinstance(value, list) else {word(value)}
+    names = {word(name) for name in (value if isinstance(value, list) else str(value).split())}
     found = [accelerate.STRATEGIES[name] for name in names if name in accelerate.STRATEGIES]
     strategy = any(key.endswith(("sharding_strategy", "reshard_after_forward")) for key in source.leaves)
-    return honoured({"parallel.zero": found[0]}) if found and not strategy else harmless("fsdp_config says how weights are sharded")
+    options: dict[str, Any] = {"parallel.zero": found[0]} if found and not strategy else {}
+    offloaded = "OFFLOAD" in names and not any(key.endswith("offload_params") for key in source.leaves)
+    if offloaded:
+        whole = options.get("parallel.zero") == 3
+        options |= {"parallel.offload": "cpu"} | ({"parallel.offload_parameters": True} if whole else {})
+    return honoured(options) if options else harmless("fsdp_config says how weights are sharded")
 
 
 def _minimum(value: Any, source: Source) -> Verdict:
@@ -96,11 +113,13 @@ def _excess(value: Any, source: Source) -> Verdict:
     )
 
 
+WARMUP, LONGEST_WARMUP = 0.03, 100
 INTERNAL = "it changes nothing in a run here"
 TABLE: Table = {
     **finetuning.TRAINER,
     **{key: row for prefix in ("fsdp_config.", "fsdp_config.fsdp_") for key, row in accelerate.fsdp_rows(prefix).items()},
     **BATCH.table(),
+    "batch_size": Row(_batch_size, "train.global_batch_size"),
     "base_model": Row(finetuning.base_model, "model.from_hf"),
     **each("", "base_model_config tokenizer_config processor_type", to_do("model.from_hf is the model's directory, with its tokenizer")),
     **each(
@@ -134,7 +153,7 @@ TABLE: Table = {
     "lora_r": _with_adapter(sets("lora.rank")),
     "lora_alpha": _with_adapter(sets("lora.alpha")),
     "lora_dropout": _with_adapter(sets("lora.dropout")),
-    "lora_target_modules": _with_adapter(Row(finetuning.targets, "lora.targets")),
+    "lora_target_modules": _with_adapter(Row(_targets, "lora.targets")),
     "lora_target_linear": never("all projections have adapters without lora.targets"),
     "lora_modules_to_save": _with_adapter(Row(finetuning.modules_to_save, "lora.modules_to_save")),
     "peft_use_dora": _with_adapter(finetuning.DORA),
@@ -170,7 +189,11 @@ TABLE: Table = {
     "dp_shard_size": Row(lambda value, source: honoured({"parallel.dp": source.dp, "parallel.dp_shard": value}), "parallel.dp_shard"),
     "dp_replicate_size": Row(lambda value, source: honoured({"parallel.dp": source.dp}), "parallel.dp"),
     "wandb_project": sets("logging.wandb"),
-    **each("", "wandb_name wandb_run_id", sets("run.name")),
+    "wandb_name": sets("run.name"),
+    "wandb_run_id": Row(
+        lambda value, source: harmless("wandb_name is it") if source.get("wandb_name") else honoured({"run.name": value}),
+        "run.name",
+    ),
     **each("", "wandb_* mlflow_* use_wandb comet_* gc_steps", never("metrics.jsonl has everything")),
     "use_tensorboard": sets("logging.tensorboard"),
     **each("", "auto_resume_from_checkpoints strict debug device local_rank world_size ddp", never(INTERNAL)),
@@ -182,12 +205,30 @@ TABLE: Table = {
 
 
 def table(source: Source) -> Table:
-    return TABLE
+    """The rows for this file's keys; the default warm-up has a limit, which a share of the steps does not have here."""
+    if "warmup_ratio" in source.leaves:
+        return TABLE
+    limited = Row(
+        lambda value, _: honoured(finetuning.share(value), f"it is at most {LONGEST_WARMUP} steps there"), "optimizer.warmup_steps"
+    )
+    return TABLE | {"warmup_ratio": limited}
 
 
 def defaults(source: Source) -> dict[str, Any]:
     """The defaults of axolotl and of transformers' Trainer that differ from ours."""
     sharded = source.get("fsdp") or any(key.startswith("fsdp_config.") for key in source.leaves)
     strategy = {"fsdp": ["full_shard"]} if sharded and "fsdp" not in source.leaves else {}
-    trainer = {"weight_decay": 0.0, "lr_scheduler": "cosine", "adam_beta1": 0.9}
-    return {"bf16": "auto", "sequence_len": 512, **trainer, **strategy}
+    trainer = {"num_epochs": 1.0, "weight_decay": 0.0, "lr_scheduler": "cosine", "adam_beta1": 0.9}
+    return {"bf16": "auto", "sequence_len": 512, **trainer, **strategy, **_default_warmup(source), **_default_accumulation(source)}
+
+
+def _default_warmup(source: Source) -> dict[str, Any]:
+    if source.get("warmup_steps") is not None or source.get("warmup_ratio") is not None:
+        return {}
+    steps = source.size("max_steps")
+    return {"warmup_ratio": WARMUP} if steps is None else {"warmup_steps": min(int(WARMUP * steps), LONGEST_WARMUP)}
+
+
+def _default_accumulation(source: Source) -> dict[str, Any]:
+    size, micro = source.size("batch_size"), source.size(BATCH.micro)
+    return {BATCH.steps: size // micro} if size and micro and size % micro == 0 and BATCH.steps not in source.leaves else {}

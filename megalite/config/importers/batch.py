@@ -19,7 +19,7 @@ class Batch(NamedTuple):
     def options(self, source: Source) -> dict[str, int]:
         """The batch sizes that are known. Raises ConfigError if they contradict each other."""
         total, micro, steps = map(source.size, self)
-        if self.steps not in source.leaves and not (total and micro):
+        if self.steps not in source.leaves | source.defaults and not (total and micro):
             steps = 1
         known = {name: size for name, size in zip((self.micro, self.steps, "ranks"), (micro, steps, source.dp), strict=True) if size}
         product, complete = math.prod(known.values()), len(known) == 3
@@ -32,6 +32,14 @@ class Batch(NamedTuple):
             micro = total // product
         return {option: size for option, size in (("train.global_batch_size", total), ("train.micro_batch_size", micro)) if size}
 
+    def micro_batch(self, value: Any, source: Source) -> Verdict:
+        """The verdict on the micro-batch. Where nothing else asks for the ranks, which the global batch depends on, this does."""
+        options = {"train.micro_batch_size": value, **self.options(source)}
+        asked = {self.total, self.steps} & (source.leaves | source.defaults).keys()
+        if "train.global_batch_size" in options or asked:
+            return honoured(options)
+        return Verdict("open", options, f"set train.global_batch_size to {value} * parallel.dp")
+
     def accumulation(self, value: Any, source: Source) -> Verdict:
         """The verdict on the accumulation steps: the global batch, or the formula that gives it."""
         options, total, micro = self.options(source), source.size(self.total), source.size(self.micro)
@@ -43,7 +51,11 @@ class Batch(NamedTuple):
 
     def table(self) -> Table:
         """The rows of the three keys; an unused key is empty."""
-        rows = {self.steps: Row(self.accumulation, "train.global_batch_size")}
-        for key, option in ((self.total, "train.global_batch_size"), (self.micro, "train.micro_batch_size")):
-            rows[key] = Row(lambda value, source, option=option: honoured({option: value, **self.options(source)}), option)  # type: ignore[misc]
+        rows = {
+            self.steps: Row(self.accumulation, "train.global_batch_size"),
+            self.micro: Row(self.micro_batch, "train.micro_batch_size"),
+            self.total: Row(
+                lambda value, source: honoured({"train.global_batch_size": value, **self.options(source)}), "train.global_batch_size"
+            ),
+        }
         return {key: row for key, row in rows.items() if key}

@@ -16,6 +16,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
 from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
 from megalite.config.load import OPTIONS, build_parser, from_dict, nest, parse_values
+from megalite.config.lora_names import with_own_names
 from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
 from megalite.config.rules import RULES, numbers
@@ -223,6 +224,7 @@ def _is_whole(option: str, value: Any) -> bool:
 def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
     """Drop the rule's option if it is violated, or report what is to be set. shape: the options of the preset that the file chooses."""
     options = shape | found.options
+    options |= with_own_names(options)
     config = from_dict(nest({option: amounts.plain(option, value, "in it") for option, value in options.items()}))
     amounts.resolve_steps(config)
     world, cp = ParallelDims.of(config).world, config.parallel.cp

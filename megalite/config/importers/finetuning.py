@@ -20,6 +20,8 @@ from megalite.config.importers.verdict import (
     to_do,
     word,
 )
+from megalite.config.lora_names import with_own_names
+from megalite.config.schema import ConfigError
 
 PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "output_proj": "o", "gate_proj": "gate", "up_proj": "up"}
 PROJECTIONS |= {"down_proj": "down", "w1": "gate", "w2": "down", "w3": "up"}
@@ -33,6 +35,8 @@ DECAYS = {
 DECAYS |= {"WARMUP_STABLE_DECAY": "wsd"}
 ADAMS = ("ADAMW", "ADAMW_TORCH", "ADAMW_TORCH_FUSED", "ADAMW_HF", "ADAMW_APEX_FUSED", "ADAMW_TORCH_NPU_FUSED", "ADAMW_TORCH_XLA")
 SAVED = {"embed_tokens": "embedding", "wte": "embedding", "lm_head": "head", "output": "head", "norm": "norms"}
+MODELS = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir")
+HELD_OUT = ("val_set_size", "val_size")
 QUANTIZED = "weights are not quantized: parallel.zero: 3 and parallel.offload save memory"
 ATTENTION = "one fused attention runs"
 KERNELS = "fused operations are train.kernels"
@@ -44,29 +48,41 @@ def base_model(value: Any, source: Source) -> Verdict:
     return honoured({"model.from_hf": value, "model.init_from": f"hf:{value}"})
 
 
+def _named(option: str, value: Any, own: dict[str, str], source: Source) -> tuple[list[str], list[str]]:
+    """Our names of those in a list, or separated by commas, and the names that an adapter can not have.
+
+    Names that only some families have, for example of fused projections, stay as they are: `megalite train` knows them.
+    """
+    model = next((source.leaves[key] for key in MODELS if isinstance(source.get(key), str)), None)
+    found, unknown = [], []
+    for name in (str(name).strip() for name in (value if isinstance(value, list) else str(value).split(","))):
+        try:
+            if name not in own:
+                with_own_names({option: [name], "model.from_hf": model})
+            found.append(own.get(name, name))
+        except ConfigError:
+            unknown.append(name)
+    return [*dict.fromkeys(found)], unknown
+
+
 def targets(value: Any, source: Source) -> Verdict:
     """Names of projections, in a list or separated by commas."""
     names = value if isinstance(value, list) else str(value).split(",")
     names = [str(name).strip() for name in names]
     if any(word(name) in ("ALL", "ALL-LINEAR") for name in names):
         return harmless("all projections have adapters, as here without lora.targets")
-    known = [PROJECTIONS[name] for name in names if name in PROJECTIONS]
-    unknown = [name for name in names if name not in PROJECTIONS]
+    known, unknown = _named("lora.targets", names, PROJECTIONS, source)
     if not known:
         return lost("lora.targets names projections of attention and feed-forward")
-    return honoured({"lora.targets": [*dict.fromkeys(known)]}, f"{', '.join(unknown)} can not have adapters" if unknown else "")
+    return honoured({"lora.targets": known}, f"{', '.join(unknown)} can not have adapters" if unknown else "")
 
 
 def modules_to_save(value: Any, source: Source) -> Verdict:
     """Modules trained in full, in a list or separated by commas."""
-    names = value if isinstance(value, list) else str(value).split(",")
-    known = [str(name).strip() for name in names if str(name).strip() in SAVED]
-    unknown = [str(name) for name in names if str(name).strip() not in SAVED]
+    known, unknown = _named("lora.modules_to_save", value, SAVED, source)
     if not known:
         return lost("lora.modules_to_save takes embedding, head and norms")
-    return honoured(
-        {"lora.modules_to_save": [*dict.fromkeys(SAVED[name] for name in known)]}, f"not {', '.join(unknown)}" if unknown else ""
-    )
+    return honoured({"lora.modules_to_save": known}, f"not {', '.join(unknown)}" if unknown else "")
 
 
 def epochs(limit: str) -> Row:
@@ -121,6 +137,30 @@ def steps(option: str, per_epoch: bool = False) -> Row:
     return Row(judge, option)
 
 
+def _holds_out(source: Source) -> bool:
+    """Whether a share of the data is for validation."""
+    return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT)
+
+
+def _eval_strategy(value: Any, source: Source) -> Verdict:
+    if word(value) in ("NO", "FALSE"):
+        return harmless("nothing is validated without validation.interval")
+    if not _holds_out(source):
+        return left(f"validation.interval says when; {VALIDATION}")
+    return harmless("eval_steps says when") if word(value) == "STEPS" else left("set validation.interval to the steps of an epoch")
+
+
+def _eval_steps(value: Any, source: Source) -> Verdict:
+    strategy = source.word("eval_strategy", source.get("evaluation_strategy", "steps"))
+    if strategy != "STEPS":
+        return harmless(f"eval_strategy is {strategy.lower()}")
+    return (
+        steps("validation.interval").judge(value, source)
+        if _holds_out(source)
+        else left(f"validation.interval is its name here; {VALIDATION}")
+    )
+
+
 def switch(option: str, on: Any) -> Row:
     """A row for a switch that sets the option to `on`."""
     return Row(lambda value, source: honoured({option: on}) if word(value) == "TRUE" else harmless("it is off"), option)
@@ -169,8 +209,9 @@ TRAINER: Table = {
     "save_total_limit": sets("checkpoint.keep"),
     "save_strategy": never("checkpoint.interval says when; a run always saves at its end"),
     "save_only_model": missing("a checkpoint has all that a resume needs; `megalite convert export` writes the model alone"),
-    "eval_steps": to_do(f"validation.interval is its name here; {VALIDATION}"),
-    **each("", "eval_strategy evaluation_strategy eval_on_start", to_do(f"validation.interval says when; {VALIDATION}")),
+    "eval_steps": Row(_eval_steps, "validation.interval"),
+    **each("", "eval_strategy evaluation_strategy", Row(_eval_strategy, "validation.interval")),
+    "eval_on_start": missing("validation.interval says when"),
     **each("", "per_device_eval_batch_size eval_batch_size eval_accumulation_steps", never("validation has the training's batch")),
     "resume_from_checkpoint": Row(
         lambda value, _: (

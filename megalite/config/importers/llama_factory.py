@@ -71,9 +71,10 @@ def _validation(value: Any, source: Source) -> Verdict:
 
 
 def _packing(value: Any, source: Source) -> Verdict:
-    """packing lets conversations attend to each other; neat_packing does not."""
+    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not."""
     if word(value) != "TRUE":
-        return honoured({"data.packing": False}) if not source.on("neat_packing") else harmless("neat_packing turns it on")
+        on = source.on("packing") or source.on("neat_packing")
+        return harmless("the other of packing and neat_packing turns it on") if on else honoured({"data.packing": False})
     return honoured({"data.packing": True}, "" if source.on("neat_packing") else "packed conversations do not attend to each other")
 
 
@@ -162,7 +163,14 @@ def defaults(source: Source) -> dict[str, Any]:
     adapter = (
         {"lora_rank": 8, "lora_alpha": 2 * (source.size("lora_rank") or 8)} if source.word("finetuning_type", "lora") == "LORA" else {}
     )
-    trainer = {"learning_rate": 5e-5, "weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", BATCH.micro: 8}
+    trainer = {
+        "num_train_epochs": 3.0,
+        "learning_rate": 5e-5,
+        "weight_decay": 0.0,
+        "adam_beta1": 0.9,
+        "lr_scheduler_type": "linear",
+        BATCH.micro: 8,
+    }
     return {
         "finetuning_type": "lora",
         **adapter,

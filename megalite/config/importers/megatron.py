@@ -21,6 +21,7 @@ from megalite.config.importers.verdict import (
     missing,
     never,
     only,
+    rounded,
     row_of,
     sets,
     to_do,
@@ -46,7 +47,7 @@ def parse(text: str) -> dict[str, Any]:
 
     A value with a variable that the script does not set keeps its $; such variables, and those set under a condition, are keys, too.
     """
-    words, conditional = shell.words(text)
+    words, conditional = shell.words(text, MARKS)
     start = next((place + 1 for place, word in enumerate(words) if word.endswith(".py")), 0)
     arguments = {f"{LAUNCH}{name}": value for name, value in _options(words[: max(start - 1, 0)]).items()}
     return arguments | _options(words[start:]) | {f"${name}": "set under a condition" for name in conditional}
@@ -212,13 +213,16 @@ def _data(value: Any, source: Source) -> Verdict:
     parts = value if isinstance(value, list) else [value]
     numbers = [type(part) in (int, float) for part in parts]
     if len(parts) > 1 and numbers == [True, False] * (len(parts) // 2):
-        return honoured({"data.train": dict(zip(parts[1::2], map(float, parts[::2]), strict=True))})
+        weights: dict[str, float] = {}
+        for weight, prefix in zip(parts[::2], parts[1::2], strict=True):
+            weights[prefix] = rounded(weights.get(prefix, 0.0) + weight)
+        return honoured({"data.train": weights})
     return honoured({"data.train": value if isinstance(value, str) else [str(part) for part in parts]})
 
 
 def _split(value: Any, source: Source) -> Verdict:
     """Shares of training, validation and test."""
-    parts = [float(part) for part in str(value).split(",") if part.replace(".", "", 1).isdigit()] + [0.0, 0.0]
+    parts = [float(part) for part in str(value).replace(" ", "").split(",") if part.replace(".", "", 1).isdigit()] + [0.0, 0.0]
     if not sum(parts):
         return lost("set data.validation to a share of the data")
     if not parts[1] or "data-path" not in source.leaves:
@@ -374,6 +378,8 @@ def defaults(source: Source) -> dict[str, Any]:
         **{"use-distributed-optimizer": False, "adam-beta1": 0.9, "adam-beta2": 0.999, "weight-decay": 0.01, "lr-decay-style": "linear"},
         **{"log-interval": 100, "eval-interval": 1000, "eval-iters": 100},
     }
+    if "data-path" in source.leaves:
+        found |= {"split": "969,30,1"}
     if source.on("fp16"):
         found |= {"initial-loss-scale": 2.0**32}
     if BATCH.total not in source.leaves and source.dp and (micro := source.size(BATCH.micro)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from megalite.config.importers import finetuning
@@ -20,6 +21,7 @@ from megalite.config.importers.verdict import (
     missing,
     never,
     only,
+    row_of,
     sets,
     to_do,
     word,
@@ -42,6 +44,7 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 
 def ranks(source: Source) -> int | None:
     """Shards times replicas, where the file gives them."""
+    source = resolved(source)
     shards, replicas = source.size("data_parallel_shard_dim"), source.size("data_parallel_replicate_dim") or 1
     return shards * replicas if shards else source.dp
 
@@ -87,10 +90,23 @@ def _clip(value: Any, source: Source) -> Verdict:
     return honoured({"train.grad_clip": 0 if value is None else value})
 
 
-def _reference(value: Any) -> str | None:
-    """The key that a value such as ${output_dir} refers to."""
-    found = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
-    return found[1] if found else None
+DEPTH = 10
+"""Limit of the references from one to the next, of which a circle has no end."""
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+def resolved(source: Source) -> Source:
+    """The file with references to other keys, such as ${output_dir}/logs, replaced by their values; those that lead nowhere stay."""
+
+    def value(given: Any, depth: int = 0) -> Any:
+        if not isinstance(given, str) or depth > DEPTH:
+            return given
+        whole = REFERENCE.fullmatch(given)
+        if whole and whole[1] in source.leaves:
+            return value(source.leaves[whole[1]], depth + 1)
+        return REFERENCE.sub(lambda found: str(value(source.leaves[found[1]], depth + 1)) if found[1] in source.leaves else found[0], given)
+
+    return replace(source, leaves={key: value(given) for key, given in source.leaves.items()})
 
 
 def _datasets(value: Any, source: Source) -> Verdict:
@@ -125,6 +141,15 @@ def _steps(value: Any, source: Source) -> Verdict:
 
 def _shards(value: Any, source: Source) -> Verdict:
     return harmless("all ranks that are left, as here") if value == -1 else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value})
+
+
+def _replicas(value: Any, source: Source) -> Verdict:
+    """The weights of each replica are sharded over the ranks that are left."""
+    if value == 1:
+        return harmless("it is so here")
+    if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
+        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value})
+    return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 
 def _offload(value: Any, source: Source) -> Verdict:
@@ -190,9 +215,7 @@ TABLE: Table = {
     "tensor_parallel_dim": sets("parallel.tp"),
     "context_parallel_dim": sets("parallel.cp"),
     "data_parallel_shard_dim": Row(_shards, "parallel.dp_shard"),
-    "data_parallel_replicate_dim": Row(
-        lambda value, source: honoured({"parallel.dp": source.dp}) if source.dp else harmless("parallel.dp_shard")
-    ),
+    "data_parallel_replicate_dim": Row(_replicas, "parallel.dp_shard"),
     "tensor_parallel_plan.*": never("the model is split in one way"),
     "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
     f"metric_logger.{COMPONENT}": Row(
@@ -214,17 +237,27 @@ TABLE: Table = {
 
 
 def table(source: Source) -> Table:
-    """The rows for this file's keys: references to other keys are followed."""
-    rows = dict(TABLE)
-    for key, value in source.leaves.items():
-        other = _reference(value)
-        if other is not None:
-            rows[key] = never(f"{other} is judged instead") if other in source.leaves else to_do(f"the file does not have {other}")
+    """The rows for this file's keys, which judge the values that references lead to."""
+    rows, whole = dict(TABLE), resolved(source)
+    used = {name for value in source.leaves.values() for name in REFERENCE.findall(str(value))}
+    for key, value in whole.leaves.items():
+        row, open_name = row_of(TABLE, key), REFERENCE.search(str(value))
+        if open_name:
+            rows[key] = to_do(f"the file does not have {open_name[1]}")
+        elif row is None and key in used:
+            rows[key] = never("it is judged where another key refers to it")
+        elif row is not None:
+            rows[key] = _following(row, value)
     return rows
+
+
+def _following(row: Row, value: Any) -> Row:
+    return never("it is empty") if value in (None, []) else Row(lambda _, source: row.judge(value, resolved(source)), row.option)
 
 
 def defaults(source: Source) -> dict[str, Any]:
     """torchtune's defaults that differ from ours; those of torch's AdamW, and FSDP in a distributed recipe."""
+    source = resolved(source)
     adam = {"optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999]} if component(source, "optimizer") == "AdamW" else {}
     schedule = {} if f"lr_scheduler.{COMPONENT}" in source.leaves else {f"lr_scheduler.{COMPONENT}": "torch.optim.lr_scheduler.ConstantLR"}
     return {**adam, **schedule, "clip_grad_norm": 0, "fsdp_reshard_after_forward": True}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 from megalite.config.rule import Rule, RuleContext
 
@@ -21,16 +22,28 @@ _NOT_NEGATIVE = """run.seed lora.rank parallel.schedule_costs parallel.layer_cos
     network.ib_retries"""
 _FRACTIONS = "model.embedding_dropout model.attention_dropout model.residual_dropout lora.dropout train.label_smoothing optimizer.betas"
 
+_TOO_LARGE = 1e300
+"""Below the largest float: an integer can have more digits than calculations with it can bear."""
+
 
 def _bounded(options: str, test: Callable[[float], bool], why: str, legal: str) -> list[Rule]:
-    """Rules that numbers, or every number of a list or mapping, pass `test`; null passes, infinities and NaN never do."""
+    """Rules that numbers, or every number of a list or mapping, pass `test`; null passes; infinities, NaN and endless integers never do."""
 
     def out_of_range(option: str, context: RuleContext) -> bool:
-        value = attrgetter(option)(context)
-        numbers = value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]
-        return value is not None and not all(math.isfinite(number) and test(number) for number in numbers)
+        return not all(abs(number) < _TOO_LARGE and test(number) for number in _numbers(option, context))
 
-    return [Rule(f"{option} in range", option, partial(out_of_range, option), message=why, legal=legal) for option in options.split()]
+    def reason(option: str, context: RuleContext) -> str:
+        return "is too large" if any(_TOO_LARGE <= each < math.inf for each in _numbers(option, context)) else why
+
+    return [
+        Rule(f"{option} in range", option, partial(out_of_range, option), message=partial(reason, option), legal=legal)
+        for option in options.split()
+    ]
+
+
+def _numbers(option: str, context: RuleContext) -> list[Any]:
+    value = attrgetter(option)(context)
+    return [] if value is None else value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
 
 
 RULES: tuple[Rule, ...] = (

@@ -89,14 +89,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "warm-up within the run",
         "optimizer.warmup_steps",
-        lambda c: c.optimizer.warmup_steps > c.train.steps,
+        lambda c: c.optimizer.warmup_steps > c.known_steps,
         message="exceeds {train.steps}",
         legal=lambda c: f"Legal values: 0 to {c.train.steps}, or a share of them such as 5%. Nearest: {c.train.steps}.",
     ),
     Rule(
         "warm-up before the decay",
         "optimizer.wsd_decay_fraction",
-        lambda c: c.optimizer.decay == "wsd" and c.optimizer.warmup_steps + c.optimizer.wsd_decay_fraction * c.train.steps > c.train.steps,
+        lambda c: c.optimizer.decay == "wsd" and c.optimizer.warmup_steps + c.optimizer.wsd_decay_fraction * c.known_steps > c.known_steps,
         message="of {train.steps} starts the decay before {optimizer.warmup_steps} are done",
         legal=lambda c: f"Legal values: up to {1 - c.optimizer.warmup_steps / c.train.steps:.4g}; or shorten the warm-up.",
     ),
@@ -173,7 +173,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "profiled steps within the run",
         "profiling.steps",
-        lambda c: (c.profiling.timeline or c.profiling.ranks) and c.profiling.steps[0] > c.train.steps,
+        lambda c: (c.profiling.timeline or c.profiling.ranks) and c.profiling.steps[0] > c.known_steps,
         message="begins after {train.steps}",
         legal=lambda c: f"The first may be at most {c.train.steps}; or leave timeline and ranks out.",
     ),

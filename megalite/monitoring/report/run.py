@@ -50,7 +50,12 @@ class Run:
     summary: dict[str, Any]
 
     def sums(self, key: str) -> dict[int, float]:
-        """The sum of a key over all steps up to each: the tokens seen, or the seconds trained."""
+        """The sum of a key over all steps up to each: the tokens seen, or the seconds trained.
+
+        What `KEY_seen` counts is taken from there: it has the steps that a rollback has removed, too.
+        """
+        if self.steps and all(f"{key}_seen" in line for line in self.steps):
+            return {line["step"]: line[f"{key}_seen"] for line in self.steps}
         return dict(zip((line["step"] for line in self.steps), accumulate(line.get(key) or 0 for line in self.steps), strict=True))
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:

@@ -1,0 +1,48 @@
+"""The table of docs/huggingface.md names what the tests prove of each family, and CONTRIBUTING.md shows the whole of one."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from megalite.config.families import families
+from tests.generation.test_language_model import NAMES as GENERATED
+from tests.huggingface.hf_models import CASES, LAYOUT_CASES, model_type
+from tests.huggingface.test_gradients import NAMES as WITH_GRADIENTS
+from tests.structure.sources import ROOT
+
+ROW = re.compile(r"^\| .+ \| `(\w+)` \| .+ \| (\d+) \| (.+) \|$", re.MULTILINE)
+
+
+def test_the_table_lists_the_shapes_that_are_tested() -> None:
+    shapes: dict[str, int] = defaultdict(int)
+    layouts: dict[str, list[str]] = defaultdict(list)
+    for family, count, names in ROW.findall((ROOT / "docs" / "huggingface.md").read_text()):
+        shapes[family] += int(count)
+        layouts[family] += names.split("; ")
+    assert shapes == {family: sum(model_type(name) == family for name in CASES) for family in families().rows}
+    expected: dict[str, list[str]] = defaultdict(list)
+    for name in LAYOUT_CASES:
+        expected[model_type(name)].append(name.partition(", ")[2] or "default")
+    assert layouts == expected
+
+
+def test_every_proof_has_every_family() -> None:
+    for names in (CASES, WITH_GRADIENTS, GENERATED, LAYOUT_CASES):
+        assert {model_type(name) for name in names} == set(families().rows)
+
+
+def test_contributing_shows_a_family_in_less_than_60_lines() -> None:
+    """Every line of it is a line of the file that the comment above names."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (section,) = re.findall(r"^## Add a model family$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    lines = [line for block in re.findall(r"```\w+\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
+    shown, text = 0, ""
+    for line in filter(str.strip, lines):
+        if line.startswith("#"):
+            found = re.match(r"# ([\w/]+\.\w+):", line)
+            text = (ROOT / found[1]).read_text() if found else text
+        else:
+            shown += 1
+            assert re.search(rf"^\s*{re.escape(line.strip())}$", text, re.MULTILINE), line
+    assert 10 < shown < 60
