@@ -124,6 +124,8 @@ class Peers:
         self._threads = [Thread(target=each, name=f"megalite-peers{each.__name__}", daemon=True) for each in (self._exchange, self._answer)]
         for thread in self._threads:
             thread.start()
+        # A firewall may refuse connections as well: only a rank that has answered before has ended if it refuses them.
+        self._answering = {each for each, address in self._addresses.items() if _question(address)[0] is State.ANSWERS}
 
     # ---- threads
 
@@ -225,6 +227,8 @@ class Peers:
             return None
         assert self._store_rank is not None
         state, place = self.ask(self._store_rank)
+        if state is State.ENDED and self._store_rank not in self._answering:
+            state = State.UNREACHABLE
         return None if state is State.ANSWERS or {"left", "lost"} & place.keys() else self._found(self._store_rank, state, place)
 
     def _next_lost(self) -> Verdict | None:
@@ -238,7 +242,10 @@ class Peers:
             if state is State.ANSWERS:
                 if silent is None:  # those before have left
                     self._watched, self._changed = rank, monotonic()
+                    self._answering.add(rank)
                 break
+            if state is State.ENDED and rank not in self._answering:
+                state = State.UNREACHABLE
             if not {"left", "lost"} & place.keys() and (silent is None or state in (State.ENDED, State.FAILED)):
                 silent = self._found(rank, state, place)
                 if silent.final:

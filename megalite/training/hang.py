@@ -1,10 +1,10 @@
 """Explains a hang from what every rank has left in RUN_DIR/stalls/: which rank did not do its part, and who waits for it. Imports no torch.
 
-A rank's record says where it is in the plan of the step, which communication it waits for, and how many collectives it has started over each
-axis. Records are compared by these positions:
+A rank's record says where it is in the plan of the step, which communication it waits for, and how many collectives it has started over
+each axis. Records are compared by these positions:
 
-- A receive is matched with the send in the list of the other rank, and a send with the receive: that rank is before or beyond it, or lacks
-  it.
+- A receive is matched with the send in the list of the other rank, and a send with the receive: that rank is before it, beyond it, or has
+  none.
 - A collective is matched by its number over the axis. A rank that has started fewer is behind; if it is at a later place all the same, it
   has skipped one.
 - Where the host waits for the device, as with NCCL, torch's flight record tells the same of the collectives of each process group.
