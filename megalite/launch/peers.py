@@ -109,7 +109,7 @@ class Peers:
         self.own: dict[str, Any] = {}
         self.verdict: Verdict | None = None
         self._prefix = f"peers/{store.add(f'peers/{rank}', 1)}"  # every rank counts its monitors in this store: they agree
-        self._store = store.clone()
+        self._store = store.clone()  # type: ignore[attr-defined]
         self.start = store.compare_set("peers/start", "", self.token).decode()
         self._listener = socket.create_server(("", 0), backlog=64)
         address = [_own_address(), self._listener.getsockname()[1], self.token, os.uname().nodename]
