@@ -164,9 +164,10 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
         base = Config(model=base.model)
     check_planned_for(base)
     base.model.init_from = base.model.init_from if named.kind == "configuration" else None
+    data = options.data or base.data.train or "data/train"
     asked = (options.sequence_length, options.global_batch_size, options.tokens, options.steps)
     return Wanted(
-        base, named.kind == "configuration", options.gpus, device_of(options), options.output.stem, options.data or base.data.train,
+        base, named.kind == "configuration", options.gpus, device_of(options), options.output.stem, data,
         weights_of(options.source, "--from") if options.weights else None, *asked,
     ), named  # fmt: skip
 

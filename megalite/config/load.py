@@ -427,8 +427,8 @@ def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, 
     try:
         parsed = parser.parse_args(argv, defaults=False) if words else parser.parse_object(nest(values), defaults=False)
     except OverflowError:  # an integer that no float holds, where a float is expected
-        option = next(option for option, value in values.items() if re.fullmatch(r"[-+]?\d{300,}", str(value)))
-        raise ConfigError(wrong_type(option, values[option], source)) from None
+        wrong = next(name for name, value in values.items() if re.fullmatch(r"[-+]?\d{300,}", str(value)))
+        raise ConfigError(wrong_type(wrong, values[wrong], source)) from None
     except (ArgumentError, TypeError, ValueError) as error:
         option = next((option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None)
         raise ConfigError(wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}") from None

@@ -132,14 +132,16 @@ class PeftAdapter:
         return bool(rest.any())
 
     def _is_changed(self, module: Module, magnitudes: Tensor) -> bool:
-        """Whether rows without an adapter have another length than the weight's, up to the rounding of the stored magnitudes."""
+        """Whether rows without an adapter have another length than the weight's, up to the rounding of the stored magnitudes. The weight is
+        rounded as that of the run which trained the adapter, in any precision: the adapter does not say which."""
         tolerance = max(8 * torch.finfo(magnitudes.dtype).eps, 1e-5)
         others = {name: rows for name, rows in module.all_weights(self.found).items() if name not in module.weights}
-        return any(
-            not torch.allclose(magnitudes[rows].to(lengths.dtype), lengths, rtol=tolerance, atol=0)
-            for name, rows in others.items()
-            for lengths in [self.row_lengths(name)]
-        )
+
+        def are_lengths(dtype: torch.dtype) -> bool:
+            lengths = {name: self.row_lengths(name, dtype) for name in others}
+            return all(torch.allclose(magnitudes[others[name]].to(own.dtype), own, rtol=tolerance, atol=0) for name, own in lengths.items())
+
+        return not any(are_lengths(dtype) for dtype in (self.dtype, *DTYPES.values()))
 
     def _misfits_of_saved(self, name: str) -> Iterator[str]:
         place, keys = self.found[name], self.saved[name]
@@ -150,12 +152,12 @@ class PeftAdapter:
         if self.tied and name == EMBEDDING and not torch.equal(self.tensors[keys[0]], self.tensors[keys[1]]):
             yield f"{keys[0]} and {keys[1]} differ, and the model's head is its embedding (model.tie_word_embeddings)"
 
-    def _row_lengths(self, name: str) -> Tensor:
-        """Lengths of the rows of one of our weights as the run stores it, in at least fp32."""
+    def _row_lengths(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Lengths of the rows of one of our weights as a run of this dtype stores it, in at least fp32."""
         rows, columns = len(self.found[name].rows), self.found[name].numel // len(self.found[name].rows)
-        weight = torch.empty(rows, columns, dtype=self.dtype)
+        weight = torch.empty(rows, columns, dtype=dtype)
         self.base([Rectangle(WEIGHT + name, (rows, columns), (0, 0), weight)])
-        return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(self.dtype, torch.float32))
+        return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32))
 
     def _scale(self, module: Module, rank: int) -> float:
         """PEFT's factor on a module's B A."""
@@ -172,7 +174,7 @@ class PeftAdapter:
         module, weight, part = self._where[name]
         a, b, *magnitudes = (self.tensors[key] for key in module.keys(self.lora.dora))
         if part == MAGNITUDE:
-            lengths = self.row_lengths(weight)
+            lengths = self.row_lengths(weight, self.dtype)
             return magnitudes[0][module.rows(weight)].to(lengths.dtype) - lengths
         ranks, index = self._ranks(module), list(module.weights).index(weight)
         start = sum(ranks[:index])

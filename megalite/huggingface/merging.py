@@ -76,10 +76,10 @@ class Adapters:
         return torch.linalg.vector_norm(values, dim=1, dtype=torch.promote_types(values.dtype, torch.float32))
 
     def _factors(self, name: str) -> Tensor:
-        """(‖W‖ + δ) / ‖W + scale · B A‖ of each row of a weight."""
-        pair = self.pairs[name]
+        """(‖W‖ + δ) / ‖W + scale · B A‖ of each row of a weight; 1 for rows of length 0, as in training."""
+        pair, lengths = self.pairs[name], self.row_lengths(name, merged=True)
         assert pair.delta is not None
-        return (self.row_lengths(name) + pair.delta) / self.row_lengths(name, merged=True)
+        return torch.where(lengths == 0, 1, (self.row_lengths(name) + pair.delta) / lengths)
 
     def merged(self, name: str, chunk: Chunk, values: Tensor) -> Tensor:
         """A chunk's values with its part of the adapter; unchanged if the weight has none."""

@@ -17,6 +17,7 @@ FREE = ("preset", "from_hf", "init_from", "dropout")  # options of model and lor
 DATA = ("data.train", "data.validation")
 SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *DATA)
 """Options that determine the samples and their order."""
+SETS = ("targets", "modules_to_save")  # lists of lora whose order and repetitions have no effect
 UNLISTED = (
     *("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "data.allow_tokenizer_change"),
     *("train.stop_after", "faults.inject", "network.variables"),  # values of the last may be secret
@@ -31,7 +32,7 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     saved = from_dict(state["config"])
     allow = config.checkpoint.allow
     shape, saved_shape = (
-        {f"{section}.{name}": value for section in ("model", "lora") for name, value in to_dict(each)[section].items() if name not in FREE}
+        {f"{section}.{name}": value for section in ("model", "lora") for name, value in _tree(each)[section].items() if name not in FREE}
         for each in (config, saved)
     )
     changed = [f"{name} was {saved_shape.get(name)}, is {shape[name]}" for name in shape if saved_shape.get(name) != shape[name]]
@@ -57,9 +58,15 @@ def other_samples(config: Config, saved: Config) -> str:
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """section.key → value, as stored."""
-    tree = json.loads(json.dumps(to_dict(config)))
+    """section.key → value, as stored, in one order where none counts."""
+    tree = json.loads(json.dumps(_tree(config)))
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
+
+
+def _tree(config: Config) -> dict[str, dict[str, Any]]:
+    """The options as they are compared: `to_dict`, in one order where none counts."""
+    tree = to_dict(config)
+    return tree | {"lora": {name: sorted(set(value)) if name in SETS and value else value for name, value in tree["lora"].items()}}
 
 
 def changes(config: Config, state: dict[str, Any], software: dict[str, str]) -> list[str]:
@@ -83,7 +90,7 @@ def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
     except ConfigError:
         return False
     now = from_dict({**json.loads(json.dumps(to_dict(config))), "parallel": {}})  # as it would have been stored
-    return before == now
+    return _tree(before) == _tree(now)
 
 
 def without_adapters(manifest: Manifest) -> Manifest:

@@ -81,7 +81,12 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._listener is not None and (kind is None or not issubclass(kind, Exception)):
+        if kind is None or not issubclass(kind, Exception):
+            self.close()
+
+    def close(self) -> None:
+        """Restore the previous signal handlers."""
+        if self._listener is not None:
             self._listener.close()
 
 

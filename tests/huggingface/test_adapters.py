@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite import checkpoint
@@ -54,14 +55,14 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokens(tmp_path_factory.mktemp("tokens"), VOCAB, count=2000)
 
 
-def trainer_of(directory: Path, prefix: str, place: Path, start: str | None = None, **lora: Any) -> Trainer:
+def trainer_of(directory: Path, prefix: str, place: Path, start: str | None = None, precision: str = "fp32", **lora: Any) -> Trainer:
     config = {
         "run": {"dir": str(place), "name": "run"},
         "model": from_hf_config(hf_config(directory)) | {"init_from": start or f"hf:{directory}", "from_hf": str(directory)},
         "lora": {"rank": 4, "alpha": 6.0} | lora,
         "parallel": {"dp": 1},
         "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
-        "train": {"steps": 2, "global_batch_size": BATCH, "micro_batch_size": BATCH, "grad_clip": 0.0},
+        "train": {"steps": 2, "global_batch_size": BATCH, "micro_batch_size": BATCH, "grad_clip": 0.0, "precision": precision},
         "optimizer": {"lr": LR, "decay": "constant", "weight_decay": DECAY, "eps": EPS},
         "checkpoint": {"load": "none"},
     }
@@ -117,6 +118,39 @@ def test_starts_alike_from_a_directory_and_from_a_checkpoint(models, prefix, tmp
     assert convert_hf.main(["adapter-export", str(saved), str(tmp_path / "adapter")]) == 0
     *losses, _ = start(f"hf:{directory}", init_from=str(tmp_path / "adapter"))
     assert start(str(tmp_path / "imported"), init_from=str(tmp_path / "adapter"))[:2] == tuple(losses)
+
+
+@pytest.mark.parametrize(("before", "now"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_row_lengths_come_in_at_another_precision(before, now, models, prefix, tmp_path: Path):
+    """The lengths of rows without an adapter, k's in Phi-3's qkv_proj, are those of the rounded weights; other lengths are refused."""
+    options: dict[str, Any] = {"dora": True, "targets": ["q", "v"]}
+    trainer = trainer_of(models["phi3"], prefix, tmp_path, precision=before, **options)
+    saved = trainer.save()
+    trainer.close()
+    adapter = tmp_path / "adapter"
+    assert convert_hf.main(["adapter-export", str(saved), str(adapter)]) == 0
+    options |= {"precision": now, "init_from": str(adapter)}
+    trainer_of(models["phi3"], prefix, tmp_path / "again", **options).close()
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for key in tensors:
+        if "qkv_proj.lora_magnitude" in key:
+            tensors[key] *= 1.001
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="qkv_proj adapts outputs that are not among lora.targets"):
+        trainer_of(models["phi3"], prefix, tmp_path / "other", **options)
+
+
+def test_merging_leaves_rows_of_zeros_at_zero(prefix, tmp_path: Path):
+    model = make(CASES["phi3"])
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[3] = 0
+    model.save_pretrained(tmp_path / "base")
+    trainer = trainer_of(tmp_path / "base", prefix, tmp_path, dora=True)
+    saved = trainer.save()
+    trainer.close()
+    assert convert_hf.main(["export", str(saved), str(tmp_path / "merged")]) == 0
+    ids = random_ids(tokens=SEQUENCE)
+    assert (logits_of(tmp_path / "merged", ids) - logits_of(tmp_path / "base", ids)).abs().max() <= 1e-6
 
 
 def test_adapters_on_weights_that_nothing_gave_are_reported(models, prefix, tmp_path: Path):

@@ -87,23 +87,58 @@ def test_outputs_and_gradients(kind, masked, deferred, dora):
     assert stored["x.weight"].grad is None and len(trained) == (1 + len(adapted) * (2 if dora else 1))
 
 
-def test_row_lengths_that_have_not_been_trained_change_nothing():
-    """In bf16 too, where no rounding of a stored length may change the model that training starts from."""
-    torch.manual_seed(0)
-    value = torch.randn(8, WIDTH).bfloat16()
-    shapes = {"x.weight": (8, WIDTH), "x.lora_a": (2, WIDTH), "x.lora_b": (8, 2), "x.lora_magnitude": (8,)}
-    tensors = {"x.weight": value, "x.lora_a": torch.randn(2, WIDTH).bfloat16(), "x.lora_b": torch.zeros(8, 2).bfloat16()}
-    stored = {
-        name: Weight(
-            ParamSpec(name, 1, (Segment(name, shape, role="up"),)),
-            tensors.get(name, torch.zeros(shape).bfloat16()),
-            None,
-            WeightGradQueue(),
-        )
-        for name, shape in shapes.items()
-    }
+def untrained(value: Tensor, adapted: int, bias: Tensor | None = None) -> tuple[ColumnParallelLinear, dict[str, Weight]]:
+    """A linear with adapters (DoRA) as training starts, of its first `adapted` rows, and its weights by name."""
+    rows = len(value)
+    parts = {"q": adapted} | ({"k": rows - adapted} if adapted < rows else {})
+    zeros = partial(torch.zeros, dtype=value.dtype)
+    tensors = {"x.weight": value, "x.lora_a": torch.randn(2, WIDTH).to(value.dtype)}
+    tensors |= {"q.lora_b": zeros(adapted, 2), "q.lora_magnitude": zeros(adapted)} | ({} if bias is None else {"x.bias": bias})
+    stored = {}
+    for name, tensor in tensors.items():
+        segments = [Segment(name, tuple(tensor.shape))]
+        if name == "x.weight":
+            segments = [Segment(f"{part}.weight", (count, WIDTH), 0, role=part) for part, count in parts.items()]
+        trained = "lora" in name
+        spec, grad = ParamSpec(name, 1, tuple(segments)), torch.float32 if trained else None
+        stored[name] = Weight(spec, tensor.requires_grad_(trained), grad, WeightGradQueue())
+        stored[name].grad = torch.full_like(tensor, torch.nan, dtype=grad) if trained else None
+        stored[name].begin_step(1, 1)
     tp = Mesh(Layout()).tp
-    attach_adapters(stored, replace(LORA, dora=True), tp)
-    x = torch.randn(5, 2, WIDTH).bfloat16()
-    with torch.no_grad():
-        assert torch.equal(ColumnParallelLinear(stored["x.weight"], None, tp, False)(x), x @ value.t())
+    attach_adapters(stored, replace(LORA, dora=True, targets=["q"]), tp)
+    return ColumnParallelLinear(stored["x.weight"], stored.get("x.bias"), tp, False), stored
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_row_lengths_that_have_not_been_trained_change_nothing(biased, masked):
+    """In bf16 too, where no rounding of a stored length may change the model that training starts from. Neither a bias that is large beside
+    W x nor dropout makes the gradient of the lengths less exact."""
+    torch.manual_seed(0)
+    value, bias = torch.randn(8, WIDTH).bfloat16(), 100 * torch.randn(8).bfloat16()
+    layer, stored = untrained(value, adapted=8, bias=bias if biased else None)
+    x, gradient = torch.randn(5, 2, WIDTH).bfloat16(), torch.randn(5, 2, 8).bfloat16()
+    rows = x.flatten(0, 1)
+    out = layer(x.requires_grad_(), MASK if masked else None)
+    assert torch.equal(out.flatten(0, 1), torch.addmm(bias, rows, value.t()) if biased else rows @ value.t())
+    out.backward(gradient)
+    dropped = (MASK(x) if masked else x).double()
+    wanted = (gradient.double() * (dropped @ value.double().t())).sum((0, 1)) / value.double().norm(dim=1)
+    assert (stored["q.lora_magnitude"].grad - wanted).norm() <= 2**-8 * wanted.norm(), "what bf16 rounds off W x"
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_row_of_zeros_stays_zero_and_disturbs_nothing(adapted):
+    """Its length is zero, which no factor can change: padding, or a projection that starts at zero."""
+    torch.manual_seed(0)
+    value = torch.randn(8, WIDTH)
+    value[3 if adapted else 6] = 0
+    layer, stored = untrained(value, adapted=4)
+    x = torch.randn(5, 2, WIDTH, requires_grad=True)
+    out = layer(x)
+    torch.testing.assert_close(out, x @ value.t())
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, value.sum(0).expand_as(x))
+    for name in ("x.lora_a", "q.lora_b", "q.lora_magnitude"):
+        assert stored[name].grad.isfinite().all(), name
+    assert stored["q.lora_b"].grad.any(1).all(), "every adapted row is trained"

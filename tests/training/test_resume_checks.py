@@ -14,8 +14,9 @@ from megalite.build import parts as build
 from megalite.commands.train import announce
 from megalite.config.amounts import resolve_steps
 from megalite.config.load import from_dict, to_dict
-from megalite.config.schema import ConfigError
+from megalite.config.schema import Config, ConfigError
 from megalite.monitoring.epochs import Epochs, repeated
+from megalite.training import resume_checks
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
@@ -107,6 +108,20 @@ def test_a_restarted_job_compares_options_with_their_defaults_filled_in(stored, 
     restarted = trainer(prefix, own, restarted=True, checkpoint=options)
     restarted.close()
     assert restarted.step_done == step
+
+
+def test_the_order_of_the_targets_of_adapters_is_no_change(prefix):
+    def config(targets: list[str], saved: list[str]) -> Config:
+        return from_dict(config_of(CASE, prefix) | {"lora": {"rank": 2, "targets": targets, "modules_to_save": saved}})
+
+    state = {"config": to_dict(config(["q", "v"], ["head", "norms"])), "fingerprint": "the same"}
+    same = config(["v", "q", "v"], ["norms", "head"])
+    resume_checks.check_resume(same, "the same", state, Path("step_1"))
+    assert resume_checks.is_same_run(same, state["config"]) and resume_checks.changes(same, state, {}) == []
+    other = config(["v", "k"], ["norms", "head"])
+    with pytest.raises(ConfigError, match=r"lora.targets was \['q', 'v'\], is \['k', 'v'\]\. Give"):
+        resume_checks.check_resume(other, "the same", state, Path("step_1"))
+    assert not resume_checks.is_same_run(other, state["config"])
 
 
 def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix, run):

@@ -30,10 +30,18 @@ def test_a_signal_is_a_request_and_not_the_end(name, harmless):
 
 
 def test_the_handlers_before_are_restored(harmless):
+    with StopRequest() as request:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert harmless == [signal.SIGTERM] and request.reason is None
+
+
+def test_after_an_error_a_signal_does_not_end_the_process_before_it_has_said_why(harmless):
     with pytest.raises(RuntimeError), StopRequest() as request:
         raise RuntimeError
     os.kill(os.getpid(), signal.SIGTERM)
-    assert harmless == [signal.SIGTERM] and request.reason is None
+    assert harmless == [] and request.reason == "received SIGTERM"
+    request.close()
 
 
 def test_the_time_limit_is_a_request(monkeypatch):

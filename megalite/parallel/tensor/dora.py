@@ -24,24 +24,18 @@ from megalite.parallel.tensor.lora import AccumulateAdapter, Adapter, Mask
 
 
 class DoraAdapter(Adapter):
-    """The adapters of one stored matrix. Rows without an adapter have g = 1."""
+    """The adapters of one stored matrix. Rows without an adapter, and adapted ones of length 0, have g = 1."""
 
     def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> tuple[Tensor, ...]:
         """Make of the layer's `out` ([seq, batch, out]) the adapted one. Returns what `backward` needs."""
         factors, norms = self._factors()
         dropped, rows = self.dropped(x, mask), out.flatten(0, -2)
-        bias = None if self.bias is None else self.bias.tensor
-        if mask is not None:
-            adapted = torch.mm(dropped.flatten(0, -2), self.base.tensor.t())  # [tokens, out]
-            rest = rows - adapted
-        elif bias is not None:
-            adapted, rest = rows - bias, bias
-        else:
-            adapted, rest = rows.clone(), None
-        inner = self.inner(dropped)
+        # With a bias W x is computed again: out - bias would lose what was rounded off beside a large bias.
+        plain = rows if mask is None and not self.biased else torch.mm(dropped.flatten(0, -2), self.base.tensor.t())  # [tokens, out]
+        adapted, inner = plain.clone(), self.inner(dropped)
         self.add(inner, adapted)
         scaled = adapted * factors  # in at least fp32
-        rows.copy_(scaled if rest is None else scaled.add_(rest))
+        rows.copy_(scaled if plain is rows else scaled.sub_(plain).add_(rows))  # the difference first: before training it is 0
         return inner, adapted, factors, norms
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None) -> tuple[Tensor, AccumulateAdapter]:
@@ -61,7 +55,7 @@ class DoraAdapter(Adapter):
         return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """g and ‖W + scale · B A‖ of each of this rank's outputs, in at least fp32."""
+        """g and ‖W + scale · B A‖ of each of this rank's outputs, in at least fp32; a length of 0 is given as 1."""
         weight = self.base.tensor
         dtype = torch.promote_types(weight.dtype, torch.float32)
         before = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
@@ -72,8 +66,11 @@ class DoraAdapter(Adapter):
             after[rows] += part.scale**2 * (torch.mm(b, torch.mm(a, a.t()).to(dtype)) * b).sum(1)
         if self.base.spec.segments[0].split == 1:
             before, after = all_reduce(torch.stack([before, after]), self.tp).wait()
-        lengths, norms = before.sqrt(), after.sqrt()
+        lengths, norms = before.sqrt(), after.clamp_(min=0).sqrt()  # rounding may have made a square negative
+        empty, factors = norms == 0, torch.ones_like(norms)
+        norms = norms.masked_fill(empty, 1)
         for part in self.parts:
             assert part.magnitude is not None
-            lengths[part.columns] += part.magnitude.tensor
-        return lengths / norms, norms
+            own = part.columns
+            factors[own] = (lengths[own] + part.magnitude.tensor) / norms[own]
+        return factors.masked_fill_(empty, 1), norms

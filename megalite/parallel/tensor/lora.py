@@ -48,11 +48,11 @@ class Adapter:
     Args:
         base: the stored matrix.
         a: their A's, [Σ rank, in], fused into one matrix.
-        bias: what the layer has added to its output before the adapter does.
+        biased: whether the layer has added a bias to its output before the adapter does.
     """
 
-    def __init__(self, base: Weight, a: Weight, parts: Sequence[Part], bias: Weight | None, tp: MeshAxis):
-        self.base, self.a, self.parts, self.bias, self.tp = base, a, parts, bias, tp
+    def __init__(self, base: Weight, a: Weight, parts: Sequence[Part], biased: bool, tp: MeshAxis):
+        self.base, self.a, self.parts, self.biased, self.tp = base, a, parts, biased, tp
         self.ranks = [part.rank for part in parts]
         self.first_channel = a.spec.segments[0].local(Coordinates.on("tp", tp.rank, tp.size)).offsets[1]
 
@@ -112,8 +112,8 @@ def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxi
         stem = name.removesuffix("weight")
         if a := weights.get(f"{stem}lora_a"):
             # The bias of a row-parallel layer is added later, after its reduction.
-            bias = None if weight.spec.segments[0].split == 1 else weights.get(f"{stem}bias")
-            weight.adapter = kind(weight, a, _parts(weight, weights, lora, tp), bias, tp)
+            biased = weight.spec.segments[0].split != 1 and f"{stem}bias" in weights
+            weight.adapter = kind(weight, a, _parts(weight, weights, lora, tp), biased, tp)
 
 
 def _parts(weight: Weight, weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis) -> list[Part]:
