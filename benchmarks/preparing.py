@@ -27,7 +27,7 @@ def megalite(spec: dict[str, Any]) -> int:
     from megalite.data.preparation.sources import open_inputs
 
     sources = open_inputs([spec["input"]], exclude=[], file_format="auto", text_key="text", split="train")
-    return prepare(sources, Path(spec["output"], "x"), spec["tokenizer"], workers=spec["workers"]).tokens
+    return prepare(sources, Path(spec["output"], "x"), spec["tokenizer"], workers=spec["workers"], overwrite=True).tokens
 
 
 _tokenizer: list[Any] = []  # of a worker

@@ -36,11 +36,13 @@ LONGEST = "test_kills.py"  # it waits more than it computes: started first, it l
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else ()
         if "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in parameters:  # the fixture
             item.add_marker("ranks")
+    if "manual" not in config.option.markexpr:
+        items[:] = [item for item in items if item.get_closest_marker("manual") is None]
     items.sort(key=lambda item: item.path.name != LONGEST)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from megalite.commands.parser import Parser, as_path
 from megalite.launch.checkup import host, pair, software, storage
 from megalite.launch.checkup.finding import Check, Finding, bounded
+from megalite.progress import Progress, Report, silent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +31,8 @@ STYLES = {"good": "green", "note": "yellow", "bad": "red"}
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    found = list(examine(options.dir, quick=options.quick))
+    with Progress(quiet=options.quick or (options.json and not sys.stderr.isatty())) as progress:
+        found = list(examine(options.dir, quick=options.quick, report=progress))
     usable = all(finding.verdict != "bad" for finding in found)
     if options.json:
         print(json.dumps({"usable": usable, "findings": [asdict(finding) for finding in found]}))
@@ -47,7 +49,7 @@ def parser() -> Parser:
     return made
 
 
-def examine(directory: Path, *, quick: bool = False) -> Iterator[Finding]:
+def examine(directory: Path, *, quick: bool = False, report: Report = silent) -> Iterator[Finding]:
     """The findings of all checks. quick: without those that start processes with torch."""
     checks: list[tuple[str, Check, float]] = [
         ("software", software.findings, SHORT_S),
@@ -61,11 +63,8 @@ def examine(directory: Path, *, quick: bool = False) -> Iterator[Finding]:
         ("disk", partial(storage.findings, directory), DISK_S),
     ]
     for name, check, seconds in checks:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{name} …", end="", file=sys.stderr, flush=True)
+        report(f"checking {name}")
         yield from bounded(name, check, seconds)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def show(found: list[Finding], usable: bool) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import Any
 
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import exit_with
-from megalite.config.schema import ConfigError
+from megalite.config.schema import Config, ConfigError
+from megalite.planning.states import Device
+from megalite.progress import Progress
 from megalite.training import dry_run
 
 
@@ -23,13 +26,20 @@ def main(argv: list[str] | None = None) -> None:
         ranks = dry_run.distinct(config, options.ranks)
     except ConfigError as error:
         exit_with(str(error))
+    with Progress(quiet=options.json and not sys.stderr.isatty()) as progress:
+        progress(f"building {len(ranks)} rank{'s' * (len(ranks) > 1)} on the meta device")
+        content = calculated(config, ranks, options.device)
+    print(json.dumps(content) if options.json else "\n".join(dry_run.describe(config, content)), flush=True)
+
+
+def calculated(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
+    """All numbers; ends with status 1 if a rank that was built differs from the planned one."""
     from megalite.training.meta_device import Disagreement  # imports torch, so only after the configuration is checked
 
     try:
-        content = dry_run.calculate(config, ranks, options.device)
+        return dry_run.calculate(config, ranks, device)
     except Disagreement as error:
         exit_with(str(error), status=1)
-    print(json.dumps(content) if options.json else "\n".join(dry_run.describe(config, content)), flush=True)
 
 
 def parser() -> Parser:
@@ -37,7 +47,7 @@ def parser() -> Parser:
     made.add_argument("--dry_run", action="store_true", required=True)
     made.add_argument("--world_size", type=positive, metavar="W", help="number of ranks (default tp * pp * cp * dp)")
     made.add_argument("--ranks", type=numbers, metavar="R,R,…", help="ranks to build on the meta device (default: two per pipeline rank)")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device type of the ranks (default cuda)")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device type that is planned for (default cuda)")
     made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 

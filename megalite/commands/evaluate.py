@@ -24,6 +24,7 @@ from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, pro
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
+COMMANDS = ("perplexity", "tasks")
 Answer = tuple[dict[str, Any], list[str]]  # content for --json, lines of text
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
     words = sys.argv[1:] if argv is None else argv
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        ways = f"megalite evaluate perplexity {words[0]} --text FILE, or megalite evaluate tasks {words[0]} --tasks NAME"
+        tool.error(f"{words[0]} is neither perplexity nor tasks. Write {ways}.")
     options = tool.parse_args(words)
     try:
         options.model = weights_of(options.model)
@@ -64,7 +68,7 @@ def parser() -> Parser:
     add("--pp", type=count, default=1, help="pipeline stages (default 1)")
     add("--precision", choices=["fp32", "bf16"], help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
     add("--json", action="store_true", help="print only one JSON object on stdout")
-    commands = made.add_subparsers(dest="command", required=True, metavar="perplexity|tasks")
+    commands = made.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     add = commands.add_parser("perplexity", parents=[common], help="perplexity and bits per byte of text files").add_argument
     add("--text", type=as_path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files, each evaluated as one document")
     add("--sequence_length", type=count, metavar="N", help="tokens per window (default: the training sequence length)")

@@ -10,6 +10,7 @@ from functools import partial
 from megalite.commands.parser import Parser, positive
 from megalite.config.amounts import duration_seconds
 from megalite.config.load import LAUNCH, load_config
+from megalite.messages import say
 
 
 def wanted(words: Sequence[str]) -> bool:
@@ -24,6 +25,7 @@ def main(words: Sequence[str]) -> int:
     check(tool, options)
     ranks = gpu_count(tool) if options.nproc == "gpu" else int(options.nproc)
     config = load_config(rest, world_size=ranks * options.nnodes)  # a wrong option is one message, before torch is imported
+    say(f"starting {ranks} rank{'s' * (ranks > 1)} …")  # importing torch, here and in the ranks, takes seconds to a minute
     from megalite import checkpoint
     from megalite.launch import crash
     from megalite.launch.agent import Launch, launch

@@ -42,7 +42,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         missing = [name for name in ("model", "gpus", "gpu", "sequence_length", "global_batch_size") if getattr(options, name) is None]
         if missing:
-            tool.error(f"--{missing[0]} is missing.")
+            check_model(options)
+            tool.error(f"{', '.join(f'--{name}' for name in missing)} {'is' if len(missing) == 1 else 'are'} missing.")
         with progress_of(options.json) as progress:
             content, text = answer(options, progress)
     except (ConfigError, HardwareError, OSError) as error:
@@ -112,6 +113,14 @@ def calibrate(path: Path) -> str:
     heading = f"# Measured by megalite plan --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
     write_whole(path, heading + yaml.safe_dump(content, sort_keys=False))
     return f"{path} is written. megalite benchmark plan measures the error of predictions for this machine."
+
+
+def check_model(options: argparse.Namespace) -> None:
+    """Raise ConfigError if a model is given and there is no such model."""
+    from megalite.commands.models import config_of
+
+    if options.model is not None:
+        config_of(options.model, options.gpus or 1)
 
 
 def base_config(options: argparse.Namespace) -> Config:

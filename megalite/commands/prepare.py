@@ -12,6 +12,9 @@ count in the loss.
 With --skip_bad N up to N damaged lines, records that are no text or conversation, empty conversations, conversations that the template
 refuses, and unreadable files are skipped and listed.
 
+If PREFIX holds the same preparation already, inputs, tokenizer and options unchanged, nothing is done. Another one is refused without
+--overwrite, which replaces it: models that were trained on it then no longer fit.
+
 A preparation that is killed (SIGTERM, SIGKILL, a lost machine) leaves hidden temporary files next to PREFIX: the same command continues
 from them, another one for the same PREFIX removes them. An error or Ctrl-C removes what was half-written.
 """
@@ -52,8 +55,9 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         type=as_path,
         metavar="PREFIX",
-        help="writes PREFIX.bin, PREFIX.idx and PREFIX.json, replacing older ones",
+        help="writes PREFIX.bin, PREFIX.idx and PREFIX.json",
     )
+    add("--overwrite", action="store_true", help="replace what PREFIX holds, and the file of a trained tokenizer")
     add(
         "--tokenizer",
         type=as_tokenizer,
@@ -93,6 +97,7 @@ def main() -> None:
                 tokenizer,
                 chat or Texts(options.text_key, options.skip_bad),
                 train_tokenizer=options.train_tokenizer,
+                overwrite=options.overwrite,
                 workers=options.workers,
                 progress=progress,
                 note=lambda line: print(line, file=sys.stderr, flush=True),
@@ -150,6 +155,10 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
 def report(summary: Summary, seconds: float, longest: int | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(summary) | {"seconds": seconds}))
+        return
+    if summary.existing:
+        size = f"{summary.documents:,} documents, {summary.tokens:,} tokens"
+        print(f"{summary.prefix}: already prepared from these inputs with these options ({size}); --overwrite prepares it again")
         return
     size = f"{summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary {summary.vocab_size:,}"
     print(f"{summary.prefix}: {size}, {seconds:.1f} s")

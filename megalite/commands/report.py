@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 from megalite.commands.parser import Parser, as_path, progress_of, write_whole
+from megalite.messages import say
 from megalite.monitoring.report.page import page
 from megalite.monitoring.report.run import ReportError, Run, read_all
+
+WAIT_S = 0.5  # between looks for the directory of a run that is about to begin
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -57,8 +61,6 @@ def serve(tool: Parser, options: argparse.Namespace) -> None:
     if len(options.runs) > 1 or options.output is not None:
         tool.error("--live serves the page of one run and writes no file. Give one directory, without --output.")
     directory = options.runs[0]
-    if not directory.is_dir():
-        tool.error(f"{directory} is no directory. Give that of a run; one that has not begun to train will do.")
     if find_spec("matplotlib") is None:
         tool.error("a report needs the package matplotlib: pip install matplotlib.")
     try:
@@ -66,8 +68,19 @@ def serve(tool: Parser, options: argparse.Namespace) -> None:
     except (OSError, OverflowError) as error:
         tool.error(f"--port {options.port}: {getattr(error, 'strerror', None) or error}. Choose another, or leave it out for a free one.")
     with server:
+        wait_for(tool, directory)
         print(json.dumps({"url": server.url}) if options.json else f"{server.url} shows {directory}; Ctrl-C ends it", flush=True)
         server.serve_forever()
+
+
+def wait_for(tool: Parser, directory: Path) -> None:
+    """Wait until a run has made its directory."""
+    if directory.exists() and not directory.is_dir():
+        tool.error(f"{directory} is no directory. Give that of a run; one that has not begun will do.")
+    if not directory.exists():
+        say(f"waiting for {directory} …")
+    while not directory.is_dir():
+        time.sleep(WAIT_S)
 
 
 def parser() -> Parser:

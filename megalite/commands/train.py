@@ -17,6 +17,8 @@ from megalite.config.load import exit_with, load_config, write_config
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import interrupts
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
+from megalite.messages import say
+from megalite.processes import launched
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,8 @@ def main() -> int:
     if launching.wanted(sys.argv[1:]):
         return launching.main(sys.argv[1:])
     config = load_config(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
+    if not launched() and os.environ.get("RANK", "0") == "0":
+        say("starting …")  # importing torch takes seconds
 
     import torch
 
@@ -91,6 +95,7 @@ def check_run(config: Config, device: torch.device) -> tuple[Device | None, list
     import torch
 
     from megalite.build import parts as build
+    from megalite.config import token_files
     from megalite.config.rules import check
     from megalite.data import dataset
     from megalite.launch.process import local_world_size, world_size
@@ -104,7 +109,7 @@ def check_run(config: Config, device: torch.device) -> tuple[Device | None, list
         build.check_offload(config, device, local_world_size() / world_size())
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         data, _ = dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
-        remarks = check_tokenizers(config, data.fingerprint)
+        remarks = check_tokenizers(config, data.fingerprint) + token_files.unused(config)
     except ConfigError as error:
         exit_with(str(error))
     return hardware, remarks

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -307,8 +308,9 @@ def config_file(given: str) -> str:
 
 
 def _nearest_file(path: str) -> str:
-    others = [str(other) for end in ("*.yaml", "*.yml") for other in sorted(Path(path).parent.glob(end)) if other.is_file()]
-    return f"Nearest: {nearest_name(path, others)}." if others else "Give the path of a YAML file."
+    others = {other.stem: str(other) for end in ("*.yaml", "*.yml") for other in sorted(Path(path).parent.glob(end)) if other.is_file()}
+    near = get_close_matches(Path(path).stem, others, n=1)
+    return f"Nearest: {others[near[0]]}." if near else "Give the path of a YAML file, or a name of megalite train --list_configs."
 
 
 def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> Config:

@@ -38,6 +38,18 @@ def is_chat(prefix: str | Path) -> bool:
     return "chat" in metadata(prefix)
 
 
+def unused(config: Config) -> list[str]:
+    """Lines for the user about what a run would leave unused, and rarely by intention: held-out data, and most of the vocabulary."""
+    lines = []
+    if config.data.validation is not None and config.validation.interval is None:
+        lines.append("data.validation holds out data, and no validation is run: set validation.interval to a number of steps")
+    known, size = data_vocab_size(config), config.model.vocab_size
+    if known is not None and size is not None and 2 * known < size:
+        way_out = "" if config.model.from_hf or config.model.init_from else "; without model.vocab_size the model has those of the data"
+        lines.append(f"the data uses {known:,} of {size:,} ids (model.vocab_size){way_out}")
+    return lines
+
+
 def data_vocab_size(config: Config) -> int | None:
     """The vocabulary size of the training data; None if no PREFIX.json has it."""
     return max((size for prefix in prefixes(config.data.train) if (size := metadata(prefix).get("vocab_size"))), default=None)

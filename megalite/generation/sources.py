@@ -17,10 +17,11 @@ from megalite.config.rules import model as model_rules
 from megalite.config.rules import numbers
 from megalite.config.rules import parallel as parallel_rules
 from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.config.token_files import metadata
 from megalite.data import tokenizers as tokenizing
 from megalite.data.chat_template import ChatTemplate, read_template
-from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer_comparison import Tokenized, compare
+from megalite.data.tokenizer_copy import is_there
 from megalite.data.tokenizer_identity import TokenizerIdentity, of_tokenizer
 from megalite.data.tokenizers import Tokenizer
 from megalite.huggingface import recorded
@@ -113,7 +114,8 @@ def check_layout(config: Config) -> None:
 def tokenizer_of(
     source: ModelSource, name: str | None, *, allow_change: bool = False, tell: Callable[[str], object] = lambda line: None
 ) -> Tokenizer:
-    """The tokenizer given by name, else that of the training data, else the one that came with the weights.
+    """The tokenizer given by name, else that of the training data, else the one that came with the weights. The training
+    data's is read from the run's copy where its own place does not hold it any more.
 
     allow_change: accept another tokenizer than the weights were trained with; `tell` is called with a line about it. Raises ConfigError if
     there is no tokenizer or it does not fit the model.
@@ -127,7 +129,8 @@ def tokenizer_of(
         )
     if name is not None or source.tokenizer.can_be_known:
         given = Tokenized("its training data's tokenizer" if name is None else f"--tokenizer {name}", of_tokenizer(found.name), itself=True)
-        trained = f", {source.tokenizer.name}," if source.tokenizer.name else ""
+        then = "" if is_there(source.tokenizer) else " as it was then"
+        trained = f", {source.tokenizer.name}{then}," if source.tokenizer.name else ""
         way_out = f"Give the tokenizer that the model was trained with{trained} with --tokenizer"
         for line in compare(given, Tokenized(source.name, source.tokenizer), allow=allow_change, way_out=way_out, option=ALLOW):
             tell(line)
@@ -141,6 +144,8 @@ def _training_data(source: ModelSource) -> str | None:
 
 
 def _own_tokenizer(source: ModelSource) -> Tokenizer:
+    if source.tokenizer.name is not None and is_there(source.tokenizer):  # at its place, or in the run
+        return tokenizing.load(source.tokenizer.name)
     prefix = _training_data(source)
     if prefix is None and source.companions is None:
         raise ConfigError("the checkpoint names no training data, so its tokenizer is unknown. Give it with --tokenizer.")
@@ -169,9 +174,16 @@ def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: 
     """The model's chat template: that of the file, else of its training data, else of its tokenizer, else our default.
 
     named: whether the tokenizer was given by name, whose own template then goes before that of the training data. Raises ConfigError if a
-    file cannot be read.
+    file cannot be read, or if the template of the training data is gone.
     """
     prefix = None if named else _training_data(source)
     if file is not None:
         return ChatTemplate(tokenizer, read_template(file))
-    return ChatTemplate(tokenizer, None if prefix is None else IndexedTokens(prefix).metadata.get("chat", {}).get("template"))
+    found = ChatTemplate(tokenizer, None if prefix is None else metadata(prefix).get("chat", {}).get("template"))
+    expected = None if named else source.tokenizer.template_hash
+    if expected is not None and found.hash != expected:
+        raise ConfigError(
+            f"the chat template that {source.name} was trained with (hash {expected}) is not in {prefix}.json any more. "
+            "Give it with --chat_template."
+        )
+    return found

@@ -12,7 +12,12 @@ COMPANIONS = "huggingface"
 
 
 def tokenizer_of(manifest: Manifest) -> TokenizerIdentity:
-    """The tokenizer recorded in a checkpoint, or stored in an imported one; nothing is known of other checkpoints."""
+    """The tokenizer recorded in a checkpoint, or stored in an imported one; nothing is known of other checkpoints.
+
+    Its name is that of the run's copy where its own place does not hold it any more.
+    """
     if "tokenizer" in manifest.state:
-        return of_record(manifest.state["tokenizer"])
+        from megalite.data.tokenizer_copy import located  # a rank that starts from Hugging Face weights does not need it
+
+        return located(of_record(manifest.state["tokenizer"]), Path(manifest.directory))
     return of_tokenizer(Path(manifest.directory) / COMPANIONS)

@@ -13,6 +13,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.load import read_arguments, resolve
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
+from megalite.config.token_files import unused
 from megalite.model.cost import per_token
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
@@ -102,7 +103,9 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
     """The same numbers as lines of text."""
     parallel, rows = config.parallel, content["ranks"]
     sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}"
-    head = f"{content['parameters']:,} parameters on {content['world_size']:,} ranks ({sizes}), computing on {content['device']}"
+    planned = "planned for cuda (--device cpu plans for CPUs)" if content["device"] == "cuda" else f"planned for {content['device']}"
+    ranks = f"{content['world_size']:,} rank{'s' * (content['world_size'] > 1)}"
+    head = f"{content['parameters']:,} parameters on {ranks} ({sizes}), {planned}"
     unit = next((unit for unit, size in UNITS.items() if max(row["total"] for row in rows) >= size), "KiB")
     lines = [head, f"{unit} per rank; each part at its own peak; sent: per step", "", *table(rows, UNITS[unit])]
     if any(row["states"][place] for row in rows for place in ("host", "disk")):
@@ -116,7 +119,8 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
         "each stage as long as its matrix products",
         *([f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"] if "steps" in content else []),
-        f"built on the meta device, with the planned number of bytes: {len(content['built'])} ranks",
+        *unused(config),
+        f"built on the meta device, with the planned number of bytes: {len(content['built'])} rank{'s' * (len(content['built']) > 1)}",
     ]
     return lines
 

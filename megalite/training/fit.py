@@ -66,6 +66,9 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[
         if trainer.step_done == config.train.steps:
             console.message(f"done: {trainer.run_dir}")
             ended = None
+        else:
+            load = "" if config.checkpoint.load == "auto" else " with --checkpoint.load auto"
+            console.message(f"everything is saved: repeat the command{load} to resume")
     return ended or ExitStatus.DONE
 
 

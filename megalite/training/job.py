@@ -43,9 +43,11 @@ class Job:
     def running(self) -> None:
         """Record that the job trains. Until then it has changed nothing."""
         if self._lock is not None:
+            from megalite.data.tokenizer_copy import keep
             from megalite.launch import crash
 
             crash.set_aside(self._config.run.directory)
+            keep(self._config.data, self._config.run.directory)
             self._summary = SummaryWriter(self._config)
 
     def end(self, status: ExitStatus, reason: str | None = None) -> None:

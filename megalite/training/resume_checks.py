@@ -23,6 +23,7 @@ UNLISTED = (
     *("train.stop_after", "faults.inject", "network.variables"),  # values of the last may be secret
 )
 """Options of one start of a run, which have no effect on what it computes."""
+LENGTH = ("train.steps", "train.epochs", "train.tokens")
 
 
 def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
@@ -75,11 +76,25 @@ def changes(config: Config, state: dict[str, Any], software: dict[str, str]) -> 
     Args:
         software: name → version of what runs now.
     """
+    return _table(_changed(config, state, software))
+
+
+def changed_experiment(config: Config, state: dict[str, Any]) -> list[str]:
+    """The table of `changes` without the layout and the length of the run, which may change from one start of a run to the next."""
+    rows = _changed(config, state, {})
+    return _table([row for row in rows if row[0] not in LENGTH and not row[0].startswith("parallel.")])
+
+
+def _changed(config: Config, state: dict[str, Any], software: dict[str, str]) -> list[tuple[str, str, str]]:
     before, now = options_of(from_dict(state["config"])) | state.get("software", {}), options_of(config) | software
     changed = [(name, show(before[name]), show(now[name])) for name in now if name in before and before[name] != now[name]]
-    rows = [("changed since the checkpoint", "was", "is"), *(row for row in changed if row[0] not in UNLISTED)]
+    return [row for row in changed if row[0] not in UNLISTED]
+
+
+def _table(changed: list[tuple[str, str, str]]) -> list[str]:
+    rows = [("changed since the checkpoint", "was", "is"), *changed]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return [f"  {name:{widths[0]}}  {was:{widths[1]}}  {now}" for name, was, now in rows] if len(rows) > 1 else []
+    return [f"  {name:{widths[0]}}  {was:{widths[1]}}  {now}" for name, was, now in rows] if changed else []
 
 
 def is_same_run(config: Config, saved: dict[str, Any]) -> bool:

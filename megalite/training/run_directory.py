@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -19,10 +18,7 @@ from megalite.checkpoint import CheckpointError, find
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.run_lock import RunLock
 from megalite.monitoring.metrics import FILE as METRICS
-from megalite.training.resume_checks import is_same_run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from megalite.training.resume_checks import changed_experiment, is_same_run
 
 
 @dataclass
@@ -47,7 +43,7 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
 
     Raises:
         InUseError: another job uses the directory.
-        ConfigError: an earlier run in it would be overwritten, or it cannot be written.
+        ConfigError: an earlier run in it would be overwritten or is complete and had other options, or it cannot be written.
     """
     directory = config.run.directory
     held = lock(directory)
@@ -94,11 +90,10 @@ def starts_anew(config: Config) -> bool:
 def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:
     """Rename the directory of an earlier run if run.overwrite allows it, or raise ConfigError. Returns a line for the user."""
     if not config.run.overwrite:
-        name = next(name for name in _names(config.run.name) if not has_run(directory.with_name(name)))
         raise ConfigError(
             f"checkpoint.load = {config.checkpoint.load} starts a new run, and {directory} holds one already ({_described(directory)}). "
-            f"Give this one another name, for example run.name = {name}, or set run.overwrite = true, which keeps the old one as "
-            f"{_free(directory).name}. To continue the old one, leave checkpoint.load out."
+            f"Give this one another name, for example run.name = {_free_name(config)}, or set run.overwrite = true, which keeps the old "
+            f"one as {_free(directory).name}. To continue the old one, leave checkpoint.load out."
         )
     target = _free(directory)
     try:
@@ -108,8 +103,10 @@ def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:
     return f"the run that was in {directory} is now {target}"
 
 
-def _names(name: str) -> Iterator[str]:
-    return (f"{name}-{number}" for number in count(2))
+def _free_name(config: Config) -> str:
+    """A name for another run next to this one."""
+    names = (f"{config.run.name}-{number}" for number in count(2))
+    return next(name for name in names if not has_run(config.run.directory.with_name(name)))
 
 
 def _free(directory: Path) -> Path:
@@ -124,7 +121,11 @@ def _described(directory: Path) -> str:
 
 
 def _nothing_to_do(config: Config) -> str | None:
-    """Why there is nothing to do, and the way to continue; None where steps are left, or where that is not known."""
+    """Why there is nothing to do, and the way to continue; None where steps are left, or where that is not known.
+
+    Raises:
+        ConfigError: the run that is complete had other options, so that this one is probably meant to be another.
+    """
     load, directory = config.checkpoint.load, config.run.directory
     if load == "none":
         return None
@@ -139,4 +140,11 @@ def _nothing_to_do(config: Config) -> str | None:
     allow = "" if config.optimizer.decay == "constant" else " and accept the new learning rates with checkpoint.allow = [horizon]"
     done = f"all {planned} steps are done" if step >= planned else f"{step} of {planned} steps are done"
     wanted = "" if config.train.steps == planned else f", train.steps = {config.train.steps} asks for no more"
+    if not starts_anew(config) and (table := changed_experiment(config, state)):
+        raise ConfigError(
+            f"run.name = {config.run.name} is a run that has ended ({done}, {place}), with other options:\n"
+            + "\n".join(table)
+            + f"\nNothing was trained. For a new run, give it another name, for example --run.name {_free_name(config)}. "
+            f"To continue the old one, set train.steps to more than {step}{allow}."
+        )
     return f"nothing to do: {done} ({place}){wanted}. To continue, set train.steps to more than {step}{allow}."

@@ -40,12 +40,16 @@ def check_resumed_tokenizer(config: Config, fingerprint: str, state: dict[str, A
     """`check_tokenizers` for a checkpoint that the run continues from; the same data is the same tokens."""
     if state.get("fingerprint") == fingerprint:
         return []
-    return _against_data(config, Tokenized(f"checkpoint.load = {directory}", of_record(state.get("tokenizer"))))
+    from megalite.data.tokenizer_copy import located
+
+    return _against_data(config, Tokenized(f"checkpoint.load = {directory}", located(of_record(state.get("tokenizer")), directory)))
 
 
 def _against_data(config: Config, start: Tokenized) -> list[str]:
     data = Tokenized(f"data.train = {show(config.data.train)}", of_data(config.data))
-    way_out = f"Give data prepared with {start.tokenizer.name}"
+    from megalite.data.tokenizer_copy import is_there
+
+    way_out = f"Give data prepared with {start.tokenizer.name}{'' if is_there(start.tokenizer) else ' as it was then'}"
     return compare(data, start, allow=config.data.allow_tokenizer_change, way_out=way_out)
 
 

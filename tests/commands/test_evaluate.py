@@ -291,6 +291,7 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
             tasks,
         ],
         "--include_path nowhere is not a directory": ["tasks", model, "--tasks", "tiny_choice", "--include_path", "nowhere"],
+        "Write megalite evaluate perplexity runs/x --text FILE, or megalite evaluate tasks runs/x --tasks NAME.": ["runs/x"],
         "--num_fewshot -1 is negative": ["tasks", model, "--tasks", "tiny_choice", "--num_fewshot", "-1"],
     }
     for message, arguments in wrong.items():

@@ -191,7 +191,9 @@ def test_a_written_plan_trains(tool, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "--model is missing."),
+        ([], "--model, --gpus, --gpu, --sequence_length, --global_batch_size are missing."),
+        (["--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--sequence_length", "8192"], "--global_batch_size is missing."),
+        (["--model", "lama-3-8b"], "--model lama-3-8b is not a known model."),
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "h10"], "--gpu h10 is not in the table"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--tp", "3"], "No layout is legal: parallel.tp = 3 does not divide"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "9000"], "data.sequence_length = 9000 exceeds"),

@@ -38,6 +38,6 @@ def test_the_job_saves_before_its_end_and_queues_itself_again(tmp_path):
     wait_for_steps(run, process, 2)
     process.send_signal(signal.SIGUSR1)
     status, output = finish(process)
-    assert status == 0 and "stopping after step" in output, output
+    assert status == 0 and "stopping after step" in output and "repeat the command to resume" in output, output
     assert steps_of(run)[-1] == checkpoint_step(run)
     assert (tmp_path / "calls").read_text() == "requeue 17\n"

@@ -14,6 +14,7 @@ import yaml
 from megalite.config import load as loading
 from megalite.config.load import OPTIONS, from_dict, load_config, other_names, to_dict, to_yaml, with_home
 from megalite.config.schema import Config, ConfigError
+from megalite.config.token_files import unused
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +206,7 @@ MESSAGES = [
     ([], "model: {", "--config = run.yaml is not valid YAML: "),
     ([], "train: {steps: 1, steps: 2}", "the key steps appears twice in line 1"),
     (["--config", "rum.yaml"], "", "--config = rum.yaml can not be read: No such file or directory. Nearest: run.yaml."),
+    (["--config", "nope.yaml"], "", "nope.yaml can not be read: No such file or directory. Give the path of a YAML file, or a name of"),
     (["--tp"], None, "--tp on the command line has no value. Write --tp VALUE."),
     (["--tp", "--pp", "2"], None, "--tp on the command line has no value."),
     (["--run.name", "a", "b"], None, "b on the command line belongs to no option."),
@@ -222,7 +224,7 @@ MESSAGES = [
     (["--model.preset", "llama-8b"], None, "model.preset = llama-8b is not a known shape."),
     (["--model.from_hf", "gone"], None, "model.from_hf = gone: gone/config.json can not be read: No such file or directory."),
     (["--tp", "3"], None, "parallel.tp = 3 does not divide model.num_attention_heads = 4"),
-    (["--tp", "2"], None, "parallel.dp = null does not fill the run's 1 process with tp * pp * cp = 2 * 1 * 1 = 2."),
+    (["--tp", "2"], None, "parallel.tp = 2 makes tp * pp * cp = 2 * 1 * 1 = 2, which exceeds the run's 1 process. Start 2 processes"),
 ]
 
 
@@ -305,3 +307,19 @@ def test_an_unknown_name_gets_the_nearest_shipped_one(capsys):
         load("--config", "quickstrt")
     message = "--config = quickstrt is neither a file nor a configuration that comes with megalite. Nearest: quickstart.\n"
     assert end.value.code == 2 and capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"model": {"vocab_size": 32768}}, ["the data uses 1,024 of 32,768 ids (model.vocab_size)"]),
+        ({"model": {"vocab_size": 2048}}, []),
+        ({"data": {"validation": 0.1}}, ["set validation.interval"]),
+        ({"data": {"validation": 0.1}, "validation": {"interval": 10}}, []),
+    ],
+)
+def test_what_a_run_leaves_unused_is_named(tmp_path, config, says):
+    (tmp_path / "tokens.json").write_text('{"vocab_size": 1024}')
+    data = {"train": str(tmp_path / "tokens"), **config.get("data", {})}
+    found = unused(from_dict({**config, "data": data}))
+    assert len(found) == len(says) and all(text in line for text, line in zip(says, found, strict=True))

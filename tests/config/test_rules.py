@@ -216,11 +216,18 @@ ROWS = [
     ),
     Row("the mesh fills the world", {"parallel.tp": 2, "parallel.dp": 3}, {"parallel.dp": 4}, ("= 3 ", "Legal values: 4."), world=8),
     Row(
-        "the mesh fills the world",
+        "pp fits the world",
         {"parallel.pp": 3, "parallel.dp": None},
         {"parallel.pp": 4, "parallel.dp": 2},
-        ("Start 6 or 9 processes", "1, 2, 4, 8"),
+        ("= 1 * 3 * 1 = 3, which does not divide the run's 8 processes", "Start 6 or 9 processes", "1, 2, 4, 8"),
         world=8,
+    ),
+    Row(
+        "tp fits the world",
+        {"parallel.tp": 4, "parallel.dp": None},
+        {"parallel.tp": 2, "parallel.dp": 1},
+        ("parallel.tp = 4 makes", "= 4, which exceeds the run's 2 processes", "--nproc 4"),
+        world=2,
     ),
     Row("dp_shard divides dp", {"parallel.dp": 4, "parallel.dp_shard": 3}, {"parallel.dp_shard": 2}, ("Nearest: 2 or 4.",), world=4),
     Row(

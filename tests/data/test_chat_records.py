@@ -31,7 +31,7 @@ def run(monkeypatch, tmp_path, capsys) -> Callable[..., dict]:
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> dict:
-        command = ["prepare_data.py", *arguments, "--tokenizer", "byte", "--output", "x", "--workers", "1", "--json"]
+        command = ["prepare_data.py", *arguments, "--tokenizer", "byte", "--output", "x", "--workers", "1", "--json", "--overwrite"]
         monkeypatch.setattr(sys, "argv", command)
         main()
         return json.loads(capsys.readouterr().out)

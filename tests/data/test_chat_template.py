@@ -146,7 +146,7 @@ def run(monkeypatch, tmp_path, capsys) -> Callable[..., dict]:
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str | Path) -> dict:
-        command = ["prepare_data.py", "--chat", *map(str, arguments), "--workers", "1", "--json"]
+        command = ["prepare_data.py", "--chat", *map(str, arguments), "--workers", "1", "--json", "--overwrite"]
         monkeypatch.setattr("sys.argv", command)
         importlib.reload(prepare_data).main()
         return json.loads(capsys.readouterr().out)
@@ -215,7 +215,8 @@ def test_text_in_place_of_conversations_leaves_no_mask_behind(run, tmp_path, mon
     run("--input", "a.jsonl", "--tokenizer", "byte", "--output", "x")
     assert sorted(path.name for path in tmp_path.glob("x.*")) == ["x.bin", "x.idx", "x.json", "x.loss.bin", "x.loss.idx"]
     write_lines(tmp_path / "b.jsonl", [{"text": "a"}])
-    monkeypatch.setattr("sys.argv", ["prepare_data.py", "--input", "b.jsonl", "--tokenizer", "byte", "--output", "x", "--workers", "1"])
+    again = ["--input", "b.jsonl", "--tokenizer", "byte", "--output", "x", "--workers", "1", "--overwrite"]
+    monkeypatch.setattr("sys.argv", ["prepare_data.py", *again])
     prepare_data.main()
     assert sorted(path.name for path in tmp_path.glob("x.*")) == ["x.bin", "x.idx", "x.json"]
     assert IndexedTokens("x").loss is None

@@ -289,10 +289,10 @@ def test_an_older_file_survives_a_failed_run(run, refusal, tmp_path):
     (tmp_path / "ok.txt").write_text("first")
     (tmp_path / "bad.jsonl").write_text("{")
     run("--input", "ok.txt", "--tokenizer", "byte", "--output", "x")
-    refusal("--input", "ok.txt", "bad.jsonl", "--tokenizer", "byte", "--output", "x")
+    refusal("--input", "ok.txt", "bad.jsonl", "--tokenizer", "byte", "--output", "x", "--overwrite")
     assert texts_of("x") == ["first"]
     (tmp_path / "ok.txt").write_text("second")
-    run("--input", "ok.txt", "--tokenizer", "byte", "--output", "x")
+    run("--input", "ok.txt", "--tokenizer", "byte", "--output", "x", "--overwrite")
     assert texts_of("x") == ["second"]
 
 

@@ -103,7 +103,7 @@ def test_a_killed_preparation_continues(options, after):
 
 
 def test_it_can_be_killed_twice():
-    expected = (run("x"), files("x"))[1]
+    expected = (run("y"), files("y"))[1]
     killed(8)
     killed(7)
     assert run("x").resumed_bytes > 0 and files("x") == expected
@@ -134,7 +134,7 @@ def test_another_preparation_begins_anew_and_says_so(name):
     options = OTHERS[name]()
     expected = (run("y", **options), files("y"))[1]
     notes: list[str] = []
-    assert run("x", **options, note=notes.append).resumed_bytes == 0
+    assert run("x", **options, note=notes.append, overwrite=True).resumed_bytes == 0
     assert notes == ["x: an interrupted preparation of other inputs or with other options was there; this one begins anew"]
     mine = files("x")
     assert {end: mine[end] for end in (".bin", ".idx")} == {end: expected[end] for end in (".bin", ".idx")} and left() == []
@@ -148,7 +148,7 @@ def test_a_trained_tokenizer_of_another_preparation_is_removed():
 
 
 def test_temporary_files_that_were_cut_are_not_used():
-    expected = (run("x"), files("x"))[1]
+    expected = (run("y"), files("y"))[1]
     killed(9)
     Path(".x.preparing.bin").write_bytes(b"")
     notes: list[str] = []
@@ -169,7 +169,7 @@ def test_after_an_error_or_ctrl_c_nothing_is_left(error):
 
 
 def test_a_lost_worker_leaves_what_the_next_start_continues(monkeypatch):
-    expected = (run("x"), files("x"))[1]
+    expected = (run("y"), files("y"))[1]
     encoded = preparing.encoded
 
     def dying(*arguments: Any):
@@ -224,3 +224,43 @@ def test_the_tokenizer_files_belong_to_what_is_continued(tmp_path):
     killed(9, tokenizer="own.model")
     tokenizing.train_sentencepiece([texts], 310, Path("own.model"))
     assert run("x", tokenizer="own.model").resumed_bytes == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"chat": True}, TRAINED], ids=["texts", "conversations", "trained tokenizer"])
+def test_the_same_preparation_again_does_nothing(options):
+    def stamps() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in Path().iterdir()}
+
+    def progress(*arguments: Any) -> None:
+        raise AssertionError("nothing is left to do")
+
+    first = run("x", **options)
+    before = stamps()
+    again = run("x", **options, progress=progress)
+    assert asdict(again) == asdict(first) | {"existing": True} and stamps() == before and left() == []
+
+
+REPLACING: dict[str, Callable[[], dict[str, Any]]] = {**OTHERS, "the file has gone": lambda: Path("x.bin").unlink() or {}}
+
+
+@pytest.mark.parametrize("name", REPLACING)
+def test_another_preparation_replaces_nothing_unasked(name):
+    first = run("x")
+    options = REPLACING[name]()
+    before = files("x")
+    size = f"{first.documents} documents, {first.tokens:,} tokens"
+    with pytest.raises(DataError, match=rf"--output x holds data of .*\({size}, made 20.* with the tokenizer byte\).*another --output"):
+        run("x", **options)
+    assert files("x") == before and left() == []
+    replaced = run("x", **options, overwrite=True)
+    assert not replaced.existing and run("x", **options).existing
+
+
+def test_a_tokenizer_is_not_trained_over_that_of_other_data():
+    run("x", **TRAINED)
+    with pytest.raises(DataError, match=r"--train_tokenizer would replace t\.model \(made .*Give another --tokenizer or --output, or"):
+        run("y", **TRAINED)
+    Path("t.model").unlink()
+    with pytest.raises(DataError, match=r"with the tokenizer t\.model, which has changed since or is gone\)"):
+        run("x", **TRAINED)
+    assert not run("x", **TRAINED, overwrite=True).existing and run("x", **TRAINED).existing

@@ -22,13 +22,16 @@ STRICT = "{% for m in messages %}{{ raise_exception('no system') if m.role == 's
 BROKEN = '{"text": '
 
 
+OPTIONS = ["--tokenizer", "byte", "--output", "x", "--workers", "1", "--overwrite"]
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys) -> Callable[..., tuple[int, str, str]]:
     """run(*arguments) → exit status, stdout, and stderr without the progress, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *arguments, "--tokenizer", "byte", "--output", "x", "--workers", "1"])
+        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *arguments, *OPTIONS])
         status = 0
         try:
             main()

@@ -113,7 +113,7 @@ def test_a_run_that_changes_all_the_time_is_drawn_a_tenth_of_the_time(directory,
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["gone"], "gone is no directory"),
+        ([__file__], "is no directory"),
         (["a", "b"], "serves the page of one run"),
         (["a", "--output", "b"], "serves the page of one run"),
         ([".", "--port", "70000"], "--port 70000"),
@@ -135,3 +135,18 @@ def test_the_address_is_printed_and_ctrl_c_ends_it(tmp_path, monkeypatch, capsys
     with pytest.raises(KeyboardInterrupt):
         report.main(["--live", str(directory)])
     assert capsys.readouterr().out.endswith(f"/ shows {directory}; Ctrl-C ends it\n")
+
+
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, capsys):
+    directory, looks = tmp_path / "run", list[float]()
+
+    def begins_later(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            directory.mkdir()
+
+    monkeypatch.setattr(report.time, "sleep", begins_later)
+    monkeypatch.setattr(LiveServer, "serve_forever", lambda server: None)
+    report.main(["--live", str(directory)])
+    said = capsys.readouterr()
+    assert len(looks) == 2 and said.err == f"waiting for {directory} …\n" and f"/ shows {directory}" in said.out

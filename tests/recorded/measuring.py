@@ -61,6 +61,7 @@ class Recorder:
         write_inputs(self.directory)
         tool = str(self.tree / "tools" / "prepare_data.py")
         for name, options in {"text": (), "more": (), "chat": ("--chat", "--max_length", "65")}.items():
+            (self.directory / f"{name}.idx").unlink(missing_ok=True)  # of an earlier recording; not every tree's tool has --overwrite
             arguments = ["--input", f"{name}.jsonl", "--tokenizer", "byte", "--output", name, "--workers", "1", *options]
             self._run(f"prepare {name}", [tool, *arguments])
         files = sorted(path for kind in ("bin", "idx") for path in self.directory.glob(f"*.{kind}"))

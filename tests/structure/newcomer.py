@@ -28,7 +28,7 @@ IMPORTED = {
 BLOCK = re.compile(r'^```sh(?: title="([^"\n]*)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 BATCH = "--train.global_batch_size 8 --train.micro_batch_size 2 --data.sequence_length 32"
 SHORT = {  # appended: later options win
-    "prepare": "--workers 1",
+    "prepare": "--workers 1 --overwrite",  # several pages show their own data under one name
     "train": f"--train.steps 2 --optimizer.warmup_steps 1 {BATCH}",
     "generate": "--tokens 3",
     "verify": BATCH,

@@ -7,8 +7,10 @@ have made. `pytest -m manual` runs them; they start many processes, so the usual
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_formats_page import write_examples
-from tests.structure.newcomer import ROOT, Command, commands, make_place, run, shortened
+from tests.structure.newcomer import ROOT, Command, commands, make_place, run, runnable, shortened
 
 FIRST = ["first-run", "data", "finetuning", "huggingface", "generation", "evaluation", "checkpoints"]
 BY_NAME = {page.stem: f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))}
@@ -27,7 +29,7 @@ PAGES = (
     + [page for name, page in BY_NAME.items() if name not in FIRST and commands(page)]
     + ["CONTRIBUTING.md"]
 )
-TITLES = {"", "needs a GPU", "needs a network", "needs Docker", "needs SLURM", "on every node"}
+TITLES = {"", "needs a GPU", "needs a network", "needs Docker", "needs SLURM", "on every node", "until Ctrl-C"}
 ELSEWHERE = ("make demo",)  # .ci/run runs it
 FEWER_RANKS = {"--nproc 8": "--nproc 4", "--nproc-per-node 8": "--nproc-per-node 2"}
 SMALLER = {
@@ -120,6 +122,21 @@ def on_two_nodes(command: Command, place: Path) -> None:
         check(command, done, 0)
 
 
+def until_interrupted(command: Command, place: Path) -> None:
+    """The command says that it works, and ends with one line."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        runnable(command.words), cwd=place, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and "Ctrl-C" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+
+
+SPECIAL = {"on every node": on_two_nodes, "until Ctrl-C": until_interrupted}
+
+
 def check(command: Command, done: subprocess.CompletedProcess[str], status: int) -> None:
     assert done.returncode == status, f"{command.page}: {command.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
@@ -143,8 +160,8 @@ def test_the_commands_of_a_page_run(page, place, monkeypatch):
     for command in commands(page):
         if command.text in ELSEWHERE or command.words[0] in (".", "make", "pip"):
             continue
-        if command.title == "on every node":
-            on_two_nodes(command, place)
+        if command.title in SPECIAL:
+            SPECIAL[command.title](command, place)
             continue
         for words, status in RUN[command.title](command, place):
             done = run(words, place, command.redirected)

@@ -46,7 +46,7 @@ def tokens(tmp_path: Path) -> dict[bool, str]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_preset_would_start_and_has_the_size_that_it_says(path: Path, tokens: dict[bool, str]):
     name = path.stem
-    data = tokens[name == "finetune-chat"]
+    data = tokens[name.startswith("finetune-")]
     vocabulary = ["--model.vocab_size", "4096"] if name == "quickstart" else []
     config = load_config(["--config", str(path), "--data.train", data, *vocabulary, *LAYOUT.get(name, [])], world_size=RANKS.get(name, 1))
     assert parameter_count(model_specs(config.model)) == PARAMETERS[name]

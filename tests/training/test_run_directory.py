@@ -26,14 +26,14 @@ def config(directory: Path, steps: int = 40, **sections: dict[str, Any]) -> Conf
     return from_dict({"run": {"dir": str(directory), "name": "a", **sections.pop("run", {})}, "train": {"steps": steps}, **sections})
 
 
-def write_run(directory: Path, step: int = 40, steps: int = 40) -> Path:
+def write_run(directory: Path, step: int = 40, steps: int = 40, **sections: dict[str, Any]) -> Path:
     """A directory as a run leaves it: its metrics, its configuration, and one checkpoint, without tensors."""
     run = directory / "a"
     (run / "checkpoints").mkdir(parents=True)
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {each}, "loss": 1.5}}\n' for each in range(1, step + 1)))
     write_config(config(directory, steps, checkpoint={"load": "none"}), run)
     place = run / "checkpoints" / step_name(step)
-    publish(begin(place), place, encode({"step": step, "config": to_dict(config(directory, steps))}, {}))
+    publish(begin(place), place, encode({"step": step, "config": to_dict(config(directory, steps, **sections))}, {}))
     return run
 
 
@@ -97,12 +97,28 @@ def test_an_attempt_that_has_left_no_step_is_not_a_run(tmp_path):
     ],
 )
 def test_a_complete_run_says_so_and_is_left_alone(tmp_path, steps, decay, message):
-    run = write_run(tmp_path)
+    run = write_run(tmp_path, optimizer={"decay": decay})
     before = content(run)
-    with pytest.raises(JobEnd, match=message) as end:
-        begin_job(config(tmp_path, steps, optimizer={"decay": decay}), restarted=False)
+    with pytest.raises(JobEnd, match=message) as end:  # on another number of ranks
+        begin_job(config(tmp_path, steps, optimizer={"decay": decay}, parallel={"tp": 2}), restarted=False)
     assert end.value.status == ExitStatus.DONE
     assert content(run) == before and not (run / LOCK).exists(), "config.yaml least of all: nothing has run with these options"
+
+
+def test_other_options_under_the_name_of_a_complete_run_are_an_error_that_lists_them(tmp_path):
+    run = write_run(tmp_path)
+    before = content(run)
+    with pytest.raises(JobEnd) as end:
+        begin_job(config(tmp_path, optimizer={"lr": 0.01}, model={"hidden_size": 64}), restarted=False)
+    assert end.value.status == ExitStatus.CONFIGURATION
+    head, _, *rows, way_out = str(end.value).splitlines()
+    assert "run.name = a is a run that has ended (all 40 steps are done" in head and "--run.name a-2" in way_out
+    saved = to_dict(config(tmp_path))
+    assert [row.split() for row in rows] == [
+        ["model.hidden_size", str(saved["model"]["hidden_size"]), "64"],
+        ["optimizer.lr", str(saved["optimizer"]["lr"]), "0.01"],
+    ]
+    assert content(run) == before and not (run / LOCK).exists()
 
 
 def test_a_directory_that_can_not_be_made_is_one_message(tmp_path):

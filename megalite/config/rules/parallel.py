@@ -1,6 +1,6 @@
 """Rules for the mesh: sizes divide the model and fill the world."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megalite.config.rule import Rule, RuleContext, around, divisors
 
@@ -26,17 +26,37 @@ def _legal_pp(c: RuleContext) -> Sequence[int] | str:
     return range(1, c.model.num_hidden_layers // c.dims.virtual_stages + 1) or "Choose parallel.schedule 1f1b."
 
 
-def _mesh(c: RuleContext) -> str:
-    mesh = f"tp * pp * cp = {c.parallel.tp} * {c.parallel.pp} * {c.parallel.cp} = {c.dims.replica}"
-    return f"does not fill the run's {c.world_size} process{'es' if c.world_size > 1 else ''} with {mesh}"
+def _sizes(c: RuleContext) -> str:
+    return f"tp * pp * cp = {c.parallel.tp} * {c.parallel.pp} * {c.parallel.cp} = {c.dims.replica}"
+
+
+def _processes(c: RuleContext) -> str:
+    return f"the run's {c.world_size} process{'es' if c.world_size > 1 else ''}"
+
+
+def _sizes_do_not_fit(c: RuleContext) -> str:
+    how = "exceeds" if c.dims.replica > c.world_size else "does not divide"
+    return f"makes {_sizes(c)}, which {how} {_processes(c)}"
 
 
 def _legal_dp(c: RuleContext) -> Sequence[int] | str:
     ranks, world = c.dims.replica, c.world_size
     if world % ranks == 0:
         return [world // ranks]
-    starts, products = " or ".join(map(str, around(world, ranks))), ", ".join(map(str, divisors(world)))
-    return f"Start {starts} processes, or choose tp, pp and cp so that their product divides {world}: {products}."
+    starts, products = around(world, ranks), ", ".join(map(str, divisors(world)))
+    start = f"Start {' or '.join(map(str, starts))} processes (on one machine --nproc {starts[-1]})"
+    return f"{start}, or choose tp, pp and cp so that their product divides {world}: {products}."
+
+
+def _sizes_fit_the_world(axis: str, blamed: Callable[[RuleContext], bool]) -> Rule:
+    """The rule for a run without parallel.dp, which no dp fits: the larger of tp and pp is named."""
+    return Rule(
+        f"{axis} fits the world",
+        f"parallel.{axis}",
+        lambda c: c.parallel.dp is None and c.world_size % c.dims.replica and blamed(c),
+        message=_sizes_do_not_fit,
+        legal=_legal_dp,
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -131,11 +151,13 @@ RULES: tuple[Rule, ...] = (
         message="has no effect: {parallel.partition} is given",
         legal="Remove one of the two.",
     ),
+    _sizes_fit_the_world("tp", lambda c: c.parallel.tp >= c.parallel.pp),
+    _sizes_fit_the_world("pp", lambda c: c.parallel.tp < c.parallel.pp),
     Rule(
         "the mesh fills the world",
         "parallel.dp",
-        lambda c: c.parallel.dp is None or c.dims.world != c.world_size,
-        message=_mesh,
+        lambda c: c.world_size % c.dims.replica == 0 if c.parallel.dp is None else c.dims.world != c.world_size,
+        message=lambda c: f"does not fill {_processes(c)} with {_sizes(c)}",
         legal=_legal_dp,
     ),
     Rule(

@@ -1,6 +1,6 @@
 """Text or conversations to a token file: read, tokenize in parallel, and write in the order of the input for any number of workers.
 
-A preparation that was killed continues from its journal.
+A preparation that was killed continues from its journal; one that is complete is neither done again nor replaced unasked.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from megalite.config.samples import best_fit
 from megalite.data import tokenizers as tokenizing
 from megalite.data.chat_template import ChatTemplate
 from megalite.data.indexed import DataError
+from megalite.data.preparation import earlier
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.journal import Journal, Note, digest, key_of, locked
@@ -42,6 +43,7 @@ class Summary:
             longest conversation.
         skipped, skipped_first: number of bad records that were skipped, and the first of them with their place and the reason.
         resumed_bytes: bytes of the input that an interrupted preparation had done.
+        existing: the same preparation was complete already, and nothing was written.
         others: as in `Encoded`.
     """
 
@@ -64,6 +66,7 @@ class Summary:
     skipped: int = 0
     skipped_first: list[str] = field(default_factory=list)
     resumed_bytes: int = 0
+    existing: bool = False
 
     def add(self, part: Encoded, replaced_before: bool) -> None:
         """Count a result. replaced_before: the document that it continues has been counted as one with replaced bytes."""
@@ -93,6 +96,7 @@ class _Job:
     progress: Report
     note: Note
     journal: Journal
+    key: str
 
     @property
     def size(self) -> int:
@@ -109,6 +113,7 @@ def prepare(
     encoder: Texts | Chats = Texts(),  # noqa: B008 — frozen
     *,
     train_tokenizer: int | None = None,
+    overwrite: bool = False,
     workers: int | None = 1,
     progress: Report = silent,
     note: Note = lambda line: None,
@@ -121,28 +126,35 @@ def prepare(
         tokenizer: byte, a sentencepiece model, or a Hugging Face directory.
         encoder: whether the sources hold texts or conversations, and how they are read.
         train_tokenizer: a vocabulary size: a sentencepiece model is first trained on the sources, texts, and written to `tokenizer`.
+        overwrite: replace an earlier preparation of PREFIX, and the file of a tokenizer that is to be trained.
         workers: number of processes; None: the usable cores, fewer for little input.
         progress: called with the phase, the input bytes done, and their total.
         note: called with lines for the user.
 
     Raises:
-        DataError: on bad input, or if another process prepares PREFIX. After an error or an interrupt no files are left.
+        DataError: on bad input, if PREFIX holds another preparation, or if another process prepares it. After an error or an interrupt no
+            files are left.
     """
     if train_tokenizer is None:
         vocabulary = tokenizing.load(tokenizer)
         identity: list[Any] = [vocabulary.vocab_size, vocabulary.eos, vocabulary.chat_template, *map(digest, vocabulary.files)]
     else:
         identity = [train_tokenizer, TRAINING_BYTES]
-    key = key_of(str(prefix), tokenizer, identity, repr(encoder), [(type(source).__name__, source.identity) for source in sources])
+    key = key_of(_beside(tokenizer, prefix), identity, repr(encoder), [(type(source).__name__, source.identity) for source in sources])
     workers = workers or default_workers(sum(source.size for source in sources))
-    with locked(prefix), Journal(prefix, key) as journal:
-        if journal.foreign:
-            note(f"{prefix}: an interrupted preparation of other inputs or with other options was there; this one begins anew")
-        job = _Job(sources, prefix, tokenizer, tokenizer, encoder, workers, progress, note, journal)
-        if train_tokenizer is None:
-            return _encode(job, vocabulary)
-        with _trained(job, train_tokenizer) as model:
-            return _encode(replace(job, loaded=str(model)), tokenizing.load(model))
+    with locked(prefix):
+        if not overwrite and (found := earlier.summary_of(prefix, key)) is not None:
+            return Summary(str(prefix), **found)
+        if not overwrite and train_tokenizer is not None:
+            earlier.check_new(Path(tokenizer))
+        with Journal(prefix, key) as journal:
+            if journal.foreign:
+                note(f"{prefix}: an interrupted preparation of other inputs or with other options was there; this one begins anew")
+            job = _Job(sources, prefix, tokenizer, tokenizer, encoder, workers, progress, note, journal, key)
+            if train_tokenizer is None:
+                return _encode(job, vocabulary)
+            with _trained(job, train_tokenizer) as model:
+                return _encode(replace(job, loaded=str(model)), tokenizing.load(model))
 
 
 def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
@@ -165,10 +177,11 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
         facts = asdict(summary)
         files = vocabulary.files if job.loaded == named else [Path(named)]
         writer.finish(
-            {key: facts[key] for key in ("vocab_size", "eos", "tokenizer", "documents", "tokens")}
+            {key: facts[key] for key in earlier.TOP}
             | {"tokenizer_files": [_beside(str(file), prefix) for file in files]}
             | {"tokenizer_fingerprint": fingerprint(vocabulary), "tokenizer_digest": digest_of(named, files)}
             | (_chat_facts(encoder, vocabulary, summary) if isinstance(encoder, Chats) else {})
+            | {"preparation": earlier.entry(job.key, facts)}
         )
     return summary
 
