@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import localtime, strftime, time
 from typing import Any
 
@@ -18,17 +18,19 @@ class Activity:
         action: a pipeline action, or a description of what the rank does between actions.
         communication: the last one that the rank waited for: description, peer rank (None for a group), and start time of the wait.
         waiting: whether the rank still waits for it.
+        plan: the actions of the schedule that this rank runs, or has run last.
         runs: number of completed runs of a schedule. In a validation nothing else distinguishes one batch from the next.
         listeners: called with every change: an action, or a description of what the rank does or waits for.
     """
 
-    __slots__ = ("action", "communication", "listeners", "runs", "step", "waiting")
+    __slots__ = ("action", "communication", "listeners", "plan", "runs", "step", "waiting")
 
     def __init__(self) -> None:
         self.step = 0
         self.action: Any = "start"
         self.communication: tuple[str, int | None, float] | None = None
         self.waiting = False
+        self.plan: Sequence[Any] = ()
         self.runs = 0
         self.listeners: tuple[Callable[[Any], None], ...] = ()
 

@@ -45,8 +45,13 @@ def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
 @contextmanager
 def named(what: str, mesh: Mesh) -> Iterator[None]:
     """Convert a failure of torch's object collectives, which raise a plain RuntimeError, to a CommunicationError. what: the operation."""
+    own = mesh.saving is mesh.world  # else this may be the thread of background saves, whose waits are not the rank's
+    if own:
+        mesh.activity.wait_for(f"{what} over world", None)
     try:
         yield
+        if own:
+            mesh.activity.arrived()
     except CheckpointError:
         raise
     except RuntimeError as error:

@@ -26,6 +26,7 @@ COMMANDS = {
     "checkpoint": "list, inspect, verify, compare and consolidate checkpoints",
     "report": "write an HTML page about one run or several, or serve that of a run that trains",
     "compare": "compare runs: final figures, differing options, curves",
+    "explain": "explain a hang: which rank did not do its part, and who waited for it",
     "timeline": "compare the recorded steps of a run with the simulator's",
     "import-config": "translate another project's configuration",
     "completion": "print a script that lets a shell complete commands and options",

@@ -71,7 +71,7 @@ def main() -> int:
     job.running()
     try:
         announce(trainer, remarks + notes)
-        status = fit(trainer, observers(trainer, environment, hardware))
+        status = fit(trainer, observers(trainer, environment, hardware), partial(lost, config=config, mesh=mesh, job=job))
         interrupts.ending(" after the last step: everything is saved", training_status, signals=interrupts.training_signals())
         trainer.close()
     except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
@@ -203,6 +203,12 @@ def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, 
     if isinstance(error, torch.OutOfMemoryError):
         exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory", report)
     exit_after_failure(error, str(error) if isinstance(error, OSError) else "", report)
+
+
+def lost(reason: str, config: Config, mesh: Mesh, job: Job) -> None:
+    """Record the end of a rank whose training thread hangs. Called by the watchdog."""
+    job.end(ExitStatus.FAILED, reason)
+    report_crash(reason, config, mesh, job)
 
 
 def report_crash(reason: str, config: Config, mesh: Mesh, job: Job, trace: str = "") -> None:

@@ -126,11 +126,12 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[..., 
 def exit_after_failure(error: Exception | str, reason: str = "", report: Callable[[str], None] = lambda message: None) -> NoReturn:
     """End the process with status 1 after a failure of communication, offloaded state, memory or data: nothing collective is possible.
 
-    A failed rank makes the ranks that wait for it fail as well. Each stores which rank it lost, so that the message can name the rank that
-    failed first, with the `reason` that it gave. `report` is called with the message.
+    A failed rank makes the ranks that wait for it fail as well. In training the watchdog has given the error a `verdict`: the rank that
+    failed first. Otherwise ranks store which one they lost, and the `reason` that it gave. `report` is called with the message.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended; this one ends by itself
-    message = f"{error}{_origin(error, reason)}"
+    with suppress(ValueError):  # on the watchdog's thread, which must not set it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended; this one ends by itself
+    message = f"{error}{getattr(error, 'verdict', None) or _origin(error, reason)}"
     say(message)
     tell_torchrun(message)
     report(message)

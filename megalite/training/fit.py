@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import NamedTuple
@@ -26,8 +26,10 @@ from megalite.training.trainer import StepResult, Trainer
 from megalite.training.watchdog import Watchdog
 
 
-def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> ExitStatus:
+def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[[str], None] = lambda message: None) -> ExitStatus:
     """Train until `train.steps`, a signal or the time limit; save at the end and at every `checkpoint.interval`. Called by every rank.
+
+    on_loss: called with a message before the watchdog ends this process, because another rank is lost and the training thread hangs.
 
     Returns DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT): the same on every rank.
     """
@@ -42,7 +44,7 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = ()) -> ExitStatus:
         StopRequest(limit, trainer.mesh.activity) as request,
         console,
         recording as writer,
-        Watchdog(config, trainer.mesh, trainer.run_dir),
+        Watchdog(config, trainer.mesh, trainer.run_dir, on_loss),
     ):
         announce(trainer, console)
         ended = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import pickle
 import re
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from megalite.launch.exit_status import ExitStatus
 from megalite.optimizer.adamw import STATE
 from megalite.training.fit import fit
 from megalite.training.guard import FaultLimit
+from megalite.training.hang import explain, load
 from megalite.training.verify import global_tensors
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.jobs_training import make_trainer, resume
@@ -77,7 +77,7 @@ def fitted_in_virtual_time(context: Any, config: dict[str, Any]) -> dict[str, An
 
 def fitted_until_all_have_said(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The same, where a slow step lasts until every rank has said that it stalls."""
-    record = Path(config["run"]["dir"], "run", "stalls", "collectives_{:05d}")
+    record = Path(config["run"]["dir"], "run", "stalls", "collectives_{:05d}.json")
 
     def wait(seconds: float) -> None:
         deadline = time.monotonic() + 240
@@ -202,5 +202,8 @@ def test_a_stall_is_said_once_by_every_rank_with_the_rank_that_it_waits_for(rank
     assert re.search(r"awaiting all_reduce over data, rank 3 since", said[2]), said[2]
     assert "last action between steps; no communication is awaited here" in said[3] and "between_steps" in said[3], said[3]
     assert all("collectives.py" in text for text in said[:3])
-    record = pickle.loads((tmp_path / "run" / "stalls" / "collectives_00000").read_bytes())
+    record = json.loads((tmp_path / "run" / "stalls" / "collectives_00000.json").read_text())
     assert record["entries"], "torch's own record of what was under way"
+    found = explain(load(tmp_path / "run"))
+    assert found.culprit == 3 and found.instead.startswith("it was in step 3, between steps (") and "in between_steps" in found.instead
+    assert {(wait.rank, wait.on) for wait in found.waits} >= {(0, 2), (1, 3), (2, 3)} and len(found.chain) == 3

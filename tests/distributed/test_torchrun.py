@@ -129,7 +129,8 @@ def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, layout, end):
     status, output = finish(process)
     assert status != 0
     for rank in (0, *range(2, int(size))):
-        assert re.search(rf"^rank {rank}: \w+ over \w+ failed, rank \d .*\(rank 1 was lost first\)$", output, re.MULTILINE), output
+        named = rf"^rank {rank}: \w+ over \w+ failed, rank \d .*\(rank 1 was lost first: its process \w+ .*\)$"
+        assert re.search(named, output, re.MULTILINE), output
     assert str(ROOT / "megalite") not in output, "no frame of ours is shown"
 
 

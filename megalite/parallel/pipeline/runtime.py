@@ -138,7 +138,8 @@ class Runtime:
             a rank without the last stage), and the rank's times, if the clock measures them. Discarded work counts as waiting.
         """
         run = self._begin(schedule, microbatches, step, loss_scale, training)
-        actions, prefix = schedule.actions[self.mesh.pp.rank], 0
+        self.mesh.activity.plan = actions = schedule.actions[self.mesh.pp.rank]
+        prefix = 0
         thrown_away: list[ActionMarks] = []
         self.weight_grads.begin_run(deferred=Kind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):

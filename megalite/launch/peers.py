@@ -1,0 +1,370 @@
+"""Which other ranks are alive, and where they are: over the rendezvous store and plain sockets, so also where communication hangs.
+
+Every `BEAT_S` a thread of each rank stores the rank's place, and looks at that of the next rank and at a verdict of others. A second thread
+answers a socket with the rank's place. A rank whose stored place has not changed for `SILENT_S` is asked there:
+
+- the connection is refused: its process has ended, which is final: the verdict is stored, and every rank learns it with its next beat;
+- no answer comes: its process is stopped (SIGSTOP, a debugger, a frozen container). It may go on;
+- there is no connection: its host is lost, or the network to it. Both may come back;
+- it answers: it is alive, and its place tells what it does.
+
+A store that does not answer means its host: the rank that holds it is asked in the same way. (Under torchrun and `--nproc` the launcher
+holds it, and the ranks end with the launcher.) With many ranks the beat is slower, so that the store has at most `MOST_BEATS` per second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from threading import Event, Thread
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+BEAT_S = 1.0
+MOST_BEATS = 1000
+SILENT_S = 5.0  # without a beat: a rank, or the store, is asked
+ANSWER_S = 3.0  # for one answer
+ATTEMPTS = 3  # to get an answer: a loaded host is slow, not lost
+
+Place = dict[str, Any]
+"""Where a rank is, as plain data: `step`, `action`, what it waits for and for which rank; `lost`, `failed` and `left` once it ends."""
+_T = TypeVar("_T")
+
+
+class State(StrEnum):
+    """What is known of another rank. The values are used in messages."""
+
+    ANSWERS = "answers"
+    ENDED = "its process has ended"
+    STOPPED = "its process exists but does not answer: it is stopped, or its host is overloaded"
+    UNREACHABLE = "its host does not answer: it is lost, or the network to it"
+    FAILED = "it failed"
+    STUCK = "it is alive, but does not move"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which rank is lost, and how. `place`: the last one that is known."""
+
+    rank: int
+    state: State
+    host: str
+    place: Place
+
+    @property
+    def final(self) -> bool:
+        """Whether the rank cannot come back."""
+        return self.state in (State.ENDED, State.FAILED)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {'is awaited' if self.state is State.STUCK else 'was lost first'}: {self._reason()}"
+
+    def described(self) -> str:
+        """The same of a rank that may come back."""
+        return f"rank {self.rank} is silent: {self._reason()}"
+
+    def _reason(self) -> str:
+        reason = self.place.get("failed") if self.state is State.FAILED else self.state.value
+        return f"{reason}; host {self.host}, last known in {described(self.place)}"
+
+
+def described(place: Place) -> str:
+    """A place in words."""
+    if not place:
+        return "an unknown place"
+    words = f"step {place['step']}, {place['action']}"
+    if place.get("number") is not None:
+        words += f", action {place['number'] + 1} of {place['actions']}"
+    if place.get("waits"):
+        words += f", awaiting {place['waits']}" + ("" if place.get("peer") is None else f", rank {place['peer']}")
+    return words
+
+
+class Peers:
+    """This rank's view of the others.
+
+    Args:
+        store: the rendezvous store of a process group; a connection of its own is made.
+        place: returns where this rank is. Called by other threads.
+        store_rank: the rank whose process holds the store; None: another process does.
+
+    Attributes:
+        own: how this rank ends, part of its place: `lost` is a rank that it waited for, `failed` a reason of its own, `left` a planned end.
+        verdict: the one that ends the run, the same on every rank; or None.
+        start: the same on every rank, and another one for every start of the ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, place: Callable[[], Place], store_rank: int | None):
+        self.rank, self.size, self._place, self._store_rank = rank, size, place, store_rank
+        self.token = secrets.token_hex(8)
+        self.own: dict[str, Any] = {}
+        self.verdict: Verdict | None = None
+        self._prefix = f"peers/{store.add(f'peers/{rank}', 1)}"  # every rank counts its monitors in this store: they agree
+        self._store = store.clone()  # type: ignore[attr-defined]
+        self.start = store.compare_set("peers/start", "", self.token).decode()
+        self._listener = socket.create_server(("", 0), backlog=64)
+        address = [_own_address(), self._listener.getsockname()[1], self.token, os.uname().nodename]
+        store.set(f"{self._prefix}/address/{rank}", json.dumps(address))
+        self._watched, self._seen, self._changed = (rank + 1) % size, "", monotonic()
+        wanted = {self._watched, *(() if store_rank is None else (store_rank,))}
+        self._addresses = {each: json.loads(store.get(f"{self._prefix}/address/{each}")) for each in sorted(wanted)}
+        self._places: dict[int, Place] = {}
+        self._beats, self.heard = 0, monotonic()
+        self.beat_s = max(BEAT_S, size / MOST_BEATS)
+        self._closed, self._wake = Event(), Event()
+        self._threads = [Thread(target=each, name=f"megalite-peers{each.__name__}", daemon=True) for each in (self._exchange, self._answer)]
+        for thread in self._threads:
+            thread.start()
+        # A firewall may refuse connections as well: only a rank that has answered before has ended if it refuses them.
+        self._answering = {each for each, address in self._addresses.items() if _question(address)[0] is State.ANSWERS}
+
+    # ---- threads
+
+    def _exchange(self) -> None:
+        """Store this rank's place, and read the watched rank's and the verdict, until the store fails or `close`."""
+        with suppress(RuntimeError):  # the store is gone: `heard` stays as it is
+            while True:
+                closed = self._closed.is_set()
+                self._beats += 1
+                self._store.set(f"{self._prefix}/place/{self.rank}", json.dumps(self._now()))
+                self._look_at_watched()
+                self.verdict = self.verdict or self._stored_verdict()
+                self.heard = monotonic()
+                if closed:
+                    return
+                self._wake.wait(self.beat_s)
+                self._wake.clear()
+
+    def _now(self) -> Place:
+        return {**self._place(), **self.own, "beat": self._beats}
+
+    def _look_at_watched(self) -> None:
+        for rank in {self._watched, self.rank if self._store_rank is None else self._store_rank} - {self.rank}:
+            key = f"{self._prefix}/place/{rank}"
+            text = self._store.get(key).decode() if self._store.check([key]) else ""
+            if rank == self._watched and text != self._seen:
+                self._seen, self._changed = text, monotonic()
+            if text:
+                self._places[rank] = json.loads(text)
+
+    def _stored_verdict(self) -> Verdict | None:
+        key = f"{self._prefix}/verdict"
+        if not self._store.check([key]):
+            return None
+        found = json.loads(self._store.get(key))
+        return Verdict(found["rank"], State(found["state"]), found["host"], found["place"])
+
+    def _answer(self) -> None:
+        """Tell every process that connects where this rank is."""
+        while True:
+            try:
+                link, _ = self._listener.accept()
+                with link:
+                    link.settimeout(ANSWER_S)
+                    link.sendall(json.dumps({"token": self.token, "place": self._now()}).encode())
+            except OSError:
+                if self._closed.is_set():
+                    return
+
+    # ---- questions
+
+    def ask(self, rank: int) -> tuple[State, Place]:
+        """Whether a rank is alive, and its place: the present one if it answers, else the last one that is known."""
+        address = self._address(rank)
+        if address is None:
+            return State.UNREACHABLE, self._places.get(rank, {})
+        state = State.UNREACHABLE
+        for _ in range(ATTEMPTS):
+            state, place = _question(address)
+            if state is State.ANSWERS:
+                self._places[rank] = place
+                return state, place
+            if state is State.ENDED:
+                break
+        key = f"{self._prefix}/place/{rank}"
+        stored = self._in_time(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
+        place = stored or self._places.get(rank, {})
+        return (State.FAILED if place.get("failed") and state is State.ENDED else state), place
+
+    def host(self, rank: int) -> str:
+        """The name of a rank's host."""
+        address = self._address(rank)
+        return "unknown" if address is None else str(address[3])
+
+    def _address(self, rank: int) -> Any:
+        if rank not in self._addresses:
+            key = f"{self._prefix}/address/{rank}"
+            found = self._in_time(lambda: json.loads(self._store.get(key)))
+            if found is None:
+                return None
+            self._addresses[rank] = found
+        return self._addresses[rank]
+
+    def look(self) -> Verdict | None:
+        """A rank that is lost or silent, as far as this rank knows; None: nothing is wrong. Takes seconds if something is."""
+        if self.verdict is not None:
+            return self.verdict
+        now = monotonic()
+        limit = max(SILENT_S, 2 * self.beat_s)
+        if now - self.heard > limit:
+            return self._store_lost()
+        if now - self._changed <= limit:
+            return None
+        return self._next_lost()
+
+    def _store_lost(self) -> Verdict | None:
+        """The store is silent: which says something about the rank that holds it."""
+        if self._store_rank in (None, self.rank):
+            return None
+        assert self._store_rank is not None
+        state, place = self.ask(self._store_rank)
+        if state is State.ENDED and self._store_rank not in self._answering:
+            state = State.UNREACHABLE
+        return None if state is State.ANSWERS or {"left", "lost"} & place.keys() else self._found(self._store_rank, state, place)
+
+    def _next_lost(self) -> Verdict | None:
+        """Ask the watched rank. If it has left, or is lost as well as those after it, watch the next one that is there."""
+        silent = None
+        for step in range(self.size - 1):
+            rank = (self._watched + step) % self.size
+            if rank == self.rank:
+                break
+            state, place = self.ask(rank)
+            if state is State.ANSWERS:
+                if silent is None:  # those before have left
+                    self._watched, self._changed = rank, monotonic()
+                    self._answering.add(rank)
+                break
+            if state is State.ENDED and rank not in self._answering:
+                state = State.UNREACHABLE
+            if not {"left", "lost"} & place.keys() and (silent is None or state in (State.ENDED, State.FAILED)):
+                silent = self._found(rank, state, place)
+                if silent.final:
+                    break
+        else:
+            self._changed = monotonic()
+        return silent
+
+    def _found(self, rank: int, state: State, place: Place) -> Verdict:
+        found = Verdict(rank, state, self.host(rank), place)
+        return self.agree(found) if found.final else found
+
+    def agree(self, found: Verdict) -> Verdict:
+        """Store a verdict that ends the run. Returns the first one that any rank has stored."""
+        self.own = self.own or {"lost": found.rank}
+        self._wake.set()
+        key, text = f"{self._prefix}/verdict", json.dumps(asdict(found))
+        self._in_time(lambda: self._store.compare_set(key, "", text))
+        self.verdict = self.verdict or self._in_time(self._stored_verdict) or found
+        return self.verdict
+
+    def origin(self, peer: int | None) -> Verdict | None:
+        """The rank that failed first, or is stuck, from one that this rank waited for: follows those that others have lost or wait for.
+
+        None: it is not known, since ranks wait for each other in a cycle, or the one at the end is alive and moves.
+        """
+        self.own = {"lost": peer}
+        self._wake.set()
+        seen, deadline, first = {self.rank}, monotonic() + SILENT_S, dict[int, Place]()
+        while self.verdict is None and peer is not None and peer not in seen:
+            state, place = self.ask(peer)
+            if place.get("lost") is not None or (state is State.ANSWERS and place.get("peer") is not None and monotonic() > deadline):
+                seen.add(peer)
+                peer = place["peer"] if place.get("lost") is None else place["lost"]
+            elif state is not State.ANSWERS or place.get("failed"):
+                return self.agree(self._found(peer, State.FAILED if place.get("failed") else state, place))
+            elif peer in first and monotonic() > deadline:
+                return self.agree(self._found(peer, State.STUCK, place)) if _equal(first[peer], place) else None
+            else:
+                first.setdefault(peer, place)
+                Event().wait(self.beat_s / 4)  # it is alive, and may be about to learn what it has lost
+        return self.verdict
+
+    def followed(self, peer: int | None, verdict: Verdict | None = None) -> dict[int, dict[str, Any]]:
+        """What is known of the ranks that this one waits for, each for the next one, and of a lost one; by rank, as plain data."""
+        found: dict[int, dict[str, Any]] = {}
+        if verdict is not None:
+            found[verdict.rank] = {"state": verdict.state.value, "host": verdict.host, "place": verdict.place}
+        while peer is not None and peer != self.rank and peer not in found:
+            state, place = self.ask(peer)
+            found[peer] = {"state": state.value, "host": self.host(peer), "place": place}
+            peer = place.get("lost", place.get("peer") if state is State.ANSWERS else None)
+        return found
+
+    # ---- the end
+
+    def fail(self, reason: str) -> None:
+        """Record why this rank fails, for those that will miss it."""
+        self.own = {"failed": reason}
+        self._wake.set()
+
+    def close(self, left: bool) -> None:
+        """End the threads. left: this rank ends as planned, and nobody will miss it."""
+        if left:
+            self.own = {"left": True}
+        self._closed.set()
+        self._wake.set()
+        self._threads[0].join(ANSWER_S)  # until that is stored
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._listener.close()
+
+    @staticmethod
+    def _in_time(question: Callable[[], _T]) -> _T | None:
+        """The store's answer, or None if it fails or takes too long: a store whose host is stopped never answers."""
+        found: list[_T] = []
+
+        def run() -> None:
+            with suppress(RuntimeError, ValueError):
+                found.append(question())
+
+        thread = Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(ANSWER_S)
+        return found[0] if found else None
+
+
+def _equal(one: Place, other: Place) -> bool:
+    """Whether a rank has not moved from one place to the other."""
+    return all(one.get(name) == other.get(name) for name in ("step", "runs", "action", "waits"))
+
+
+def _question(address: list[Any]) -> tuple[State, Place]:
+    """Ask the process at an address once."""
+    host, port, token, name = address
+    if host.startswith("127.") and name != os.uname().nodename:  # what another host calls itself
+        host = name
+    try:
+        link = socket.create_connection((host, port), timeout=ANSWER_S)
+    except (ConnectionRefusedError, ConnectionResetError):
+        return State.ENDED, {}
+    except OSError:
+        return State.UNREACHABLE, {}
+    text = b""
+    try:
+        with link:
+            while part := link.recv(1 << 16):
+                text += part
+        found = json.loads(text)
+        return (State.ANSWERS, found["place"]) if found["token"] == token else (State.ENDED, {})
+    except TimeoutError:
+        return State.STOPPED, {}
+    except (OSError, ValueError, KeyError, TypeError):  # it ended while it answered, or another process has its port
+        return State.ENDED, {}
+
+
+def _own_address() -> str:
+    """The address of this host on its way to the store's."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+        link.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        return str(link.getsockname()[0])
+    return "127.0.0.1"
