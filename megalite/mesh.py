@@ -12,18 +12,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megalite.activity import Activity
 from megalite.layout import AXES, PRODUCTS, AxisPlace, Coordinates
 from megalite.layout import Layout as Layout
+from megalite.process_groups import ProcessGroups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from megalite.shared_memory import SharedMemory
 
-Kind = Literal["channel", "urgent"]  # of a group, see `nccl.options`
 TOTALS = ("totals_up", "totals_down")  # channels of sums that are passed along the pipeline, and back
 
 
@@ -113,7 +113,8 @@ class Mesh:
             raise ValueError(f"the mesh {dims} needs {dims.world} ranks, but {available} were started")
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.activity = Activity()
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        urgent = {dims.peers(self.rank, ("tp",)), self._shard_ranks()}
+        self._groups = ProcessGroups(timeout, urgent.__contains__)
         self.world = self._axis("world", dims.peers(self.rank, AXES))
         self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
@@ -128,14 +129,14 @@ class Mesh:
         self.tied_pair = self._tied_pair(tied)
         up = [(rank, rank + 1) for rank in range(dims.pp - 1)]
         totals = dict(zip(TOTALS, (up, [(target, source) for source, target in up]), strict=True)) if staggered_end else {}
-        self._edges = {**(channels or {}), **totals} if dims.pp > 1 else {}
-        self.channels = {name: self._new_group(self.pp.ranks, kind="channel") for name in self._edges}
+        edges = {**(channels or {}), **totals} if dims.pp > 1 else {}
+        self.channels = {name: self._groups.new(self.pp.ranks, kind="channel") for name in edges}
         self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if staggered_end else None
         own = background_saves and self.world.size > 1
-        self.saving = replace(self.world, name="saving", group=self._new_group(self.world.ranks, "gloo")) if own else self.world
+        self.saving = replace(self.world, name="saving", group=self._groups.on_cpu(self.world.ranks)) if own else self.world
         own = counts_tokens and self.data.size > 1 and dist.get_backend() == "nccl"
-        self.counting = replace(self.data, name="counting", group=self._new_group(self.data.ranks, "gloo")) if own else self.data
-        self._warm_up()
+        self.counting = replace(self.data, name="counting", group=self._groups.on_cpu(self.data.ranks)) if own else self.data
+        self._groups.connect(self.channels, edges, self.pp.ranks, self.pp.rank)
         self.tp = self._with_shared_memory(self.tp)  # only tp: its collectives are on the critical path of every layer
 
     @property
@@ -152,7 +153,7 @@ class Mesh:
         return Domain(name, self.expert_data, self.expert)  # experts are sharded over all data ranks, without replicas
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
-        group = self._group(ranks) if len(ranks) > 1 else None
+        group = self._groups.over(ranks) if len(ranks) > 1 else None
         return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic, self.activity)
 
     def _with_shared_memory(self, axis: MeshAxis) -> MeshAxis:
@@ -183,54 +184,8 @@ class Mesh:
         # torch names a locally synchronised group after its ranks and the number of groups that the process has made: members agree on the
         # name only if every rank has made equally many. With two pipeline ranks all are in the pair.
         if self.pp.size > 2:
-            self._new_group((self.rank,))
+            self._groups.new((self.rank,))
         return None
-
-    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        import torch.distributed as dist
-
-        if ranks not in self._groups:
-            world = len(ranks) == dist.get_world_size()
-            urgent = ranks in (self.dims.peers(self.rank, ("tp",)), self._shard_ranks())
-            kind: Kind | None = "urgent" if urgent else None
-            self._groups[ranks] = dist.group.WORLD if world else self._new_group(ranks, kind=kind)  # type: ignore[assignment]
-        return self._groups[ranks]
-
-    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None, kind: Kind | None = None) -> ProcessGroup:
-        """Make a group. On gloo only its members synchronise: at a thousand ranks no rank waits for groups that it is not in.
-
-        On NCCL every group is split off the world's communicator (ncclCommSplit), in which the whole world takes part. So every rank makes
-        its groups axis by axis in the same order, and equally many; otherwise ranks could wait for each other in a cycle.
-        """
-        import torch.distributed as dist
-
-        made = None
-        if kind is not None and dist.get_backend() == "nccl":
-            from megalite import nccl
-
-            made = nccl.options(kind)
-            made._timeout = self.timeout or made._timeout
-        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, pg_options=made, use_local_synchronization=True)
-
-    def _warm_up(self) -> None:
-        """Connect every communicator now, in the same order on every rank: lazy connection at the first use in the pipeline can hang."""
-        import torch
-        import torch.distributed as dist
-
-        if not dist.is_initialized() or dist.get_backend() == "fake":
-            return
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-        # On NCCL a collective over a channel would connect all its ranks in both directions, and each connection takes memory.
-        channels = self.channels.values() if device.type == "cpu" else ()
-        for group in (*self._groups.values(), *channels):
-            dist.all_reduce(torch.ones(1, device=device), group=group)
-        for axis, shared in ((self.saving, self.world), (self.counting, self.data)):
-            if axis is not shared:
-                dist.all_reduce(torch.ones(1), group=axis.group)
-        for name, group in self.channels.items() if device.type == "cuda" else ():
-            from megalite import nccl
-
-            nccl.connect(group, self._edges[name], self.pp.ranks, self.pp.rank, device)
 
 
 if __name__ == "__main__":
