@@ -6,6 +6,7 @@ kernels.py               every kernel on a GPU: kernel_run.py measures the cases
 scaling.py               one training on growing numbers of ranks, each world measured by scaling_run.py
 prepare.py               preparation of data, each way measured by preparing.py
 ours.py, peer.py         one measured run each, in its own process: megalite's trainer, transformers' model
+breakdown.py             where a step's time goes, in columns; breakdown_run.py measures it on the ranks of the step
 measure.py               shared by measured processes: time steps and matrix products, read memory
 report.py                starts the processes, describes the machine, writes JSON and tables
 """

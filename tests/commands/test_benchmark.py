@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import bubble, checkpoint, comm, overhead, plan, prepare, report, scaling, step
 from benchmarks.command import main
-from benchmarks.ours import linear_shapes, step_products
+from benchmarks.ours import step_products
 from benchmarks.preparing import measured
 from benchmarks.scaling_run import measure
 from megalite.build import parts as build
@@ -23,6 +23,7 @@ from megalite.config.load import from_dict
 from megalite.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planning.hardware import Link, find
+from megalite.training.product_choice import linear_shapes
 from tests.commands.jobs import measure_steps
 from tests.distributed.support.pool import RankPool
 
