@@ -70,7 +70,7 @@ def compare(
     model, batch = (SMOKE_MODEL, 2) if smoke else (MODEL, 4)
     protocol = {"rounds": rounds, "warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 6, "peak_size": 128 if smoke else 2048}
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
-        config = _config(model, batch, Path(scratch))
+        config = config_of(model, batch, Path(scratch))
         for number in range(1, rounds + 1):
             for run in runs:
                 progress(f"round {number} of {rounds}: {run.name}{f', products at {run.setting}' if run.setting else ''}")
@@ -92,7 +92,7 @@ def _runs(precision: str, compiled: bool) -> Iterator[Run]:
         yield Run(True, precision, compiled, setting)
 
 
-def _config(model: dict[str, Any], batch: int, scratch: Path) -> dict[str, Any]:
+def config_of(model: dict[str, Any], batch: int, scratch: Path) -> dict[str, Any]:
     length = model["max_position_embeddings"]
     return {
         "run": {"dir": str(scratch), "name": "step"},
