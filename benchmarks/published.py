@@ -17,7 +17,7 @@ from megalite.config.load import read_tree
 from megalite.config.schema import ModelConfig
 from megalite.model.cost import model_flops_per_token
 from megalite.planning.explaining import described
-from megalite.planning.hardware import find
+from megalite.planning.hardware import Device, find, read_link
 from megalite.planning.operations import Software
 from megalite.planning.step import Choice, Job, Stepper, StepTime
 
@@ -89,7 +89,7 @@ def _row(row: Mapping[str, Any], tree: Mapping[str, Any]) -> Comparison:
     model = ModelConfig(**tree["models"][row["model"]], **sizes, intermediate_size=row.get("intermediate_size", 4 * hidden))
     job = Job(
         model,
-        replace(find(row["gpu"]), **row.get("hardware", {})),
+        _device(row),
         row["sequence_length"],
         row["batch"],
         row["precision"],
@@ -101,6 +101,12 @@ def _row(row: Mapping[str, Any], tree: Mapping[str, Any]) -> Comparison:
     step = Stepper(job).step(choice)
     predicted = _figure(row["unit"], job, choice, step.total)
     return Comparison(row["name"], row["unit"], choice, row["measured"], predicted, step)
+
+
+def _device(row: Mapping[str, Any]) -> Device:
+    """The device of a row, with the conditions that its source names instead of the usual ones."""
+    changed = {key: read_link(value) if key == "between" else value for key, value in row.get("hardware", {}).items()}
+    return replace(find(row["gpu"]), **changed)
 
 
 def _figure(unit: str, job: Job, choice: Choice, seconds: float) -> float:

@@ -156,8 +156,8 @@ def _read(name: str, row: dict[str, Any]) -> Device:
         optional["attention"] = (1e9 * float(forward), 1e9 * float(backward))
     for key in ("tensor", "messages"):
         if key in row:
-            optional[key] = _link(row.pop(key))
-    within, between, host = (_link(row.pop(key)) for key in ("within", "between", "host"))
+            optional[key] = read_link(row.pop(key))
+    within, between, host = (read_link(row.pop(key)) for key in ("within", "between", "host"))
     device = Device(
         name=name,
         peaks=_peaks(row),
@@ -201,7 +201,7 @@ def _peaks(row: dict[str, Any]) -> dict[str, float]:
     return peaks
 
 
-def _link(value: str | Mapping[str, Any]) -> Link:
+def read_link(value: str | Mapping[str, Any]) -> Link:
     """A link of the table by its name, or one described in place."""
     links = _table()["links"]
     if isinstance(value, str) and value not in links:

@@ -34,6 +34,7 @@ class Software:
         fused_loss: the loss reads 16-bit logits once each way; otherwise it works on fp32 logits in several passes.
         fp32_accumulation: weight gradients are added to fp32 accumulators.
         hides_tensor: the input gradient's reduction overlaps with the weight gradient's product.
+        async_tensor: forward collectives overlap with their own product, part by part.
         hides_gradients: data-parallel communication overlaps with the backward pass.
         hides_messages: sends and receives between stages overlap with computation.
         splits_messages: each tensor-parallel rank sends a part, and the receivers all-gather it.
@@ -47,6 +48,7 @@ class Software:
     fused_loss: bool = True
     fp32_accumulation: bool = True
     hides_tensor: bool = True
+    async_tensor: bool = False
     hides_gradients: bool = True
     hides_messages: bool = True
     splits_messages: bool = False
@@ -168,7 +170,11 @@ class Operations:
         half = self.tensor.half(size, ranks)
         product = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
         again = max(0.0, half - product)  # the input is gathered again for the weight gradient
-        return 2 * half, half + again + max(0.0, half - beside)
+        if not self.software.async_tensor:
+            return 2 * half, half + again + max(0.0, half - beside)
+        parts = (share.tp - 1) / share.tp  # of a product that overlap: its own part of the input needs no communication
+        gathered, reduced = (max(0.0, half - parts * self._gemm(column.rows, *size)) for size in ((column.outputs, column.inputs), (column.inputs, column.outputs)))
+        return gathered + reduced, gathered + again + max(0.0, half - beside)
 
     def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:

@@ -106,7 +106,7 @@ class Job:
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
 
     def microbatches(self, choice: Choice) -> int:
-        return self.global_batch_size // (choice.dp * choice.micro_batch_size)
+        return int(self.global_batch_size // (choice.dp * choice.micro_batch_size))
 
     def tokens_per_second_per_gpu(self, choice: Choice, seconds: float) -> float:
         return self.global_batch_size * self.sequence_length / seconds / choice.gpus
