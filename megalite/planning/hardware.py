@@ -11,6 +11,7 @@ from typing import Any
 from megalite.config.load import read_tree
 from megalite.config.rule import describe_legal, nearest_name
 from megalite.config.schema import ConfigError
+from megalite.planning.constants import CONSTANTS, Constants
 from megalite.planning.peaks import peak_flops
 
 TABLE = Path(__file__).with_name("hardware.yaml")
@@ -52,6 +53,7 @@ class Device:
         kernel: seconds of overhead per kernel; host_time: seconds of the host per operation.
         tensor, messages: if measured, separate links inside a node for tensor parallelism and for messages between stages.
         cpu: whether it is a CPU, whose cores do not overlap communication and computation, and for which there are no custom kernels.
+        constants: of the time model.
         measured: whether the bandwidth was reached by kernels, not taken from a data sheet.
     """
 
@@ -76,6 +78,7 @@ class Device:
     host_time: float = 8e-6
     tensor: Link | None = None
     messages: Link | None = None
+    constants: Constants = CONSTANTS
     cpu: bool = False
     measured: bool = False
 
@@ -202,10 +205,11 @@ def _peaks(row: dict[str, Any]) -> dict[str, float]:
 
 
 def read_link(value: str | Mapping[str, Any]) -> Link:
-    """A link of the table by its name, or one described in place."""
+    """A link of the table by its name, at the bandwidth that it reaches in a run, or one described in place."""
     links = _table()["links"]
     if isinstance(value, str) and value not in links:
         raise HardwareError(f"{value} is not a known link. Nearest: {nearest_name(value, list(links))}; or give {{gbs: N, latency_us: N}}.")
     row = links[value] if isinstance(value, str) else value
-    bandwidth = float(row["gbs"]) * float(row.get("efficiency", 1.0)) * 1e9
+    reached = CONSTANTS.links if isinstance(value, str) else 1.0
+    bandwidth = float(row["gbs"]) * float(row.get("efficiency", 1.0)) * reached * 1e9
     return Link(value if isinstance(value, str) else "measured", bandwidth, float(row["latency_us"]) * 1e-6)

@@ -20,7 +20,7 @@ from megalite.planning.links import Fabric, group
 
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time on a GPU, as in `megalite.model.stage`
 ACCUMULATED = 8.0  # bytes: an fp32 accumulator is read and written
-FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 12, 20  # that the host launches per layer
+FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 40, 80  # that the host launches per layer, an estimate: about 1 ms
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Software:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
         masks: dropout writes its masks to memory.
-        fused_loss: the loss reads 16-bit logits once each way; otherwise it works on fp32 logits in several passes.
+        loss_bytes: memory traffic of the loss per logit, forward and backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
+            fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes of their own.
         fp32_accumulation: weight gradients are added to fp32 accumulators.
         hides_tensor: the input gradient's reduction overlaps with the weight gradient's product.
         async_tensor: forward collectives overlap with their own product, part by part.
@@ -45,7 +46,7 @@ class Software:
     flash: bool = True
     attention: float = 1.0
     masks: bool = False
-    fused_loss: bool = True
+    loss_bytes: tuple[float, float] = (2.0, 4.0)
     fp32_accumulation: bool = True
     hides_tensor: bool = True
     async_tensor: bool = False
@@ -172,9 +173,9 @@ class Operations:
         again = max(0.0, half - product)  # the input is gathered again for the weight gradient
         if not self.software.async_tensor:
             return 2 * half, half + again + max(0.0, half - beside)
-        parts = (share.tp - 1) / share.tp  # of a product that overlap: its own part of the input needs no communication
-        gathered, reduced = (max(0.0, half - parts * self._gemm(column.rows, *size)) for size in ((column.outputs, column.inputs), (column.inputs, column.outputs)))
-        return gathered + reduced, gathered + again + max(0.0, half - beside)
+        hidden = (share.tp - 1) / share.tp * self._gemm(column.rows, column.outputs, column.inputs)  # a rank's own part needs no transfer
+        exposed = max(0.0, half - hidden)
+        return 2 * exposed, exposed + again + max(0.0, half - beside)
 
     def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:
@@ -215,13 +216,12 @@ class Operations:
         """Final norm, logits and loss. With loss chunks, the forward also computes the gradients; a split backward does not use chunks."""
         (block,) = self.units(share).head().blocks
         (logits,) = block.products
-        chunked = self.software.fused_loss and not splits and not self.device.cpu
+        chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu
         chunk = min(LOSS_CHUNK, logits.rows) if chunked else logits.rows
         parts = logits.rows / chunk
         product = self._step(replace(logits, rows=chunk))
-        reads = (1, 2) if self.software.fused_loss else (10, 6)  # of 16-bit logits, forward and backward
         memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)
-        loss = tuple(stream(memory, times * (chunk * logits.outputs) * self.size) for times in reads)
+        loss = tuple(stream(memory, size * chunk * logits.outputs * self.size / 2) for size in self.software.loss_bytes)
         ranks = group(self.device, share.tp, 1)
         statistics = self.tensor.half(16 * chunk * share.tp, ranks)
         gather = (self.tensor.half if share.sequence_parallel else self.tensor.all_reduce)(chunk * logits.inputs * self.size, ranks)

@@ -21,11 +21,6 @@ from megalite.planning.links import Group, group
 from megalite.planning.operations import OURS, Operations, Passes, Software
 from megalite.planning.pacing import ScheduleTime, pace
 
-COMMUNICATION_UNITS = 16
-"""Multiprocessors that NCCL's kernels take from computation while the two overlap."""
-SLOWEST = 0.95
-"""Speed of the slowest of many devices, for which all others wait, relative to a typical one: devices of one kind differ by 8 % on average
-(Sinha et al. 2022, "Not All GPUs Are Created Equal")."""
 STATE_BYTES = 4.0 * (1 + len(ADAMW))
 """The fp32 master weight and the optimizer's state of a parameter."""
 HOST_BYTES = 4.0 + 2 * STATE_BYTES + 4.0
@@ -204,7 +199,7 @@ class Stepper:
 
     def _slow(self, choice: Choice) -> float:
         """Slowdown of computation on the slowest of many devices."""
-        return 1 / SLOWEST if choice.gpus > 1 and not self.device.cpu else 1.0
+        return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
 
     def _share(self, choice: Choice) -> Share:
         return Share(self.job.sequence_length, choice.micro_batch_size, choice.tp, choice.sequence_parallel)
@@ -277,10 +272,10 @@ class Stepper:
         return slowed, waits
 
     def _beside(self, computation: float, communication: float) -> float:
-        """Both, overlapped: communication takes some multiprocessors while it runs. On a CPU they run one after the other."""
+        """Both, overlapped: communication slows computation down while it runs. On a CPU they run one after the other."""
         if self.device.cpu:
             return computation + communication
-        taken = min(computation, communication) * COMMUNICATION_UNITS / self.device.multiprocessors
+        taken = min(computation, communication) * self.device.constants.overlap
         return max(computation + taken, communication)
 
     def _reduction(self, choice: Choice, size: float, ranks: Group) -> tuple[float, float]:
@@ -303,10 +298,10 @@ class Stepper:
     def _behind(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[float]) -> tuple[float, float]:
         """Exposed time after the pipeline: gradients not yet reduced when the last rank ends, and weights not yet gathered when needed.
 
-        Reductions overlap with the last microbatch's backward and gathering with the next step's first forward; the last bucket, about a
-        layer, overlaps with nothing. A rank that ends before the last one has that much more time.
+        Reductions overlap with the last microbatch's backward and gathering with the next step's first forward, but for the unit that is
+        reduced last and needed first: the embedding or a layer. A rank that ends before the last one has that much more time.
         """
-        ranks, layers = group(self.device, choice.dp, choice.tp, choice.gpus), self._by_rank(choice, self.layers_of_stages(len(passes)))
+        ranks, ends = group(self.device, choice.dp, choice.tp, choice.gpus), self._ends(choice, held)
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
         forward = self._by_rank(choice, [each.forward for each in passes])
         hides = self.job.software.hides_gradients and not self.device.cpu
@@ -314,10 +309,18 @@ class Stepper:
         for rank in range(choice.pp):
             reduce, gather = self._reduction(choice, held[rank], ranks)
             window, ahead = (backward[rank], forward[rank] + timed.starts[rank]) if hides else (0.0, 0.0)
-            left = max(self._beside(window, reduce) - window, reduce / layers[rank])
+            left = max(self._beside(window, reduce) - window, reduce * ends[rank])
             gradients = max(gradients, left - (0.0 if self._in_turn(choice) else timed.ends[rank]))
-            weights = max(weights, gather - ahead)
+            weights = max(weights, gather - ahead, gather * ends[rank] - (timed.starts[rank] if hides else 0.0))
         return gradients + self._tied(choice), weights
+
+    def _ends(self, choice: Choice, held: list[float]) -> list[float]:
+        """For each rank, the fraction of its parameters in the unit that is reduced last and gathered first."""
+        stages = choice.pp * choice.virtual_stages
+        layers, units = self._by_rank(choice, self.layers_of_stages(stages)), self.operations.units(self._share(choice))
+        found = [1 / count for count in layers]
+        found[0] = max(found[0], parameters(units, (), embedding=True, head=False) / held[0])
+        return found
 
     def _closed(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]) -> StepTime:
         """The step's time from the pipeline's, broken down for the busiest rank."""
