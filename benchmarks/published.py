@@ -25,7 +25,6 @@ from megalite.planning.step import Choice, Job, Stepper, StepTime
 
 ROWS = Path(__file__).with_name("published.yaml")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
-BEGIN, END = "<!-- written by python -m benchmarks.published -->", "<!-- end of what was predicted -->"
 
 UNITS = {
     "sc21_tflops": "TFLOP/s",
@@ -105,7 +104,9 @@ def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str,
     hidden, layers, heads = row["shape"]
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     model = ModelConfig(**tree["models"][row["model"]], **sizes, intermediate_size=row.get("intermediate_size", 4 * hidden))
-    software = {name: values.get(value, value) if isinstance(value, str) else value for name, value in tree["software"][row["software"]].items()}
+    software = {
+        name: values.get(value, value) if isinstance(value, str) else value for name, value in tree["software"][row["software"]].items()
+    }
     batch = row["sequence_length"], row["batch"], row["precision"]
     return Job(model, _device(row, values), *batch, Software(**software), row["gradient_bytes"])
 
@@ -176,12 +177,16 @@ def document(tables: list[Table]) -> str:
     return "\n".join(parts)
 
 
+def write_between(script: str, text: str) -> None:
+    """Replace what a script has written into the page."""
+    begin, end = f"<!-- written by python -m benchmarks.{script} -->", f"<!-- end of benchmarks.{script} -->"
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}")
+
+
 def main() -> None:
     """Write the tables into the page."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{document(compare())}\n{END}{after}")
+    write_between("published", document(compare()))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
-from megalite.config.schema import ModelConfig
+from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
-from megalite.model.cost.steps import Share
+from megalite.model.cost.steps import Elementwise, Lookup, Product, Share, UnitCost
 from megalite.model.cost.units import Units
 from megalite.optimizer.state_kinds import ADAMW
 from megalite.parallel.pipeline.generator import placement
@@ -99,6 +100,7 @@ class Job:
     precision: str = "bf16"
     software: Software = OURS
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
+    lora: LoraConfig | None = None  # adapters; all other weights are frozen
 
     def microbatches(self, choice: Choice) -> int:
         return int(self.global_batch_size // (choice.dp * choice.micro_batch_size))
@@ -109,14 +111,33 @@ class Job:
     def mfu(self, choice: Choice, seconds: float) -> tuple[float, float]:
         """Fraction of the device's dense peak: by PaLM's convention, which counts every pair of positions, and by the causal half only."""
         rate = self.tokens_per_second_per_gpu(choice, seconds) / self.device.peak(self.precision)
-        return rate * per_token(self.model, self.sequence_length).model, rate * per_token(self.model, self.sequence_length, "causal").model
+        palm, causal = (per_token(self.model, self.sequence_length, name, lora=self.lora).model for name in ("palm", "causal"))  # type: ignore[arg-type]
+        return rate * palm, rate * causal
 
 
-def parameters(units: Units, layers: Sequence[int], embedding: bool, head: bool) -> float:
-    """Parameters of some layers on one tensor-parallel rank, optionally with those of the embedding and of the head's matrix."""
-    count = sum(units.layer(index).local_weights for index in layers)
-    count += units.embedding().local_weights if embedding else 0
-    return count + (sum(product.local_weights for product in units.head().products) if head else 0)
+class Parameters(NamedTuple):
+    """Numbers of parameters on one tensor-parallel rank: all, and those that are trained, adapters included."""
+
+    stored: float
+    trained: float
+
+    @classmethod
+    def of(cls, units: Units, layers: Sequence[int], embedding: bool, head: bool) -> Parameters:
+        """Those of some layers, optionally with those of the embedding and of the head's matrix."""
+        found = [cls._of(units.layer(index), units) for index in layers]
+        found += [cls._of(units.embedding(), units)] if embedding else []
+        if head:
+            found += [cls._of(UnitCost((replace(block, before=Elementwise()),)), units) for block in units.head().blocks]
+        return cls(sum(each.stored for each in found), sum(each.trained for each in found))
+
+    @classmethod
+    def _of(cls, unit: UnitCost, units: Units) -> Parameters:
+        adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.products)
+        stored = unit.local_weights + adapters
+        if not units.lora.rank:
+            return cls(stored, stored)
+        own = sum(step.local_weights for step in unit.steps if isinstance(step, Product | Lookup) and not step.frozen)
+        return cls(stored, own + adapters)
 
 
 def recomputed_share(recompute: str) -> float:
@@ -131,7 +152,7 @@ class Stepper:
 
     def __init__(self, job: Job):
         self.job, self.device = job, job.device
-        self.operations = Operations(job.device, job.model, job.precision, job.software)
+        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora)
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
         self.stages = functools.lru_cache(maxsize=None)(self._stages)
         self.filled = functools.lru_cache(maxsize=None)(self._filled)
@@ -179,7 +200,7 @@ class Stepper:
         """A lower bound of the step time: the pipeline's bound (`filled`), then the optimizer."""
         _, sizes, _ = self.stages(self.without_data(choice))
         alike = replace(choice, offload="none", zero=0 if choice.zero < 2 else choice.zero)
-        return self.filled(alike) + self._optimizer(choice, max(self._by_rank(choice, sizes)))
+        return self.filled(alike) + self._optimizer(choice, max(self._trained(choice, sizes)))
 
     def _filled(self, choice: Choice) -> float:
         """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and before their backwards."""
@@ -211,7 +232,7 @@ class Stepper:
         """The part of a choice that determines a microbatch's passes through the stages; the rest is set to fixed values."""
         return replace(choice, dp=1, zero=0, offload="none", offload_parameters=False)
 
-    def _stages(self, choice: Choice) -> tuple[list[Passes], list[float], list[float]]:
+    def _stages(self, choice: Choice) -> tuple[list[Passes], list[Parameters], list[float]]:
         """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are recomputed forward kernels."""
         model, share = self.job.model, self._share(choice)
         split = self.layers_of_stages(choice.pp * choice.virtual_stages)
@@ -231,7 +252,7 @@ class Stepper:
                 total = total.plus(self.operations.head(share, choice.splits))
             passes.append(total)
             alone = stage == last and (not model.tie_word_embeddings or last > 0)
-            sizes.append(parameters(self.operations.units(share), own, stage == 0, alone))
+            sizes.append(Parameters.of(self.operations.units(share), own, stage == 0, alone))
         return passes, sizes, again
 
     def _by_rank(self, choice: Choice, values: Sequence[float]) -> list[float]:
@@ -254,17 +275,17 @@ class Stepper:
 
     # --- data parallelism --------------------------------------------------------------------------------------------------
 
-    def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[float]) -> tuple[list[Passes], list[float]]:
+    def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[Parameters]) -> tuple[list[Passes], list[float]]:
         """Passes with the exposed communication of ZeRO-2 and 3 per microbatch added, and its seconds per stage."""
         if choice.zero < 2 or (choice.dp == 1 and not choice.offload_parameters):
             return passes, [0.0] * len(passes)
         ranks, fabric = group(self.device, choice.dp, choice.tp, choice.gpus), self.operations.fabric
         slowed, waits = [], []
         for each, size, layers in zip(passes, sizes, self.layers_of_stages(len(passes)), strict=True):
-            reduce = layers * fabric.half(size / layers * self.job.gradient_bytes, ranks)
-            gather = layers * fabric.half(size / layers * self.operations.size, ranks) if choice.zero == 3 else 0.0
+            reduce = layers * fabric.half(size.trained / layers * self.job.gradient_bytes, ranks)
+            gather = layers * fabric.half(size.stored / layers * self.operations.size, ranks) if choice.zero == 3 else 0.0
             if choice.offload_parameters:  # its shard comes from the host first
-                gather += size * self.operations.size / choice.dp / self.device.host.bandwidth
+                gather += size.stored * self.operations.size / choice.dp / self.device.host.bandwidth
             forward = self._beside(each.forward, gather)
             backward = self._beside(each.backward + each.weight, gather + reduce)
             waits.append(forward + backward - each.total)
@@ -291,7 +312,8 @@ class Stepper:
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
             return 0.0
-        table = parameters(self.operations.units(self._share(choice)), (), embedding=False, head=True) / (choice.dp if choice.zero else 1)
+        head = Parameters.of(self.operations.units(self._share(choice)), (), embedding=False, head=True)
+        table = head.trained / (choice.dp if choice.zero else 1)
         nodes = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
@@ -319,13 +341,17 @@ class Stepper:
         stages = choice.pp * choice.virtual_stages
         layers, units = self._by_rank(choice, self.layers_of_stages(stages)), self.operations.units(self._share(choice))
         found = [1 / count for count in layers]
-        found[0] = max(found[0], parameters(units, (), embedding=True, head=False) / held[0])
+        found[0] = max(found[0], Parameters.of(units, (), embedding=True, head=False).trained / held[0])
         return found
+
+    def _trained(self, choice: Choice, sizes: list[Parameters]) -> list[float]:
+        """The parameters that each rank trains."""
+        return self._by_rank(choice, [size.trained for size in sizes])
 
     def _closed(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]) -> StepTime:
         """The step's time from the pipeline's, broken down for the busiest rank."""
         _, sizes, again = self.stages(self.without_data(choice))
-        held = self._by_rank(choice, sizes)
+        held = self._trained(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
         optimizer = self._optimizer(choice, max(held))
         pipeline = timed.longest_span if self._in_turn(choice) else timed.makespan
