@@ -11,6 +11,7 @@ This module imports no torch at its top: `start_fork_server` must run before pyt
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -82,6 +83,7 @@ def _serve(rank: int, pipe: connection.Connection, store_port: int, log_path: st
 
     torch.set_num_threads(1)
     configure_cpu()
+    gc.freeze()  # what was imported before the fork: a full collection would traverse it, and copy every page of it
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False, timeout=GROUP_TIMEOUT)
     generation, context = -1, RankContext(rank, 1)
     while True:
