@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
-from megalite.parallel.tensor.lora import Mask
+
+if TYPE_CHECKING:
+    from megalite.parallel.tensor.lora import Mask
 
 
 class Site(IntEnum):
