@@ -75,7 +75,7 @@ def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> di
     """Whole global tensors by name, on every rank: for small models, since each rank holds all of them in memory. Collective."""
     import torch.distributed as dist
 
-    # As arrays of bytes, which NumPy pickles a hundred times faster than torch does tensors. NumPy has no bf16.
+    # As arrays of bytes, which pickle ten times faster than tensors do. NumPy has no bf16.
     own = [(part.name, part.global_shape, part.offsets, *_to_bytes(part.tensor)) for part in trainer.optimizer.to_save(kinds)]
     gathered = [own]
     if trainer.mesh.world.size > 1:
