@@ -147,8 +147,11 @@ def ties(job: Job, plans: Sequence[Plan]) -> list[str]:
     alike = sum(plan.step.total < plans[0].step.total * (1 + ALIKE) for plan in plans)
     if alike == 1:
         return sure
-    many = f"{alike} plans" if alike < len(plans) else f"{alike} plans or more"
-    return [*sure, f"The first {many} cannot be told apart: a ratio of two predictions is only known to {ALIKE:.0%}. Measure them."]
+    many = "The" if alike < len(plans) else "At least the"
+    return [
+        *sure,
+        f"{many} first {alike} plans cannot be told apart: a ratio of two predictions is only known to {ALIKE:.0%}. Measure them.",
+    ]
 
 
 def memory_parts(plan: Plan) -> str:
