@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import published
 from megalite.config.schema import ModelConfig
-from megalite.planning.hardware import Device, Link, find
+from megalite.planning.hardware import Link, find
 from megalite.planning.operations import Software
 from megalite.planning.step import Choice, Job, Stepper
 
@@ -25,7 +25,7 @@ SMALL = Job(
     software=Software(loss_bytes=(38.0, 14.0)),
 )
 SMALL_LAYOUT = Choice(dp=48, zero=1)
-"""1.7B parameters with a vocabulary of 131,072 on 48 GPUs, one sequence at a time: what does not shrink with the layer weighs most there."""
+"""1.7B parameters with a vocabulary of 131,072 on 48 GPUs, one sequence at a time: what does not shrink with the layer weighs most."""
 SIZES = {"up to 3B": (0, 3000), "7B to 15B": (3001, 6500), "30B and more": (6501, 10**9)}
 """Column → range of hidden sizes."""
 
@@ -53,11 +53,11 @@ def _alone(job: Job) -> Job:
 
 
 def _links(change: Callable[[Link], Link], *names: str) -> Callable[[Job], Job]:
-    def changed(job: Job) -> Job:
-        device: Device = replace(job.device, **{name: change(getattr(job.device, name)) for name in names})
-        return replace(job, device=device)
+    def remove(job: Job) -> Job:
+        changed: dict[str, Any] = {name: change(getattr(job.device, name)) for name in names}
+        return replace(job, device=replace(job.device, **changed))
 
-    return changed
+    return remove
 
 
 EFFECTS: dict[str, Callable[[Job], Job]] = {

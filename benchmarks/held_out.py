@@ -2,9 +2,9 @@
 
     python -m benchmarks.held_out           about 100 s of CPU; writes results/held_out.json and the tables of docs/planner.md
 
-The fit is least squares of the logarithms of predicted / measured speed, linear around the present constants, with each constant drawn to its
-published value by the uncertainty of its source (`start` and `spread` in published.yaml). Rows of one table share their conditions and so
-their errors: a table counts as at most six rows. Run it again with the constants that it prints until they no longer move.
+The fit is least squares of the logarithms of predicted / measured speed, linear around the present constants, with each constant drawn to
+its published value by the uncertainty of its source (`start` and `spread` in published.yaml). Rows of one table share their conditions and
+so their errors: a table counts as at most six rows. Run it again with the constants that it prints until they no longer move.
 """
 
 from __future__ import annotations

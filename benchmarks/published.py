@@ -17,8 +17,8 @@ from typing import Any
 from megalite.config.load import read_tree
 from megalite.config.schema import ModelConfig
 from megalite.model.cost import model_flops_per_token
-from megalite.planning.explaining import described
 from megalite.planning.constants import CONSTANTS
+from megalite.planning.explaining import described
 from megalite.planning.hardware import Device, Link, find, read_link
 from megalite.planning.operations import Software
 from megalite.planning.step import Choice, Job, Stepper, StepTime
@@ -104,8 +104,9 @@ def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str,
     hidden, layers, heads = row["shape"]
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     model = ModelConfig(**tree["models"][row["model"]], **sizes, intermediate_size=row.get("intermediate_size", 4 * hidden))
-    software = {
-        name: values.get(value, value) if isinstance(value, str) else value for name, value in tree["software"][row["software"]].items()
+    software: dict[str, Any] = {
+        name: values[value] if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        for name, value in tree["software"][row["software"]].items()
     }
     batch = row["sequence_length"], row["batch"], row["precision"]
     return Job(model, _device(row, values), *batch, Software(**software), row["gradient_bytes"])

@@ -235,14 +235,8 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         steps += [f"megalite prepare --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(prefix)}" for prefix in missing]
     steps += [f"megalite train --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
     if options.json:
-        job = Job(
-            config.model,
-            wanted.device,
-            config.data.sequence_length,
-            config.train.global_batch_size,
-            config.train.precision,
-            lora=config.lora,
-        )
+        sizes = config.data.sequence_length, config.train.global_batch_size, config.train.precision
+        job = Job(config.model, wanted.device, *sizes, lora=config.lora)
         print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps}))
         return
     tokens = config.train.global_batch_size * config.data.sequence_length

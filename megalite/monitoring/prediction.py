@@ -53,7 +53,9 @@ def describe(
             low, high = interval(predicted_time)
             sure = f" for {device.name}" + (f" ({low:.4g} to {high:.4g} s in 80 % of published runs)" if device.compared else "")
         found = median(times[1:] or times)
-        parts.append(f"step time {predicted_time:.4g} s predicted{sure}, {found:.4g} s measured (median), {found / predicted_time - 1:+.1%}")
+        parts.append(
+            f"step time {predicted_time:.4g} s predicted{sure}, {found:.4g} s measured (median), {found / predicted_time - 1:+.1%}"
+        )
     if predicted_bubble is not None:
         measured = f"{fmean(bubbles[1:] or bubbles):.1%} measured" if bubbles else "not measured"
         parts.append(f"bubble {predicted_bubble:.1%} predicted, {measured}")
@@ -87,7 +89,10 @@ class Outcome(Observer):
             return []
         config = self.trainer.config
         seconds, bubble = None if self.device is None else step_seconds(config, self.device), predicted_bubble(config)
-        self._keep("prediction.json", {"step_time_s": seconds, "bubble_fraction": bubble})
+        sure = list(interval(seconds)) if seconds is not None and self.device is not None and self.device.compared else None
+        measured = median(self.times[1:] or self.times)
+        content = {"step_time_s": seconds, "step_time_interval_s": sure, "measured_step_time_s": measured, "bubble_fraction": bubble}
+        self._keep("prediction.json", content)
         return describe(self.times, self.bubbles, seconds, bubble, self.device)
 
     def _keep(self, name: str, content: dict[str, Any]) -> None:

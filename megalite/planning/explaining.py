@@ -70,9 +70,9 @@ def row(job: Job, plan: Plan) -> tuple[str, ...]:
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
     cells = (choice.tp, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
     more = (choice.micro_batch_size, choice.recompute, place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
-    more += (f"±{INTERVAL:.0%}" if job.device.compared else "-",)
+    sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
     speed = f"{job.tokens_per_second_per_gpu(choice, step.total):,.0f}", f"{palm:.1%}", f"{causal:.1%}", f"{step.bubble_fraction:.1%}"
-    return tuple(map(str, (*cells, *more, *speed)))
+    return tuple(map(str, (*cells, *more, sure, *speed)))
 
 
 def table(rows: Sequence[Sequence[str]], heading: Sequence[str] = COLUMNS) -> str:
@@ -147,8 +147,11 @@ def ties(job: Job, plans: Sequence[Plan]) -> list[str]:
     alike = sum(plan.step.total < plans[0].step.total * (1 + ALIKE) for plan in plans)
     if alike == 1:
         return sure
-    many = f"{alike} plans" if alike < len(plans) else f"{alike} plans or more"
-    return [*sure, f"The first {many} cannot be told apart: a ratio of two predictions is only known to {ALIKE:.0%}. Measure them."]
+    many = "The" if alike < len(plans) else "At least the"
+    return [
+        *sure,
+        f"{many} first {alike} plans cannot be told apart: a ratio of two predictions is only known to {ALIKE:.0%}. Measure them.",
+    ]
 
 
 def memory_parts(plan: Plan) -> str:

@@ -111,7 +111,7 @@ class Job:
     def mfu(self, choice: Choice, seconds: float) -> tuple[float, float]:
         """Fraction of the device's dense peak: by PaLM's convention, which counts every pair of positions, and by the causal half only."""
         rate = self.tokens_per_second_per_gpu(choice, seconds) / self.device.peak(self.precision)
-        palm, causal = (per_token(self.model, self.sequence_length, name, lora=self.lora).model for name in ("palm", "causal"))  # type: ignore[arg-type]
+        palm, causal = (per_token(self.model, self.sequence_length, name, lora=self.lora).model for name in ("palm", "causal"))
         return rate * palm, rate * causal
 
 
