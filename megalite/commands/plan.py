@@ -22,6 +22,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planning import explaining
+from megalite.planning.between_nodes import hint
 from megalite.planning.configuring import broken_rule, check_planned_for, configured, nodes_for, to_yaml
 from megalite.planning.hardware import Device, HardwareError, find, known_devices
 from megalite.planning.search import Plan, Search
@@ -164,7 +165,8 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     if options.write:
         write_whole(options.write, to_yaml(configured(base, plans[0].choice), heading(search, plans[0], options.write)))
     costs = [cost(job, plan, device, options) for plan in plans]
-    sentences = explaining.winner(search, plans)
+    between = hint(configured(base, plans[0].choice), options.gpus, device.per_node)
+    sentences = explaining.winner(search, plans) + ([] if between is None else [f"{between}."])
     content["plans"] = [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
     content["explanation"] = [*sentences, *walked]
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])
