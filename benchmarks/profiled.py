@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 STEPS = 2
@@ -26,14 +25,10 @@ def look(step: Callable[[], object], device: str) -> dict[str, Any]:
             step()
         if on_gpu:
             torch.cuda.synchronize()
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    events = [event for event in recorded.events() if event.device_type == wanted]
+    events = [event for event in recorded.events() if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
     spans = [(event.name, event.time_range.start, event.time_range.end) for event in events]
-    if on_gpu:
-        times = [(name, end - start) for name, start, end in spans]
-    else:
-        times = [(event.name, event.self_cpu_time_total) for event in events]
-    listed, total = by_time(times)
+    own_cpu_time = [(event.name, event.self_cpu_time_total) for event in events]
+    listed, total = by_time([(name, end - start) for name, start, end in spans] if on_gpu else own_cpu_time)
     return {"kernels": listed, "kernel_us": total, "idle": idle(spans) if on_gpu else None}
 
 

@@ -109,7 +109,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def write_random_tokens(directory: Path, vocab_size: int, count: int, document: int | None = None) -> str:
-    """A token file of random tokens; returns its PREFIX. document: tokens of each document, which token 0 ends; None: all are one document."""
+    """A token file of random tokens; returns its PREFIX. document: tokens of each, the last one is 0; None: all are one document."""
     tokens = np.random.default_rng(0).integers(vocab_size, size=count)
     metadata, sizes, name = {"vocab_size": vocab_size}, [count], f"random_{vocab_size}"
     if document is not None:

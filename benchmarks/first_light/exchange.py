@@ -32,7 +32,7 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 def _host(device: Device | None) -> Iterator[Row]:
     """Copies between pinned or pageable memory and the device, alone and both ways at once, and on the device."""
-    from benchmarks.first_light import host_copies
+    from benchmarks import host_copies
 
     assumed = f", assumed {device.host.bandwidth / 1e9:,.1f}" if device else ""
     for name, act in host_copies.COPIES.items():
@@ -63,8 +63,8 @@ def _by_size(name: str, measured: list[dict[str, float]], ranks: int, device: De
         each["assumed_us"] = 1e6 * assumed(name, each["bytes"], ranks, device) if device else None  # type: ignore[assignment]
     largest, smallest = measured[-1], measured[0]
     beside = f", assumed {largest['assumed_us']:,.0f} µs" if device else ""
-    detail = f"{largest['bytes'] / 2**20:,.2f} MiB: {largest['gbs']:,.2f} GB/s, {largest['us']:,.0f} µs{beside}; smallest {smallest['us']:,.0f} µs"
-    return row(name, "measured", detail, ranks=ranks, sizes=measured)
+    at_most = f"{largest['bytes'] / 2**20:,.2f} MiB: {largest['gbs']:,.2f} GB/s, {largest['us']:,.0f} µs{beside}"
+    return row(name, "measured", f"{at_most}; smallest {smallest['us']:,.0f} µs", ranks=ranks, sizes=measured)
 
 
 def assumed(name: str, size: float, ranks: int, device: Device) -> float:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def share_the_gpu() -> None:
     """Let this rank be the only one of its node, and let the nodes talk over loopback. Call before torch is imported."""
     os.environ |= {"NCCL_HOSTID": f"first-light-{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -98,7 +99,8 @@ def train(number: int, config: Config, steps: int, directory: Path, device: torc
     weights = global_tensors(trainer)
     trainer.close()
     if mesh.rank == 0:
-        np.savez(directory / f"{number}.npz", **{name: tensor.float().numpy() for name, tensor in weights.items()})
+        arrays: dict[str, Any] = {name: tensor.float().numpy() for name, tensor in weights.items()}
+        np.savez(directory / f"{number}.npz", **arrays)
         scalars = [{"loss": result.loss, "grad_norm": result.grad_norm} for result in results]
         (directory / f"{number}.json").write_text(json.dumps({"scalars": scalars, "seconds": seconds}))
 

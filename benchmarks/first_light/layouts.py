@@ -30,7 +30,8 @@ from megalite.training.verify import single_process
 RANK = "benchmarks.first_light.layout_rank"
 MOST_RANKS = 8
 STEPS = 4
-STALL_S = 60.0  # until the next layout is done, a start included
+STALL_S = 75.0  # until the next layout is done, a start included
+SLOW_S = 150.0  # the same on processors that may be busy
 PROBE_S = 60.0
 KILL_S = 60.0
 RESERVE_S = 5.0  # before the part's limit
@@ -58,13 +59,17 @@ def layouts(world: int, on_gpu: bool) -> list[Layout]:
         Layout(f"dp {world}, ZeRO-3, state and weights in CPU memory", {**dp, "zero": 3, "offload": "cpu", "offload_parameters": True}),
         Layout(f"dp {world}, ZeRO-1, gradients reduced in bf16", {**dp, "zero": 1, "reduce_dtype": "bf16"}, tolerance=BF16),
         Layout(
-            f"dp {world}, ZeRO-2, saved in the background and resumed", {**dp, "zero": 2}, {"checkpoint": {"async_save": True, "load": "none"}}
+            f"dp {world}, ZeRO-2, saved in the background and resumed",
+            {**dp, "zero": 2},
+            {"checkpoint": {"async_save": True, "load": "none"}},
         ),
     ]
     if on_gpu:
         found.append(Layout(f"dp {world}, ZeRO-3, weights in CPU memory", {**dp, "zero": 3, "offload_parameters": True}))
         found += [
-            Layout(f"{each.name}, bf16", each.parallel, tolerance=BF16, precision="bf16") for each in found if "sp" in each.name or "zb" in each.name
+            Layout(f"{each.name}, bf16", each.parallel, tolerance=BF16, precision="bf16")
+            for each in found
+            if "sp" in each.name or "zb" in each.name
         ]
     return found
 
@@ -186,14 +191,15 @@ class Place:
         precisions = sorted({layout.precision for _, layout in legal})
         alone = [to_dict(single_process(from_dict(self.config(Layout("", {}, precision=each))))) for each in precisions]
         spec = {"act": "layouts", "steps": STEPS, "configs": list(enumerate(alone))}
-        reference, problem = self.start("alone", 1, spec, STALL_S)
+        stall = SLOW_S if self.scene.rehearse else STALL_S
+        reference, problem = self.start("alone", 1, spec, stall)
         if problem:
             yield row("one process", "failed", problem.splitlines()[0], output=problem)
             return
         attempt = 0
         while legal:
             spec["configs"] = [(number, self.config(layout)) for number, layout in legal]
-            directory, problem = self.start(f"ranks_{attempt}", self.world, spec, STALL_S)
+            directory, problem = self.start(f"ranks_{attempt}", self.world, spec, stall)
             attempt += 1
             for number, layout in [each for each in legal if (directory / f"{each[0]}.json").exists()]:
                 against = reference / str(precisions.index(layout.precision))
@@ -214,7 +220,9 @@ class Place:
         config = self.config(layout)
         config["run"]["timeout"] = f"{KILL_S:.0f}s"
         started = time.monotonic()
-        _, problem = self.start("killed", self.world, {"act": "fit", "config": config}, KILL_S, patience=KILL_S)
+        _, problem = self.start(
+            "killed", self.world, {"act": "fit", "config": config}, KILL_S, patience=min(KILL_S, self.scene.left - RESERVE_S)
+        )
         seconds = time.monotonic() - started
         named = re.search(rf"rank 0: .*?\((rank {self.world - 1} was lost first\b[^)]*)\)", problem)
         if named is None:

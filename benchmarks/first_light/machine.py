@@ -26,7 +26,9 @@ WANTED = {  # module → distribution, and what lacks without it
     "transformers": ("transformers", "the comparison with transformers"),
 }
 OPTIONAL = ("liger-kernel", "flash-attn", "flash-attn-3", "nvidia-ml-py")
-CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,power.limit,temperature.gpu,pcie.link.gen.current,pcie.link.width.current"
+CLOCKS = (
+    "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,power.limit,temperature.gpu,pcie.link.gen.current,pcie.link.width.current"
+)
 QUERY_S = 20.0
 
 

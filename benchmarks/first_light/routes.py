@@ -195,7 +195,9 @@ def _timed(route: Route, kind: str, sizes: Sizes, scene: Scene, found: dict[str,
     reach = document if kind == "documents" else length
     flops = 4.0 * batch * heads[0] * dim * length * (reach + 1) / 2
     found.setdefault(kind, {})[route.name] = whole
-    detail = f"forward {first:.2f} ms, {flops / first / 1e9:,.0f} TFLOP/s; both ways {whole:.2f} ms, {3.5 * flops / whole / 1e9:,.0f} TFLOP/s"
+    detail = (
+        f"forward {first:.2f} ms, {flops / first / 1e9:,.0f} TFLOP/s; both ways {whole:.2f} ms, {3.5 * flops / whole / 1e9:,.0f} TFLOP/s"
+    )
     return row(name, "measured", detail, forward_ms=first, both_ms=whole, tflops=3.5 * flops / whole / 1e9)
 
 

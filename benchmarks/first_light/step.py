@@ -73,7 +73,8 @@ def _measured(case: Case, scene: Scene, scratch: Path, found: dict[str, Any]) ->
     config = configuration(case, scene, scratch)
     spec = {"config": config, "device": scene.device, "matmul": None, "profile": True, "product_steps": 0}
     spec |= {"warmup_steps": scene.sized(3, 1), "steps": scene.sized(6, 2), "peak_size": scene.sized(8192, 128)}
-    found |= report.launch("benchmarks.ours", spec, ranks=case.ranks, threads=report.cores() // case.ranks or 1, limit_s=limit)
+    threads = 1 if scene.rehearse else max(1, report.cores() // case.ranks)
+    found |= report.launch("benchmarks.ours", spec, ranks=case.ranks, threads=threads, limit_s=limit)
     figures = gpu_step.figures(config, found)
     return row(case.name, "measured", _in_words(figures | _memory(config, found, scene), found), **_figures(config, figures, found, scene))
 

@@ -74,7 +74,7 @@ def compared(check: Check, name: str, dtype: torch.dtype, scene: Scene) -> Row:
         dispatch.select(kernels)
         try:
             given = [x.to(scene.device, torch.float64 if wide and x.is_floating_point() else x.dtype, copy=True) for x in host]
-            return [x.cpu() for x in compute(*given)]
+            return list(compute(*given))
         finally:
             dispatch.select("torch")
 
@@ -132,7 +132,7 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Sequence[Tensor]:
     p, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (p, m, v))
     state = [p, m, v.square()]
     scale = torch.full((), 2.0, device=p.device)
-    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    options: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     adamw.adamw_([state[0]], [g.to(state[0].dtype)], [state[1]], [state[2]], step=3, grad_scale=scale, **options)
     return state
 

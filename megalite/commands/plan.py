@@ -102,17 +102,12 @@ def amount(text: str) -> float:
 
 def calibrate(path: Path) -> str:
     """Measure this machine, and write a device file."""
-    import yaml
-
     from benchmarks import plan, report
 
     try:
-        content = plan.calibrate()
+        plan.write_device(path, plan.calibrate())
     except report.BenchmarkError as error:
         raise HardwareError(f"--calibrate: {error}") from None
-    content = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
-    heading = f"# Measured by megalite plan --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
-    write_whole(path, heading + yaml.safe_dump(content, sort_keys=False))
     return f"{path} is written. megalite benchmark plan measures the error of predictions for this machine."
 
 
