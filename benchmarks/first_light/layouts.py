@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,9 @@ class Place:
         """A row for each layout."""
         legal: list[tuple[int, Layout]] = []
         for number, layout in enumerate(table):
+            if layout.options.get("checkpoint") and find_spec("google_crc32c") is None:
+                yield absent(layout.name, "google-crc32c is not installed")
+                continue
             try:
                 check(from_dict(self.config(layout)), self.world, int(self.scene.device == "cuda"))
                 legal.append((number, layout))
@@ -194,7 +198,7 @@ class Place:
         stall = SLOW_S if self.scene.rehearse else STALL_S
         reference, problem = self.start("alone", 1, spec, stall)
         if problem:
-            yield row("one process", "failed", problem.splitlines()[0], output=problem)
+            yield row("one process", "failed", _last(problem), output=problem)
             return
         attempt = 0
         while legal:
@@ -210,7 +214,7 @@ class Place:
                 return
             if legal:
                 _, layout = legal.pop(0)
-                yield row(layout.name, "failed", problem.splitlines()[0] if problem else "no result was written", output=problem)
+                yield row(layout.name, "failed", _last(problem) if problem else "no result was written", output=problem)
 
     # ---- a lost rank
 
@@ -228,6 +232,12 @@ class Place:
         if named is None:
             return row("a killed rank", "failed", f"rank 0 did not name it, {seconds:.0f} s after the start", output=problem)
         return row("a killed rank", "passed", f"rank 0 ended by itself: {named[1]}", output=problem, seconds=seconds)
+
+
+def _last(problem: str) -> str:
+    """What went wrong, and the last line that was printed."""
+    first, *said = problem.strip().splitlines()
+    return f"{first}: {said[-1].strip()[:200]}" if said else first
 
 
 def compared(layout: Layout, directory: Path, reference: Path) -> Row:

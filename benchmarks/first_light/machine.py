@@ -42,11 +42,10 @@ def rows(scene: Scene) -> Iterator[Row]:
         yield row(finding.name, "measured" if finding.verdict == "good" else "note", f"{finding.value}. {finding.advice}".rstrip(". "))
     if not scene.gpus:
         yield absent("GPUs, their links and clocks", "there is no GPU")
-        yield row("known troubles", "measured", f"{len(troubles(found, [], 0))} that hold for any machine with these versions")
-        return
-    yield from (gpu(torch, index) for index in range(len(scene.gpus)))
-    yield guarded("links", "measurement", lambda: topology(torch, len(scene.gpus)))
-    yield guarded("clocks", "measurement", clocks)
+    else:
+        yield from (gpu(torch, index) for index in range(len(scene.gpus)))
+        yield guarded("links", "measurement", lambda: topology(torch, len(scene.gpus)))
+        yield guarded("clocks", "measurement", clocks)
     capabilities = [".".join(map(str, torch.cuda.get_device_capability(index))) for index in range(len(scene.gpus))]
     for trouble in troubles(found, capabilities, len(scene.gpus)):
         yield row("known trouble", "note", f"{trouble['what']} ({trouble['source']})")
