@@ -6,6 +6,8 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# Containers often set it. Hundreds of test processes would then compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # A layout of each kind against one process, a schedule against another, and a resumed run, on two ranks.
 QUICK_PROOFS := 'test_model_axes.py::test_equals_one_process[gpt2-tp2-sp]' \

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megalite_kernels.dropout import dropout, dropout_key
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from megalite.batch import Boundaries
 from megalite.mesh import MeshAxis
-from megalite.parallel.tensor.lora import Mask
+
+if TYPE_CHECKING:
+    from megalite.parallel.tensor.lora import Mask
 
 
 class Site(IntEnum):

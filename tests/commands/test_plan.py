@@ -91,8 +91,9 @@ def test_a_run_is_predicted_as_its_plan_was(everything):
     for plan in plans:
         config = configured(search.base, plan.choice)
         assert step_seconds(config, search.job.device) == plan.step.total
+    whole = step_seconds(config, search.job.device)
     config.lora.rank = 4
-    assert step_seconds(config, search.job.device) is None, "a frozen weight costs less"
+    assert step_seconds(config, search.job.device) < whole, "a frozen weight has no gradient"
     config.profiling.hardware = "h101"
     with pytest.raises(ConfigError, match="profiling.hardware = h101 is not in the table.*Nearest: h100"):
         device_of(config, "")
@@ -213,7 +214,6 @@ def test_a_written_plan_trains(tool, tmp_path):
             "no sizes go with pp = 1, virtual_stages = 2. Fix less",
         ),
         (["--model", "llama-3-8b", *ARGUMENTS, "--write", "nowhere/run.yaml"], "there is no directory nowhere. Make it first."),
-        (["--model", "configs/finetune-lora.yaml", *ARGUMENTS], "lora.rank = 16 is not planned for"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpus", "0"], "argument --gpus: '0' is not a positive integer"),
     ],
 )
