@@ -22,6 +22,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planning import explaining
+from megalite.planning.between_nodes import hint
 from megalite.planning.configuring import broken_rule, configured, nodes_for, to_yaml
 from megalite.planning.hardware import Device, HardwareError, find, known_devices
 from megalite.planning.search import Plan, Search
@@ -101,17 +102,12 @@ def amount(text: str) -> float:
 
 def calibrate(path: Path) -> str:
     """Measure this machine, and write a device file."""
-    import yaml
-
     from benchmarks import plan, report
 
     try:
-        content = plan.calibrate()
+        plan.write_device(path, plan.calibrate())
     except report.BenchmarkError as error:
         raise HardwareError(f"--calibrate: {error}") from None
-    content = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
-    heading = f"# Measured by megalite plan --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
-    write_whole(path, heading + yaml.safe_dump(content, sort_keys=False))
     return f"{path} is written. megalite benchmark plan measures the error of predictions for this machine."
 
 
@@ -167,7 +163,8 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         chosen = replace(chosen, profiling=replace(chosen.profiling, hardware=hardware))  # the run compares itself with the plan
         write_whole(options.write, to_yaml(chosen, heading(search, plans[0], options.write)))
     costs = [cost(job, plan, device, options) for plan in plans]
-    sentences = explaining.winner(search, plans)
+    between = hint(configured(base, plans[0].choice), options.gpus, device.per_node)
+    sentences = explaining.winner(search, plans) + ([] if between is None else [f"{between}."])
     content["plans"] = [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
     content["explanation"] = [*sentences, *walked]
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])
