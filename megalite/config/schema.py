@@ -318,8 +318,8 @@ class TrainConfig:
     recompute: str = "none"
     """Activations that backward recomputes: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch; torch: PyTorch; triton: Triton, or an
-    error where it cannot run."""
+    """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch, and what was measured to be the
+    fastest on this device; torch: PyTorch; triton: Triton, or an error where it cannot run."""
     fp32_products: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
     """Library of matrix products in fp32 on a CPU. auto: MKL or oneDNN, measured when the run begins; bf16: as auto, and oneDNN may
     round to bf16."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -24,10 +25,27 @@ from megalite.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planning.hardware import Link, find
 from megalite.training.product_choice import linear_shapes
+from tests import forked
 from tests.commands.jobs import measure_steps
 from tests.distributed.support.pool import RankPool
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def launch_forked(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int) -> dict[str, Any]:
+    """As `report.launch`, from the process that has imported torch."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file, result = Path(scratch, "spec.json"), Path(scratch, "result.json")
+        file.write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
+        succeeded, output = forked.run(["-m", module, str(file)], ranks)
+        assert succeeded, output
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+@pytest.fixture
+def launched_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "launch", launch_forked)
 
 
 @pytest.fixture
@@ -55,6 +73,7 @@ def check_surroundings(content: dict[str, Any], tmp_path: Path) -> None:
     assert str(tmp_path) not in text and str(Path.home()) not in text and "/tmp" not in text
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_step_compares_with_transformers_under_both_settings(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("step", "--precision", "fp32")
     check_surroundings(content, tmp_path)
@@ -78,6 +97,7 @@ def test_step_compares_with_transformers_under_both_settings(run: Callable[..., 
 
 
 def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """The one whose processes, of one run alone and of one under torchrun, start as for a user."""
     content = run("overhead")
     check_surroundings(content, tmp_path)
     assert [(row["model"], row["layout"], row["ranks"]) for row in content["results"]] == [("gpt", "one process", 1), ("llama", "TP2", 2)]
@@ -89,6 +109,7 @@ def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[...
         assert row["floor_share"] == pytest.approx((row["products_ms"] + row["bytes_ms"]) / row["ms_per_step"])
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_peers_are_compared_round_by_round_next_to_a_run_against_itself(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("peers", "nanogpt")
     check_surroundings(content, tmp_path)
@@ -105,6 +126,7 @@ def test_a_ratio_is_the_median_over_pairs() -> None:
     assert pairs.compared(own, other)["ratio"] == 1.5, "a slow round slows both sides of its pair"
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_comm_compares_with_the_peers_that_shard_the_same(run: Callable[..., dict[str, Any]]) -> None:
     content = run("comm")
     rows = content["results"]
@@ -115,6 +137,7 @@ def test_comm_compares_with_the_peers_that_shard_the_same(run: Callable[..., dic
     assert [target["met"] for target in comm.targets([fast, slow, slow, fast])] == [True, True, False, False]
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_checkpoint_compares_with_torch_save(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("checkpoint")
     check_surroundings(content, tmp_path)
@@ -143,6 +166,7 @@ def test_preparation_stands_beside_what_others_do(run: Callable[..., dict[str, A
     assert [(target["measured"], target["met"]) for target in prepare.targets(rows)] == [(1.2, True), (0.9, False), (0.9, True)]
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_bubble_stands_beside_what_the_simulator_predicts(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("bubble")
     check_surroundings(content, tmp_path)
