@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megalite.parallel.context.parts import Part
 
 IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convention)
 
@@ -22,8 +25,9 @@ class Microbatch:
         positions: [seq, 1] int64, index of each token in its row; [seq, batch] if rows differ.
         samples: [batch] int64, global sample index of each row: the key of dropout.
         document_start: [seq, batch] int64, index in the row of the first token of each token's document; None if a row is one document.
-        starts: first positions of the runs of consecutive positions, all of one length, that `positions` consists of; empty if rows
-            differ. It gives the host the positions without reading the device: rotary tables are cached by it.
+        runs: (first position, length) of the runs of consecutive positions that `positions` consists of; empty if rows differ. It gives
+            the host the positions without reading the device: rotary tables are cached by it.
+        part: the rank's part of the rows under context parallelism; None: these are whole rows.
     """
 
     tokens: Tensor
@@ -31,16 +35,17 @@ class Microbatch:
     positions: Tensor
     samples: Tensor
     document_start: Tensor | None = None
-    starts: tuple[int, ...] = ()
+    runs: Sequence[tuple[int, int]] = ()
+    part: Part | None = None
 
     @staticmethod
     def of(
-        tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None, starts: Sequence[int] = (0,)
+        tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None, runs: Sequence[tuple[int, int]] = ()
     ) -> Microbatch:
-        """A microbatch in which every row consists of the runs of positions that begin at `starts`; by default of one run."""
-        length = len(tokens) // len(starts)
-        runs = [torch.arange(start, start + length, device=tokens.device) for start in starts]
-        return Microbatch(tokens, targets, torch.cat(runs).unsqueeze(1), samples, document_start, tuple(starts))
+        """A microbatch in which every row consists of these runs of positions; by default of one, from position 0 on."""
+        runs = tuple(runs or [(0, len(tokens))])
+        positions = torch.cat([torch.arange(start, start + length, device=tokens.device) for start, length in runs])
+        return Microbatch(tokens, targets, positions.unsqueeze(1), samples, document_start, runs)
 
     def to(self, device: torch.device) -> Microbatch:
         """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the device's work."""
@@ -51,7 +56,8 @@ class Microbatch:
             return x.pin_memory().to(device, non_blocking=True)
 
         start = None if self.document_start is None else moved(self.document_start)
-        return Microbatch(moved(self.tokens), moved(self.targets), moved(self.positions), moved(self.samples), start, self.starts)
+        part = self.part and self.part.moved(moved)
+        return Microbatch(moved(self.tokens), moved(self.targets), moved(self.positions), moved(self.samples), start, self.runs, part)
 
 
 class StageOutput(NamedTuple):
