@@ -15,7 +15,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "cp": (2, 4),
     "context": ("ulysses", "gather", "ring"),
     "tp": (1, 2),  # with sequence parallelism
-    "schedule": ("one stage", "1f1b", "zb-v"),
+    "schedule": ("whole", "1f1b", "zb-v"),
     "dp": (1, 2),
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
@@ -33,7 +33,7 @@ def is_legal(case: Case) -> bool:
     """Whether a (possibly partial) case runs on at most 8 ranks, with whole heads of 4 for each under ulysses."""
     cp, tp = case.get("cp", 2), case.get("tp", 1)
     whole = case.get("context") != "ulysses" or cp * tp <= 4
-    return cp * tp * case.get("dp", 1) * (1 if case.get("schedule", "one stage") == "one stage" else 2) <= 8 and whole
+    return cp * tp * case.get("dp", 1) * (1 if case.get("schedule", "whole") == "whole" else 2) <= 8 and whole
 
 
 def pairs_of(case: Case) -> Pairs:
@@ -68,8 +68,8 @@ def cost(case: Case) -> int:
 
 def complete(case: Case) -> Case:
     """With the options of the equivalence table that do not vary here."""
-    one, masked = case["schedule"] == "one stage", case["documents"]
-    plan = {"schedule": "1f1b", "pp": 1} if one else {"schedule": case["schedule"], "pp": 2, "microbatches": 4}
+    one, masked = case["schedule"] == "whole", case["documents"]
+    plan = {"schedule": "1f1b", "pp": 1} if one else {"schedule": case["schedule"], "pp": 2, "microbatches": 2}
     made = {**FIXED, **case, **plan, "masked": masked, "sequence_parallel": case["tp"] > 1}
     return {**made, "layers": max(stages(made), 2)}
 
