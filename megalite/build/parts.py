@@ -32,10 +32,8 @@ from megalite.parallel.pipeline.communication import edges
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
-from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import parameter_count
-from megalite.parallel.tensor.lora import attach_adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -116,10 +114,17 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         offload_parameters=parallel.offload_parameters,
         training=training,
     )
-    powersgd = PowerSGD(mesh, parallel.powersgd_rank, config.run.seed) if parallel.powersgd_rank and mesh.data.size > 1 else None
+    powersgd = None
+    if parallel.powersgd_rank and mesh.data.size > 1:
+        from megalite.parallel.sharding.powersgd import PowerSGD
+
+        powersgd = PowerSGD(mesh, parallel.powersgd_rank, config.run.seed)
     state = state or state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config))
     store = ParameterStore(specs_of(config, mesh.pp.rank), mesh, options, powersgd=powersgd, device=device, state=state)
-    attach_adapters(store.weights, config.lora, mesh.tp)
+    if config.lora.rank:
+        from megalite.parallel.tensor.lora import attach_adapters
+
+        attach_adapters(store.weights, config.lora, mesh.tp)
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     units = units_of(config)
     stages = {

@@ -13,7 +13,9 @@ from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
-from megalite.parallel.tensor.lora import Mask
+
+if TYPE_CHECKING:
+    from megalite.parallel.tensor.lora import Mask
 
 if TYPE_CHECKING:
     from megalite.parallel.context.parts import Part

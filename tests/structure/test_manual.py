@@ -30,7 +30,7 @@ PAGES = (
     + ["CONTRIBUTING.md"]
 )
 TITLES = {"", "needs a GPU", "needs a network", "needs Docker", "needs SLURM", "on every node", "until Ctrl-C"}
-ELSEWHERE = ("make demo",)  # trains for minutes
+ELSEWHERE = ("make demo",)  # .ci/run runs it
 FEWER_RANKS = {"--nproc 8": "--nproc 4", "--nproc-per-node 8": "--nproc-per-node 2"}
 SMALLER = {
     ("train", "--faults"): "--train.steps 14 --train.watchdog 3s --run.timeout 8s",
@@ -142,6 +142,7 @@ def check(command: Command, done: subprocess.CompletedProcess[str], status: int)
 
 
 def test_every_command_is_in_a_block_that_is_run():
+    assert set(ELSEWHERE) <= set((ROOT / ".ci" / "run").read_text().splitlines())
     programs = re.compile(r"^(\$ |megalite |torchrun |python |sbatch |srun |make |pip )", re.MULTILINE)
     for page in (*PAGES, "README.md", *BY_NAME.values()):
         others = re.sub(r"^```sh.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megalite.mesh import Domain
 from megalite.parallel.sharding.buckets import BucketLayout
-from megalite.parallel.sharding.powersgd import Compression
 from megalite.parallel.weight import Weight
 
 if TYPE_CHECKING:
+    from megalite.parallel.sharding.powersgd import Compression
     from megalite.parallel.sharding.reducer import GradientReducer
 
 

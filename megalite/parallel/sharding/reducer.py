@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from torch import Tensor
 from megalite.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, all_reduce_together, reduce_scatter, reduces_in_place
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
-from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.spec import Segment
+
+if TYPE_CHECKING:
+    from megalite.parallel.sharding.powersgd import PowerSGD
 
 Rounds = Iterator[None]
 """The collectives of a reduction: each `next` waits for the one in flight and starts the one after it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,13 +26,15 @@ from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zeros
-from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.reducer import GradientReducer
 from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.sharding.weight_gatherer import ShardGatherer, WeightGatherer
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
+
+if TYPE_CHECKING:
+    from megalite.parallel.sharding.powersgd import PowerSGD
 
 
 @dataclass(frozen=True)

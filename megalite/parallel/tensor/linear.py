@@ -14,7 +14,7 @@ Weight gradients do not pass through autograd, which gets None for them: `Weight
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.tensor.lora import AccumulateAdapter, Mask
 from megalite.parallel.weight import Weight
+
+if TYPE_CHECKING:
+    from megalite.parallel.tensor.lora import AccumulateAdapter, Mask
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
