@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.distributed.support import context_layouts, jobs
+import pytest
+import torch
+
+from tests.distributed.support import context_layouts, jobs, jobs_context
 from tests.distributed.support.configs import write_tokens
 from tests.distributed.support.layouts import world
 from tests.distributed.test_equivalence import assert_same_run
@@ -27,3 +30,59 @@ def test_equals_one_process(case, ranks, references, prefix):
     config, alone = context_layouts.configs(case, prefix)
     got = ranks.run(world(context_layouts.complete(case)), jobs.train, config, STEPS)
     assert_same_run(got, references.run(jobs.train, alone, STEPS), TOLERANCE, TOLERANCE)
+
+
+# ---- attention alone, for given queries, keys and values
+
+SHAPE = (96, 2, 8, 4, 8)  # sequence, batch, heads, key-value heads, channels
+METHODS = ("ulysses", "gather", "ring")
+
+
+def put_together(found: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """out, dq, dk and dv of whole rows, from those of the parts."""
+    places = torch.cat([rank["places"] for rank in found])
+    parts = [torch.cat(each) for each in zip(*(rank["found"] for rank in found), strict=True)]
+    return [torch.empty_like(x).index_copy_(0, places, x) for x in parts]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_is_that_of_one_process(method, cp, masked, ranks):
+    """fp64 to rounding; Ulysses bit for bit, where no key-value head goes to several ranks."""
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        found = put_together(ranks.run(cp, jobs_context.attend, method, SHAPE, dtype, masked))
+        for got, expected in zip(found, jobs_context.whole(SHAPE, dtype, masked), strict=True):
+            assert got.dtype == dtype
+            if method == "ulysses":
+                assert torch.equal(got, expected)
+            torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_bf16_partial_results_stay_in_fp32(ranks):
+    """Each rank rounds its result once: parts that were rounded before they are merged or added would be several times as far off."""
+    exact = jobs_context.whole(SHAPE, torch.float64, False)
+    alone = jobs_context.whole(SHAPE, torch.bfloat16, False)
+    for method in METHODS:
+        found = put_together(ranks.run(4, jobs_context.attend, method, SHAPE, torch.bfloat16, False))
+        for got, of_one, true in zip(found, alone, exact, strict=True):
+            assert (got.double() - true).abs().mean() <= 1.1 * (of_one.double() - true).abs().mean()
+
+
+def formula(method: str, cp: int, kv_heads: int, width: int) -> list[int]:
+    """Bytes that a rank sends in forward and backward: the table of docs/context-parallel.md."""
+    sequence, batch, heads, _, dim = SHAPE
+    common = batch * dim * (cp - 1) // cp
+    if method == "ulysses":
+        return [sequence // cp * (2 * heads + 2 * max(kv_heads, cp)) * width * batch * dim * (cp - 1) // cp] * 2
+    keys = sequence * 2 * kv_heads * common
+    return [keys * width, keys * width + keys * max(width, 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_are_those_of_the_formulas(method, kv_heads, dtype, ranks):
+    sequence, batch, heads, _, dim = SHAPE
+    for rank in ranks.run(4, jobs_context.attend, method, (sequence, batch, heads, kv_heads, dim), dtype, False):
+        assert rank["sent"] == formula(method, 4, kv_heads, dtype.itemsize)
