@@ -10,7 +10,8 @@ has out = 0 and lse = −inf. Two results of one query for two sets of keys are 
 Backward takes lse and δ = Σ_dim dout∘out of *all* keys, with which its p = exp(s − lse) and ds = p ∘ (dp − δ) are those of the whole:
 gradients for parts of the keys add up to those for all. Results are in at least fp32, so that they can be merged and added.
 
-The reference processes queries in blocks, each with only the keys that some query of the block can see.
+The reference processes queries in blocks, each with only the keys that some query of the block can see. On a GPU flash attention runs
+(`attention_part_triton`), in 16 bits and for heads of up to WIDEST channels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite_kernels.attention import BLOCK, _heads, _rows
+from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows
+from megalite_kernels.dispatch import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
 Runs = Sequence[tuple[int, int]]
@@ -118,6 +120,11 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     lse.copy_(total)
 
 
+def _takes_flash(q: Tensor) -> bool:
+    """As in `attention`: not in fp32, whose products would not use tensor cores."""
+    return takes_triton(q) and q.shape[-1] <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
+
+
 def attention_part(
     q: Tensor,
     k: Tensor,
@@ -136,6 +143,10 @@ def attention_part(
     q [Sq, B, hq, D] at the positions of `queries`; k, v [Sk, B, hk, D] at those of `keys`; document_start [Sq, B] is the position of the
     first token of each query's document. The position offset of `dropout` is added to all positions.
     """
+    if _takes_flash(q):
+        from megalite_kernels.attention_part_triton import flash_attention_part
+
+        return flash_attention_part(q, k, v, tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout)
     problem = _Problem(q, k, scale, softcap, dropout)
     value, query = _rows(v, problem.kv_heads), problem.query
     out = torch.zeros_like(query)
@@ -175,6 +186,11 @@ def attention_part_backward(
 
     lse, delta [Sq, B, hq]: of all keys that the queries see. Other arguments as in `attention_part`.
     """
+    if _takes_flash(q):
+        from megalite_kernels.attention_part_triton import flash_attention_part_backward
+
+        options = tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout
+        return flash_attention_part_backward(dout, q, k, v, lse, delta, *options)
     problem = _Problem(q, k, scale, softcap, dropout)
     kv_heads, query, key = problem.kv_heads, problem.query, problem.key
     value, grad = _rows(v, kv_heads), _rows(dout, kv_heads)

@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed.support import context_layouts, jobs, jobs_context
 from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.layouts import world
+from tests.distributed.support.layouts import Case, world
 from tests.distributed.test_equivalence import assert_same_run
 
 STEPS, TOLERANCE = 5, 1e-9
@@ -28,6 +28,37 @@ def test_table_holds_every_legal_pair():
 @pytest.mark.parametrize("case", TABLE, ids=context_layouts.name)
 def test_equals_one_process(case, ranks, references, prefix):
     config, alone = context_layouts.configs(case, prefix)
+    got = ranks.run(world(context_layouts.complete(case)), jobs.train, config, STEPS)
+    assert_same_run(got, references.run(jobs.train, alone, STEPS), TOLERANCE, TOLERANCE)
+
+
+LONGROPE = {
+    **{"rope_type": "longrope", "original_max_position_embeddings": 8, "factor": 2.0},
+    **{"short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [1.0, 1.5, 2.0, 4.0]},
+}
+MODELS: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
+    "learned positions that end with the row": (
+        {"cp": 4, "context": "gather", "length": 13, "tied": True},
+        {"model": {"position": "learned", "max_position_embeddings": 13}},
+    ),
+    "factors for the length of the row, which no rank holds": ({"cp": 4, "context": "ulysses"}, {"model": {"rope_scaling": LONGROPE}}),
+    "soft-cap, tied embeddings on one rank": (
+        {"cp": 2, "context": "ring", "schedule": "zb-v", "tied": True},
+        {"model": {"attention_softcap": 2.0, "sliding_window": 3}},
+    ),
+    "adapters with dropout": ({"cp": 2, "context": "ring", "tp": 2}, {"lora": {"rank": 2, "dropout": 0.3}}),
+    "sharded over some of the data ranks": ({"cp": 4, "context": "gather", "dp": 2, "zero": 3, "dp_shard": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_and_groups_equal_one_process(name, ranks, references, prefix):
+    changed, sections = MODELS[name]
+    case = {**{option: values[0] for option, values in context_layouts.OPTIONS.items()}, "documents": True, "dropout": 0.1, **changed}
+    config, alone = context_layouts.configs(case, prefix)
+    for section, values in sections.items():
+        for each in (config, alone):
+            each[section] = {**each.get(section, {}), **values}
     got = ranks.run(world(context_layouts.complete(case)), jobs.train, config, STEPS)
     assert_same_run(got, references.run(jobs.train, alone, STEPS), TOLERANCE, TOLERANCE)
 

@@ -76,6 +76,7 @@ EVALUATED: dict[str, tuple[Case, int]] = {  # layout, global batch
     "tp2-sp": ({"tp": 2, "sequence_parallel": True}, 4),
     "pp4": ({"pp": 4, "schedule": "gpipe"}, 8),
     "tp2-pp2-dp2": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, 8),
+    "cp2-pp2": ({"cp": 2, "context": "gather", "pp": 2}, 8),
 }
 
 
