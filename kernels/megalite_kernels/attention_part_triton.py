@@ -25,6 +25,7 @@ from megalite_kernels.attention_triton import (
     _FARTHEST,
     _LOG2E,
     _PROBES,
+    Tile,
     _capped,
     _exponent,
     _first_key,
@@ -34,9 +35,10 @@ from megalite_kernels.attention_triton import (
     _mix,
     _place,
     _row_hash,
+    _tables,
     _target,
     _visible,
-)  # fmt: skip
+)
 from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.launch import Variant, architecture
 
@@ -110,10 +112,10 @@ def _query_edges(
     return begin, begin, begin, high
 
 
-@triton.jit(do_not_specialize=["d_s", "d_b", "count", "key", "first_head", "first_position"])
+@triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _forward(
-    q, k, v, out, lse, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, count, key, first_head,
-    first_position,
+    q, k, v, out, lse, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
+    key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -159,14 +161,14 @@ def _forward(
     to, exists = _target(out + (row * heads + head) * DIM, first_row, batch * heads * DIM, limit, QUERIES, DIM, WIDTH)
     tl.store(to, result, mask=exists)
     log_sum = tl.where(sees, (largest + tl.log2(total)) * _LN2, -float("inf"))
-    at_query = ((first_row + query_lane).to(tl.int64) * batch + row) * heads + head
+    at_query = (row * heads + head) * size + first_row + query_lane
     tl.store(lse + at_query, log_sum, mask=first_row + query_lane < limit)
 
 
-@triton.jit(do_not_specialize=["d_s", "d_b", "count", "key", "first_head", "first_position"])
+@triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_queries(
-    q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, count, key,
-    first_head, first_position,
+    q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
+    key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +181,7 @@ def _backward_queries(
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
     q_tile = _load(q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
     grad = _load(dout + own, first_row, line, limit, QUERIES, DIM, WIDTH, False)
-    at_query, exists_query = ((first_row + query_lane).to(tl.int64) * batch + row) * heads + head, first_row + query_lane < limit
+    at_query, exists_query = (row * heads + head) * size + first_row + query_lane, first_row + query_lane < limit
     shift = tl.load(lse + at_query, mask=exists_query, other=0.0) * _LOG2E
     inner = tl.load(delta + at_query, mask=exists_query, other=0.0)
     first_key = _first_key(starts + row * d_b, first_row + query_lane, limit, d_s, DOCUMENTS)
@@ -213,10 +215,10 @@ def _backward_queries(
     tl.store(to, result * SCALE, mask=exists)
 
 
-@triton.jit(do_not_specialize=["d_s", "d_b", "count", "key", "first_head", "first_position"])
+@triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_keys(
-    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, count, key,
-    first_head, first_position,
+    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
+    key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +243,7 @@ def _backward_keys(
                 query, its_row = start + at + lane, base + at + lane
                 q_tile = _load(q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, False)
                 grad = _load(dout + (row * heads + head) * DIM, base + at, batch * heads * DIM, base + length, QUERIES, DIM, WIDTH, False)
-                at_query = (its_row.to(tl.int64) * batch + row) * heads + head
+                at_query = (row * heads + head) * size + its_row
                 shift = tl.load(lse + at_query, mask=at + lane < length, other=0.0) * _LOG2E
                 inner = tl.load(delta + at_query, mask=at + lane < length, other=0.0)
                 x = _capped(tl.dot(k_tile, tl.trans(q_tile)), SCALE, SOFTCAP)
@@ -271,11 +273,18 @@ def _backward_keys(
 _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_keys}
 
 
+def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
+    """The tile from the table: of the kernel for runs if it has one of its own."""
+    own = f"{kernel} runs heavy" if heavy else f"{kernel} runs"
+    return attention_triton._tile(target, own if own in _tables()[target] else kernel, width, heavy)
+
+
 @functools.cache
-def _variant(kernel: str, *kind) -> Variant:
+def _variant(kernel: str, target: str, *shape) -> Variant:
     """`attention_triton._variant` with the kernel of this file."""
-    like = attention_triton._variant(kernel, *kind)
-    return Variant(_KERNELS[kernel], like.constants, like.warps, like.stages)
+    constants = attention_triton._variant(kernel, target, *shape).constants
+    tile = _tile(target, kernel, constants["WIDTH"], bool(constants["SOFTCAP"] or constants["P"]))
+    return Variant(_KERNELS[kernel], {**constants, "QUERIES": tile.queries, "KEYS": tile.keys}, tile.warps, tile.stages)
 
 
 @functools.lru_cache(maxsize=256)
@@ -317,7 +326,7 @@ def _launcher(
         variant, by_key = _variant(kernel, *kind), kernel == "dk dv"
         tiles = _tile_table(keys if by_key else queries, variant.constants["KEYS" if by_key else "QUERIES"], q.device)
         runs = _run_table(queries if by_key else keys, q.device)
-        numbers = *strides, *origin, len(runs), used.key, used.head_offset, used.position_offset
+        numbers = *strides, *origin, len(q), len(runs), used.key, used.head_offset, used.position_offset
         variant.launch((len(tiles), kv_heads if by_key else heads, batch), *matrices, *tensors, *shared, tiles, runs, *numbers)
 
     return launch
@@ -325,10 +334,11 @@ def _launcher(
 
 def flash_attention_part(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
     """out [Sq, B, hq, D] and lse [Sq, B, hq], fp32. Options as `attention_part`'s, in order."""
-    out, lse = torch.empty(q.shape, dtype=torch.float32, device=q.device), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    sequence, batch, heads, _ = q.shape
+    out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, (batch, heads, sequence)))
     if out.numel():
         _launcher(q, k, v, lse, *options)("forward", out, lse)
-    return out, lse
+    return out, lse.permute(2, 0, 1)
 
 
 def flash_attention_part_backward(
@@ -336,7 +346,8 @@ def flash_attention_part_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, fp32."""
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    launch, dout, lse, delta = _launcher(q, k, v, lse, *options), dout.contiguous(), lse.contiguous(), delta.contiguous()
+    lse, delta = (x.permute(1, 2, 0).contiguous() for x in (lse, delta))  # [B, hq, Sq]: a tile's numbers are neighbours
+    launch, dout = _launcher(q, k, v, lse, *options), dout.contiguous()
     if dq.numel():
         launch("dq", dout, lse, delta, dq)
     if dk.numel():

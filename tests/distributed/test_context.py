@@ -117,3 +117,7 @@ def test_bytes_are_those_of_the_formulas(method, kv_heads, dtype, ranks):
     sequence, batch, heads, _, dim = SHAPE
     for rank in ranks.run(4, jobs_context.attend, method, (sequence, batch, heads, kv_heads, dim), dtype, False):
         assert rank["sent"] == formula(method, 4, kv_heads, dtype.itemsize)
+
+
+def test_the_axis_has_a_communicator_of_its_own(ranks):
+    assert ranks.run(2, jobs_context.shares_a_communicator) == [False, False]

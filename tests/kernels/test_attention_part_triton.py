@@ -18,7 +18,8 @@ from tests.kernels.test_attention_triton import SMALL
 def small_tiles(monkeypatch, device):
     """Short runs are several tiles in the interpreter, and their documents are looked at in several portions."""
     if device == "cpu":
-        monkeypatch.setattr(attention_triton, "_tile", lambda target, kernel, width, heavy: SMALL[kernel])
+        for module in (attention_triton, attention_part_triton):
+            monkeypatch.setattr(module, "_tile", lambda target, kernel, width, heavy: SMALL[kernel])
         monkeypatch.setattr(attention_part_triton, "_PROBES", tl.constexpr(2))
     for module in (attention_triton, attention_part_triton):
         module._variant.cache_clear()
@@ -29,16 +30,14 @@ def small_tiles(monkeypatch, device):
 
 HALVES = {"zigzag": [[(0, 7), (21, 7)], [(7, 14)]], "uneven runs": [[(0, 3), (10, 5), (27, 1)], [(3, 7), (15, 12)]], "whole": [[(0, 28)]]}
 CASES = [
-    ("plain", "zigzag"),
-    ("documents in a window", "zigzag"),
-    ("softcap", "uneven runs"),
-    ("everything", "uneven runs"),
-    ("window", "whole"),
+    ("plain", "zigzag", torch.float32),
+    ("documents in a window", "zigzag", torch.bfloat16),
+    ("softcap", "whole", torch.float32),
+    ("everything", "uneven runs", torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name, cut", CASES)
+@pytest.mark.parametrize("name, cut, dtype", CASES, ids=str)
 def test_parts_are_the_whole_of_the_definition(name, cut, dtype, device):
     """fp32 within 1e-5; bf16, in which products round their operands, as accurately as torch."""
     q, k, v, dout = inputs(28, 2, 2, 1, 12, dtype)

@@ -74,3 +74,10 @@ def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: 
     finally:
         dist.isend = isend
     return {"places": places, "found": (out.detach(), *(x.grad for x in leaves)), "sent": sent}
+
+
+def shares_a_communicator(context: Any) -> bool:
+    """Whether what the cp axis sends goes through the group of another axis, where these are the same ranks."""
+    mesh = context.cached(("cp", context.world), lambda: Mesh(Layout(cp=context.world)))
+    assert mesh.cp.ranks == mesh.data.ranks == mesh.world.ranks
+    return any(mesh.cp.group is axis.group for axis in (mesh.data, mesh.world, mesh.shard, mesh.stage) if axis is not None)
