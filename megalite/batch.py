@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,21 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megalite.parallel.context.parts import Part
 
+Runs = Sequence[tuple[int, int]]
 IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convention)
+
+
+class Boundaries(NamedTuple):
+    """The documents of a microbatch, as attention kernels for documents of any length read them.
+
+    Attributes:
+        offsets: [documents + 1] int32 ("cu_seqlens"): where each document starts in the tokens of all rows, row after row; last, how many
+            tokens there are.
+        longest: the length of the longest document: known to the host, which starts the kernels by it.
+    """
+
+    offsets: Tensor
+    longest: int
 
 
 @dataclass
@@ -27,6 +41,7 @@ class Microbatch:
         document_start: [seq, batch] int64, index in the row of the first token of each token's document; None if a row is one document.
         runs: (first position, length) of the runs of consecutive positions that `positions` consists of; empty if rows differ. It gives
             the host the positions without reading the device: rotary tables are cached by it.
+        boundaries: the same as `document_start`, of whole rows only; may be None where that is not.
         part: the rank's part of the rows under context parallelism; None: these are whole rows.
     """
 
@@ -35,29 +50,30 @@ class Microbatch:
     positions: Tensor
     samples: Tensor
     document_start: Tensor | None = None
-    runs: Sequence[tuple[int, int]] = ()
+    runs: Runs = ()
+    boundaries: Boundaries | None = None
     part: Part | None = None
 
     @staticmethod
     def of(
-        tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None, runs: Sequence[tuple[int, int]] = ()
+        tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None, runs: Runs = (), **others: Any
     ) -> Microbatch:
-        """A microbatch in which every row consists of these runs of positions; by default of one, from position 0 on."""
+        """A microbatch in which every row consists of these runs of positions; by default of one, from position 0 on. others: fields."""
         runs = tuple(runs or [(0, len(tokens))])
         positions = torch.cat([torch.arange(start, start + length, device=tokens.device) for start, length in runs])
-        return Microbatch(tokens, targets, positions.unsqueeze(1), samples, document_start, runs)
+        return Microbatch(tokens, targets, positions.unsqueeze(1), samples, document_start, runs, **others)
 
     def to(self, device: torch.device) -> Microbatch:
         """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the device's work."""
         if device.type == "cpu":
             return self
 
-        def moved(x: Tensor) -> Tensor:
-            return x.pin_memory().to(device, non_blocking=True)
+        def moved(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return x.pin_memory().to(device, non_blocking=True)
+            return type(x)(*map(moved, x)) if hasattr(x, "_fields") else x  # boundaries and part, which have tensors in them
 
-        start = None if self.document_start is None else moved(self.document_start)
-        part = self.part and self.part.moved(moved)
-        return Microbatch(moved(self.tokens), moved(self.targets), moved(self.positions), moved(self.samples), start, self.runs, part)
+        return Microbatch(**{name: moved(value) for name, value in vars(self).items()})
 
 
 class StageOutput(NamedTuple):

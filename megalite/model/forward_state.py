@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
+from megalite.batch import Boundaries, Runs
 from megalite.mesh import MeshAxis
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ForwardState:
     Attributes:
         samples, step, seed: [batch] global sample indices, the step and the seed: with the positions, the key of dropout.
         training: False in evaluation: no dropout.
-        positions, runs, document_start, part: those of the `Microbatch`.
+        positions, runs, document_start, part, boundaries: those of the `Microbatch`.
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
         local_rotary: those of rope_local_theta, for the layers with a sliding window.
         lora_dropout: probability of dropout in front of adapters.
@@ -49,12 +49,13 @@ class ForwardState:
     seed: int
     training: bool
     positions: Tensor
-    runs: Sequence[tuple[int, int]]
+    runs: Runs
     document_start: Tensor | None = None
     part: Part | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     local_rotary: tuple[Tensor, Tensor] | None = None
     lora_dropout: float = 0.0
+    boundaries: Boundaries | None = None
 
     def dropout_key(self, site: Site, layer: int) -> int:
         """The key of one mask. Key, sample, position and channel determine each bit of it."""
@@ -81,10 +82,8 @@ class ForwardState:
     @property
     def first_position(self) -> int:
         """Position from which attention counts: that of the first token, or with parts of rows, whose runs it is given, 0."""
-        if self.part is not None:
-            return 0
-        ((first, _),) = self.runs  # positions must be consecutive
-        return first
+        assert self.part or len(self.runs) == 1, "positions must be consecutive"
+        return 0 if self.part else self.runs[0][0]
 
     @property
     def first_visible(self) -> Tensor | None:

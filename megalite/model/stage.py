@@ -126,6 +126,7 @@ class Stage(nn.Module):
             document_start=microbatch.document_start,
             part=microbatch.part,
             lora_dropout=self.lora_dropout,
+            boundaries=microbatch.boundaries,
         )
         model = self.model_config
         if model.position == "rope":

@@ -23,7 +23,8 @@ def attention_over(cp: MeshAxis, method: str) -> Callable[[Tensor, Tensor, Tenso
     """
     function = METHODS[method]
 
-    left_out = ("part",) if method == "ulysses" else ("part", "recompute")  # the others never keep probabilities
+    # The others never keep probabilities, and their queries are of no whole document.
+    left_out = ("part",) if method == "ulysses" else ("part", "recompute", "boundaries")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         part: Part = options["part"]

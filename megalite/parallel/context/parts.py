@@ -5,7 +5,7 @@ A part is a list of runs of consecutive positions, (start, length) each, in asce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ class Part(NamedTuple):
     rank: int
     length: int
     document_start: Tensor | None
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Part:
-        """The same with its tensor on another device."""
-        return self if self.document_start is None else self._replace(document_start=move(self.document_start))
 
 
 def contiguous(length: int, ranks: int) -> list[Runs]:

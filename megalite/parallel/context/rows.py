@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.batch import IGNORE_INDEX, Boundaries, Microbatch
 from megalite.parallel.context.parts import Part, Runs
 
 
@@ -30,8 +30,15 @@ class Cut:
     parts: list[Runs]
     rank: int
 
-    def __call__(self, tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None) -> Microbatch:
-        """tokens, targets, document_start: [seq, batch] of whole rows."""
+    def __call__(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        samples: Tensor,
+        document_start: Tensor | None = None,
+        boundaries: Boundaries | None = None,
+    ) -> Microbatch:
+        """tokens, targets, document_start: [seq, batch] of whole rows. `boundaries` would be others where rows are padded."""
         length, padded = len(tokens), sum(run.length for runs in self.parts for run in runs)
         missing = (0, 0, 0, padded - length)
 
@@ -46,7 +53,8 @@ class Cut:
             samples,
             None if document_start is None else own(document_start),
             self.parts[self.rank],
+            boundaries=boundaries if padded == length else None,
+            part=Part(self.parts, self.rank, length, document_start),
         )
-        made.part = Part(self.parts, self.rank, length, document_start)
         made.positions.clamp_(max=length - 1)  # a table of learned positions may end there
         return made
