@@ -116,7 +116,8 @@ class Mesh:
         urgent = {dims.peers(self.rank, ("tp",)), self._shard_ranks()}
         self._groups = ProcessGroups(timeout, urgent.__contains__)
         self.world = self._axis("world", dims.peers(self.rank, AXES))
-        self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
+        # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions over the same ranks.
+        self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,)), own=name == "cp") for name in ("tp", "cp", "dp"))
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
         # Every rank holds all experts: the expert axis has size 1.
         self.expert, self.expert_data = self._axis("expert", (self.rank,)), self._axis("expert_data", self.data.ranks)
@@ -152,8 +153,8 @@ class Mesh:
         assert name == "expert", name
         return Domain(name, self.expert_data, self.expert)  # experts are sharded over all data ranks, without replicas
 
-    def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
-        group = self._groups.over(ranks) if len(ranks) > 1 else None
+    def _axis(self, name: str, ranks: tuple[int, ...], own: bool = False) -> MeshAxis:
+        group = (self._groups.own if own else self._groups.over)(ranks) if len(ranks) > 1 else None
         return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic, self.activity)
 
     def _with_shared_memory(self, axis: MeshAxis) -> MeshAxis:

@@ -5,6 +5,7 @@ The trainer, verification and generation build the same parts here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,14 +14,16 @@ from typing import Any
 import torch
 from megalite_kernels import dispatch
 
+from megalite.batch import Microbatch
 from megalite.build.plan import activation_shape, counts_tokens, specs_of, units_of
 from megalite.build.plan import optimistic_step as optimistic_step
 from megalite.build.plan import partition as partition
 from megalite.build.plan import schedule as schedule
 from megalite.build.plan import staggered_end as staggered_end
 from megalite.config.amounts import duration_seconds
+from megalite.config.dims import part_length
 from megalite.config.schema import Config
-from megalite.mesh import Layout, Mesh
+from megalite.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
@@ -72,6 +75,16 @@ def mesh_options(config: Config) -> dict[str, Any]:
 def make_mesh(config: Config) -> Mesh:
     """Create all groups and channels that this configuration needs. Collective over the world."""
     return Mesh(layout(config), **mesh_options(config), timeout=timedelta(seconds=duration_seconds(config.run.timeout) or 0))
+
+
+def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
+    """What makes microbatches of whole rows: with more than one cp rank, of this rank's part of them."""
+    if cp.size == 1:
+        return Microbatch.of
+    from megalite.parallel.context.parts import PARTS
+    from megalite.parallel.context.rows import Cut
+
+    return Cut(PARTS[config.parallel.context](part_length(config) * cp.size, cp.size), cp.rank)
 
 
 @dataclass

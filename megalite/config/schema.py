@@ -238,7 +238,9 @@ class ParallelConfig:
     dp: int | None = None
     """Data-parallel size: number of replicas over which the global batch is split. null: world size / (tp · pp · cp)."""
     cp: int = 1
-    """Context-parallel size: number of ranks over which each sequence is split. Only 1 is supported so far."""
+    """Context-parallel size: number of ranks over which each sequence is split."""
+    context: Literal["ulysses", "gather", "ring"] = "ulysses"
+    """With cp > 1, what attention exchanges: heads for positions (ulysses), all keys and values at once (gather) or rank by rank (ring)."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
     dp_shard: int | None = None

@@ -103,11 +103,11 @@ class Trainer:
             data,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
-            dp_rank=self.mesh.dp.rank,  # of dp, not of data (= dp · cp): the cp ranks of a replica read the same rows
-            dp_size=self.mesh.dp.size,
+            dp=self.mesh.coordinates["dp"],
             reset_positions=options.reset_positions,
             eod_mask_loss=options.eod_mask_loss,
             vocab_size=self.config.model.vocab_size,
+            make=build.microbatch_maker(self.config, self.mesh.cp),
             samples=samples,
         )
 

@@ -113,7 +113,7 @@ def test_torchtitans_mesh_and_batch(tmp_path, capsys):
     [
         ({"global_batch_size": "64"}, {"train.global_batch_size": 64}, "open", "training.dataset"),
         ({"data_parallel_shard_degree": "1"}, {"parallel.zero": 0, "parallel.dp": 1}, "open", "training.dataset"),
-        ({"context_parallel_degree": "2"}, {"parallel.zero": 3}, "lost", "parallelism.context_parallel_degree"),
+        ({"context_parallel_degree": "2"}, {"parallel.zero": 3, "parallel.cp": 2}, "open", "training.dataset"),
         ({"flavor": '"9B"'}, {"parallel.zero": 3}, "lost", "model.flavor"),
         ({"flavor": '"debugmodel"'}, {"model.intermediate_size": 768, "model.vocab_size": 2048}, "approximate", "model.flavor"),
         ({"name": '"Muon"'}, {"optimizer.lr": 3e-4}, "lost", "optimizer.name"),
@@ -224,7 +224,7 @@ def test_values_that_megatron_computes(tmp_path, capsys):
     assert options(fsdp)["parallel.zero"] == 3
     (tmp_path / "a.bin").touch(), (tmp_path / "a.idx").touch()
     assert options(f"--data-path 2 {tmp_path}/a")["data.train"] == {f"{tmp_path}/a": 2.0}
-    assert options("--context-parallel-size 2 --micro-batch-size 1 --global-batch-size 4").get("parallel.cp") is None
+    assert options("--context-parallel-size 2 --micro-batch-size 1 --global-batch-size 4")["parallel.cp"] == 2
 
 
 @pytest.mark.parametrize("project", PROJECTS)

@@ -201,8 +201,8 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
     ),
     "Accelerate, FSDP2 with tensor and context parallel": (
         fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4},
-        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.dp": 2, "parallel.dp_shard": 2},
-        {"parallelism_config.parallelism_config_cp_size", "gradient_accumulation_steps"},
+        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.cp": 2, "parallel.dp": 2, "parallel.dp_shard": 2},
+        {"gradient_accumulation_steps"},
     ),
     "Accelerate, HSDP": (
         fsdp(version=2, reshard_after_forward=True) | sizes(dp_replicate=2, dp_shard=2, tp=2),
@@ -431,12 +431,12 @@ def test_a_deepspeed_file_is_read_from_beside_the_file_that_names_it(tool, tmp_p
 
 
 def test_the_batch_and_the_sharding_of_parallelism_config_are_kept_or_named():
-    """Ranks of a tp or cp group read the same rows: 8 processes are 2 data-parallel ranks, as where cp is left out."""
+    """Ranks of a tp or cp group read the same rows: 8 processes are 2 data-parallel ranks."""
     content = fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4}
     found = convert(content)
     assert (found.options["parallel.dp"], found.options["parallel.dp_shard"], found.options["parallel.tp"]) == (2, 2, 2)
     why = {remark.key: remark.why for remark in found.remarks if remark.kind == "lost"}
-    assert "4 processes, not 8: the same batch" in why["parallelism_config.parallelism_config_cp_size"]
+    assert found.options["parallel.cp"] == 2
     formula = "set train.global_batch_size to train.micro_batch_size * 4 * 2"
     assert formula in why["gradient_accumulation_steps"]
     nested = fsdp(version=2, gradient_accumulation_steps=4)["fsdp_config"] | {"gradient_accumulation_steps": 4}

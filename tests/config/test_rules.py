@@ -178,7 +178,13 @@ ROWS = [
         {"data.sequence_length": 32},
         ("Nearest: 28 or 32.",),
     ),
-    Row("cp is one", {"parallel.cp": 2}, {"parallel.cp": 1}, ("ring attention is planned", "Legal value: 1.")),
+    Row(
+        "ulysses divides heads",
+        {"parallel.cp": 3, "model.num_attention_heads": 8, "model.num_key_value_heads": 2},
+        {"parallel.context": "ring"},
+        ("heads / tp = 8 and key-value heads / tp = 2", "Nearest: 2 or 4. Or set parallel.context to gather or ring."),
+        world=3,
+    ),
     Row(
         "virtual stages belong to the schedule",
         {"parallel.virtual_stages": 2},
