@@ -147,7 +147,8 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         raise ConfigError(f"--write {options.write} can not be written: there is no directory {options.write.parent}. Make it first.")
     check_alone(base, options.recompute)
     gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
-    job = Job(base.model, device, options.sequence_length, options.global_batch_size, base.train.precision, gradient_bytes=gradient_bytes)
+    sizes, muon = (options.sequence_length, options.global_batch_size), base.muon if base.optimizer.name == "muon" else None
+    job = Job(base.model, device, *sizes, base.train.precision, gradient_bytes=gradient_bytes, muon=muon)
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
     search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
     progress("listing the legal layouts")
