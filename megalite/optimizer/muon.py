@@ -73,8 +73,7 @@ class Muon(AdamW):
         trained = [bucket for bucket in store.buckets if bucket.layout.trainable]
         self._spans = {bucket: list(self._allocate(bucket)) for bucket in trained}
         self._ranges = [each for bucket in trained for each in self._adamw_ranges(bucket)]
-        wide = store.buckets[0].master.dtype  # at least fp32
-        self._dtype = torch.bfloat16 if muon.ns_dtype == "bf16" else wide
+        self._dtype = torch.bfloat16 if muon.ns_dtype == "bf16" else store.buckets[0].master.dtype  # at least fp32
         like, mesh = torch.empty(0, dtype=self._dtype, device=store.device), store.mesh
         rounds = matrix_rounds([bucket.layout for bucket in store.buckets], mesh.dims)
         self._rounds = [Round(each, mesh.stage, like) for each in rounds]

@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.load import from_dict
 from megalite.config.schema import PROJECTIONS
+from megalite.layout import Layout
 from megalite.model.parameters import model_specs
+from megalite.parallel.sharding.buckets import bucket_layout
+from megalite.planning.orthogonalising import exchange
 from tests.distributed.support import jobs, jobs_muon, jobs_training
 from tests.distributed.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
 from tests.distributed.support.jobs_muon import MODEL, MUON, OPTIONS, STEPS, gradients
@@ -33,7 +37,7 @@ SHARDED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, lay
 @pytest.fixture(scope="module")
 def peer() -> dict[str, Tensor]:
     """torch's Muon and AdamW on whole parameters, with the same gradients, from the weights that one rank initialises."""
-    from megalite.mesh import Layout, Mesh
+    from megalite.mesh import Mesh
     from megalite.parallel.sharding.store import ParameterStore
 
     store = ParameterStore(model_specs(MODEL), Mesh(Layout()))
@@ -62,7 +66,7 @@ def test_is_bitwise_torchs_for_equal_gradients(sharding, ranks, peer):
     size, layout, options = SHARDED[sharding]
     seen = {name: torch.zeros_like(value, dtype=torch.bool) for name, value in peer.items()}
     results = ranks.run(size, jobs_muon.stepped, layout, options)
-    for rank, (found, _) in enumerate(results):
+    for rank, (found, _, _) in enumerate(results):
         for name, place, values in found:
             if name in peer:
                 assert torch.equal(values, peer[name][place]), f"{name} on rank {rank}"
@@ -70,7 +74,17 @@ def test_is_bitwise_torchs_for_equal_gradients(sharding, ranks, peer):
             else:
                 assert name.startswith("exp_avg"), name
     assert all(each.all() for each in seen.values()), "some elements are kept nowhere"
-    assert len({count for _, count in results}) == 1, "every rank takes part in every exchange"
+    assert len({count for _, count, _ in results}) == 1, "every rank takes part in every exchange"
+    assert max(sent for _, _, sent in results) * 2 == planned_bytes(layout, options) * STEPS
+
+
+def planned_bytes(layout: dict[str, Any], options: dict[str, Any]) -> int:
+    """What the planner says that the rank sends in a step which sends most."""
+    made = Layout(**layout)
+    parallel = {"tp": made.tp, "dp": made.dp, "dp_shard": made.dp_shard, "zero": options.get("zero", 0) or int(made.shard > 1)}
+    config = from_dict({"parallel": parallel, "optimizer": {"name": "muon"}})
+    specs = model_specs(MODEL, tp=made.tp)
+    return exchange(config, bucket_layout(specs, made.coordinates(0), made.owners, options.get("bucket_bytes", LARGE))).sent
 
 
 MODEL_CASE: Case = {
