@@ -7,5 +7,9 @@ scaling.py               one training on growing numbers of ranks, each world me
 prepare.py               preparation of data, each way measured by preparing.py
 ours.py, peer.py         one measured run each, in its own process: megalite's trainer, transformers' model
 measure.py               shared by measured processes: time steps and matrix products, read memory
+host_copies.py           copies between host and device memory
+registers.py             registers and spills of the kernels that a process has launched
+profiled.py              the kernels of a step, and the device's idle time
+first_light/             `megalite first-light`: proofs and measurements on a GPU in one command
 report.py                starts the processes, describes the machine, writes JSON and tables
 """

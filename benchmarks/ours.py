@@ -1,7 +1,8 @@
 """One measured run of megalite's trainer: `python -m benchmarks.ours SPEC.json`, under torchrun for more than one rank.
 
 On a CPU it then measures, with the same ranks and threads, the time of the step's matrix products alone: each rank multiplies matrices of
-its own shapes, forward and backward, for the same number of microbatches, without communication, norms, softmax, loss or optimizer.
+its own shapes, forward and backward, for the same number of microbatches, without communication, norms, softmax, loss or optimizer. With
+`profile` in its specification it lists the kernels of a step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import profiled
 from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
 from megalite.build import parts as build
 from megalite.config.load import from_dict
@@ -38,12 +40,14 @@ def main() -> None:
     seconds = timed(trainer.step, spec["warmup_steps"], spec["steps"])
     peak_memory, on_device = memory.peak_above(), device_memory(on)
     products = timed(step_products(config, trainer.mesh), 1, spec["product_steps"]) if spec["product_steps"] else []
+    profile = profiled.look(trainer.step, on) if spec.get("profile") else None
     trainer.close()
     result = {
         "seconds": seconds,
         "product_seconds": products,
         "peak_rss_above_import": peak_memory,
         **on_device,
+        "profile": profile,
         "matmul": torch.get_float32_matmul_precision(),
         "peak_flops": product_peak(spec["peak_size"], build.DTYPES[config.train.precision], device=on),
     }

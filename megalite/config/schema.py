@@ -321,8 +321,8 @@ class TrainConfig:
     recompute: str = "none"
     """Activations that backward recomputes: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch; torch: PyTorch; triton: Triton, or an
-    error where it cannot run."""
+    """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch, and what was measured to be the
+    fastest on this device; torch: PyTorch; triton: Triton, or an error where it cannot run."""
     compile: bool = False
     """Compile the pure functions between the linears with torch.compile."""
     loss_chunk: int | None = None

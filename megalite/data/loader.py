@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.data import documents
 from megalite.data.dataset import Dataset
 from megalite.data.indexed import DataError
 
@@ -105,7 +106,7 @@ class Loader:
         if self._vocab_size is not None and (largest := max(tokens.max(), targets.max())) >= self._vocab_size:
             raise DataError(f"a sample has the token {largest}, but model.vocab_size = {self._vocab_size}. Set it to the tokenizer's.")
         if self._reset_positions and self._dataset.eos is not None:
-            starts = document_start(tokens, self._dataset.eos)
+            starts = documents.starts(tokens, self._dataset.eos)
         targets[samples > last] = IGNORE_INDEX  # rows past the end
         if self._eod_mask_loss:
             targets[tokens == self._dataset.eos] = IGNORE_INDEX
@@ -114,17 +115,8 @@ class Loader:
             targets=_sequence_first(targets),
             samples=torch.from_numpy(np.ascontiguousarray(samples)),
             document_start=None if starts is None else _sequence_first(starts),
+            boundaries=None if starts is None else documents.boundaries(starts),
         )
-
-
-def document_start(tokens: NDArray[np.int64], eos: int) -> NDArray[np.int64]:
-    """The position in the row at which each token's document starts, [batch, seq], of tokens [batch, seq].
-
-    EOS belongs to the document that it ends; a row's first token starts a document.
-    """
-    starts = np.zeros_like(tokens)
-    starts[:, 1:] = np.where(tokens[:, :-1] == eos, np.arange(1, tokens.shape[1]), 0)  # own position after an EOS, else 0
-    return np.maximum.accumulate(starts, axis=1)  # carried on to the document's other tokens
 
 
 def _sequence_first(rows: NDArray[np.int64]) -> torch.Tensor:

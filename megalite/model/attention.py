@@ -133,5 +133,6 @@ class Attention(nn.Module):
             "document_start": state.first_visible,
             "softcap": model.attention_softcap,
             "dropout": dropout,
+            "boundaries": state.boundaries,
             "recompute": self.options.recompute == "selective" or not torch.is_grad_enabled(),  # without a backward nothing is saved
         }

@@ -11,6 +11,7 @@ import torch
 from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
+from megalite.batch import Boundaries
 from megalite.mesh import MeshAxis
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class ForwardState:
     Attributes:
         samples, step, seed: [batch] global sample indices, the step and the seed: with the positions, the key of dropout.
         training: False in evaluation: no dropout.
-        positions, starts, document_start: those of the `Microbatch`.
+        positions, starts, document_start, boundaries: those of the `Microbatch`.
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
         local_rotary: those of rope_local_theta, for the layers with a sliding window.
         lora_dropout: probability of dropout in front of adapters.
@@ -50,6 +51,7 @@ class ForwardState:
     rotary: tuple[Tensor, Tensor] | None = None
     local_rotary: tuple[Tensor, Tensor] | None = None
     lora_dropout: float = 0.0
+    boundaries: Boundaries | None = None
 
     def dropout_key(self, site: Site, layer: int) -> int:
         """The key of one mask. Key, sample, position and channel determine each bit of it."""

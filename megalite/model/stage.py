@@ -125,6 +125,7 @@ class Stage(nn.Module):
             starts=microbatch.starts,
             document_start=microbatch.document_start,
             lora_dropout=self.lora_dropout,
+            boundaries=microbatch.boundaries,
         )
         model = self.model_config
         if model.position == "rope":

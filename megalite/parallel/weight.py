@@ -133,7 +133,9 @@ class Weight:
         """Compute and add grad_outputᵀ · inputs now. Called by the queue."""
         grad, left = self._open_grad(), grad_output.t()  # [out, in], [out, tokens]
         if left.dtype != grad.dtype and left.is_cuda:  # the product's fp32 accumulators are added to grad without being rounded first
-            torch.addmm(grad, left, inputs, out_dtype=grad.dtype, beta=0 if self._uninitialized else 1, out=grad)
+            from megalite_kernels.weight_grad import add_product
+
+            add_product(grad, left, inputs, overwrite=self._uninitialized)
             self._uninitialized = False
         elif left.dtype != grad.dtype:  # CPU: addmm has no out_dtype
             self._add(left @ inputs)

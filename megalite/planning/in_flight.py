@@ -82,7 +82,9 @@ def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[BucketL
     trained = [bucket for bucket in buckets if bucket.trainable]
     if sharing.data == 1 or not trained:
         return 0
-    reducing = _reduction(config, max(bucket.size for bucket in trained), device)
+    two = config.parallel.reduce_dtype == "bf16" and device == "cuda"  # reductions at a time, see `sharding.reducer`
+    sizes = sorted((bucket.size for bucket in trained), reverse=True)[: 2 if two else 1]
+    reducing = sum(_reduction(config, size, device) for size in sizes)
     opened = [bucket.size for bucket in trained if sharing.gradients_sharded(bucket, config.run.deterministic)]
     if not opened:
         return reducing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -23,10 +24,27 @@ from megalite.config.load import from_dict
 from megalite.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planning.hardware import Link, find
+from tests import forked
 from tests.commands.jobs import measure_steps
 from tests.distributed.support.pool import RankPool
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def launch_forked(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int) -> dict[str, Any]:
+    """As `report.launch`, from the process that has imported torch."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file, result = Path(scratch, "spec.json"), Path(scratch, "result.json")
+        file.write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
+        succeeded, output = forked.run(["-m", module, str(file)], ranks)
+        assert succeeded, output
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+@pytest.fixture
+def launched_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "launch", launch_forked)
 
 
 @pytest.fixture
@@ -54,6 +72,7 @@ def check_surroundings(content: dict[str, Any], tmp_path: Path) -> None:
     assert str(tmp_path) not in text and str(Path.home()) not in text and "/tmp" not in text
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_step_compares_with_transformers_under_both_settings(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("step", "--precision", "fp32")
     check_surroundings(content, tmp_path)
@@ -77,6 +96,7 @@ def test_step_compares_with_transformers_under_both_settings(run: Callable[..., 
 
 
 def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """The one whose processes, of one run alone and of one under torchrun, start as for a user."""
     content = run("overhead")
     check_surroundings(content, tmp_path)
     assert [(row["model"], row["layout"], row["ranks"]) for row in content["results"]] == [("gpt", "one process", 1), ("llama", "TP2", 2)]
@@ -86,6 +106,7 @@ def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[...
         assert 0 < row["share_of_products"] == pytest.approx(row["tokens_per_second"] / row["product_tokens_per_second"])
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_comm_compares_with_the_peers_that_shard_the_same(run: Callable[..., dict[str, Any]]) -> None:
     content = run("comm")
     rows = content["results"]
@@ -96,6 +117,7 @@ def test_comm_compares_with_the_peers_that_shard_the_same(run: Callable[..., dic
     assert [target["met"] for target in comm.targets([fast, slow, slow, fast])] == [True, True, False, False]
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_checkpoint_compares_with_torch_save(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("checkpoint")
     check_surroundings(content, tmp_path)
@@ -124,6 +146,7 @@ def test_preparation_stands_beside_what_others_do(run: Callable[..., dict[str, A
     assert [(target["measured"], target["met"]) for target in prepare.targets(rows)] == [(1.2, True), (0.9, False), (0.9, True)]
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_bubble_stands_beside_what_the_simulator_predicts(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("bubble")
     check_surroundings(content, tmp_path)

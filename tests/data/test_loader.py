@@ -94,12 +94,25 @@ def test_document_start(load, row, starts):
     assert microbatch.targets.T.tolist() == [row[1:]], "positions reset, every target still counts"
 
 
+@pytest.mark.parametrize("rows", [[0], [1, 2], [3, 0, 1, 2]], ids=str)
+def test_boundaries_equal_document_starts(load, rows):
+    """Offsets in the tokens of all rows, one row after the other, as kernels for documents of any length take them."""
+    chosen = [ROWS[row] for row in rows]
+    (microbatch,) = load(Fixed(chosen), reset_positions=True, global_batch_size=len(rows), micro_batch_size=len(rows)).step(0)
+    offsets, longest = microbatch.boundaries
+    firsts = [(row, start) for row, given in enumerate(STARTS[row] for row in rows) for start in sorted(set(given))]
+    assert offsets.tolist() == [5 * row + start for row, start in firsts] + [5 * len(rows)]
+    assert offsets.dtype == torch.int32 and longest == max(offsets.diff()).item()
+    starts = torch.repeat_interleave(offsets[:-1], offsets.diff()).view(len(rows), 5) - 5 * torch.arange(len(rows)).unsqueeze(1)
+    assert torch.equal(starts.T, microbatch.document_start), "each token is in the document that its start says"
+
+
 @pytest.mark.parametrize(("row", "targets"), list(zip(ROWS, MASKED, strict=True)))
 def test_eod_mask(load, row, targets):
     (microbatch,) = load(Fixed([row]), eod_mask_loss=True).step(0)
     assert microbatch.targets.T.tolist() == [targets]
     assert microbatch.tokens.T.tolist() == [row[:-1]]
-    assert microbatch.document_start is None
+    assert microbatch.document_start is None and microbatch.boundaries is None
 
 
 @pytest.mark.parametrize("samples", range(1, 10))
