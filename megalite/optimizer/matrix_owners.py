@@ -14,9 +14,10 @@ elements of the bucket, in which a part lies at the same place on every tp rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from megalite.layout import PRODUCTS, Layout
@@ -112,6 +113,10 @@ class _Stage:
     def __init__(self, layouts: Sequence[BucketLayout], layout: Layout):
         self.layouts, self.layout = layouts, layout
         self.peers = [self._peer(layout.position(rank)) for rank in layout.peers(0, PRODUCTS["stage"])]  # in the order of their axis
+        self._of_shard, self._of_share = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # a stage may have thousands
+        for rank, peer in enumerate(self.peers):
+            self._of_shard[peer.shard].append(rank)
+            self._of_share[peer.share].append(rank)
 
     def _peer(self, position: dict[str, int]) -> _Peer:
         replica, shard = divmod(position["dp"] * self.layout.cp + position["cp"], self.layout.shard)
@@ -137,15 +142,21 @@ class _Stage:
 
     def kept(self, place: _Place, part_of: Sequence[int]) -> Iterator[Piece]:
         """What each rank keeps state of."""
-        for rank, peer in enumerate(self.peers):
+        for rank in self._touching(place, self.layout.shard, self._of_shard):
+            peer = self.peers[rank]
             low, high = place.overlap(self.layouts[place.bucket].part(peer.shard, self.layout.shard))
-            if low < high:
-                yield Piece(rank, part_of[peer.tp], low, high)
+            yield Piece(rank, part_of[peer.tp], low, high)
+
+    def _touching(self, place: _Place, parts: int, ranks: Mapping[int, Sequence[int]]) -> list[int]:
+        """The ranks whose part of the bucket, one of `parts` equal ones, has elements of a matrix."""
+        length = self.layouts[place.bucket].size // parts
+        return sorted(chain.from_iterable(ranks[part] for part in range(place.start // length, (place.stop - 1) // length + 1)))
 
     def missing(self, place: _Place, own: Piece, part_of: Sequence[int]) -> Iterator[Piece]:
         """What the owner, which has `own`, needs from others: from the ranks that count these elements."""
         counts = [place.segment.is_owner(self.layout.coordinates(tp)) for tp in range(self.layout.tp)]
-        for rank, peer in enumerate(self.peers):
+        for rank in self._touching(place, self.layout.data, self._of_share):
+            peer = self.peers[rank]
             if counts[peer.tp]:
                 low, high = place.overlap(self.layouts[place.bucket].owned(peer.share))
                 held = (own.start, own.stop) if part_of[peer.tp] == own.part else (high, high)

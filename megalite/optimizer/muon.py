@@ -66,6 +66,9 @@ class Muon(AdamW):
     Args:
         options: AdamW's, and the schedule of the learning rate.
         muon: those of the matrices.
+
+    Raises:
+        ValueError: the mesh has no axis over the several ranks of a stage.
     """
 
     def __init__(self, store: ParameterStore, options: OptimizerConfig, muon: MuonConfig):
@@ -75,6 +78,8 @@ class Muon(AdamW):
         self._ranges = [each for bucket in trained for each in self._adamw_ranges(bucket)]
         self._dtype = torch.bfloat16 if muon.ns_dtype == "bf16" else store.buckets[0].master.dtype  # at least fp32
         like, mesh = torch.empty(0, dtype=self._dtype, device=store.device), store.mesh
+        if mesh.stage is None and mesh.dims.stage_ranks > 1:
+            raise ValueError("Muon exchanges parts of matrices over a stage: create the mesh with stage_axis=True")
         rounds = matrix_rounds([bucket.layout for bucket in store.buckets], mesh.dims)
         self._rounds = [Round(each, mesh.stage, like) for each in rounds]
         self._pieces = {each: [self._piece(*kept) for kept in each.kept] for each in self._rounds}
