@@ -325,6 +325,9 @@ class TrainConfig:
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch, and what was measured to be the
     fastest on this device; torch: PyTorch; triton: Triton, or an error where it cannot run."""
+    fp32_products: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
+    """Library of matrix products in fp32 on a CPU. auto: MKL or oneDNN, measured when the run begins; bf16: as auto, and oneDNN may
+    round to bf16."""
     compile: bool = False
     """Compile the pure functions between the linears with torch.compile."""
     loss_chunk: int | None = None
