@@ -141,6 +141,7 @@ def test_known_troubles_are_those_of_these_versions() -> None:
     assert "cudnn-frontend/issues/160" not in named(new, "9.0", 8) and "418" not in named(new, "9.0", 8)
     assert "196678" not in named(new, "10.0", 8) and "193183" in named(new, "10.0", 8)
     assert named(dict.fromkeys(old), "8.0", 2) == ""  # what is unknown fulfils nothing
+    assert "nccl/issues/1685" not in named({**old, "nccl": "2.19.3"}, "9.0", 8) and "nccl/issues/1685" in named(old, "9.0", 8)
 
 
 # ---- values
