@@ -83,6 +83,7 @@ class Mesh:
         channels: the point-to-point communicators over the pp axis by name, in the order of creation, each with the pairs of pipeline
             ranks (source, target) that use it.
         staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels and the axis of a stage.
+        stage_axis: whether the ranks of a stage have an axis also without that.
         counts_tokens: whether the data ranks sum valid tokens in every step: on NCCL gives `counting` a gloo group of its own,
             so that the count needs no device; otherwise it is the data axis.
         background_saves: whether saves communicate during training: gives `saving` a gloo group of its own; otherwise it is the world.
@@ -100,6 +101,7 @@ class Mesh:
         tied: tuple[int, int] | None = None,
         channels: Mapping[str, Sequence[tuple[int, int]]] | None = None,
         staggered_end: bool = False,
+        stage_axis: bool = False,
         counts_tokens: bool = False,
         background_saves: bool = False,
         timeout: timedelta | None = None,
@@ -132,7 +134,7 @@ class Mesh:
         totals = dict(zip(TOTALS, (up, [(target, source) for source, target in up]), strict=True)) if staggered_end else {}
         edges = {**(channels or {}), **totals} if dims.pp > 1 else {}
         self.channels = {name: self._groups.new(self.pp.ranks, kind="channel") for name in edges}
-        self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if staggered_end else None
+        self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if staggered_end or stage_axis else None
         own = background_saves and self.world.size > 1
         self.saving = replace(self.world, name="saving", group=self._groups.on_cpu(self.world.ranks)) if own else self.world
         own = counts_tokens and self.data.size > 1 and dist.get_backend() == "nccl"

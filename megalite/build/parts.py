@@ -27,7 +27,7 @@ from megalite.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
-from megalite.optimizer.state_kinds import state_kinds
+from megalite.optimizer.table import OPTIMIZERS, state_kinds
 from megalite.parallel.pipeline.communication import edges
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
@@ -54,7 +54,7 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     own_master = dtype != accumulate_dtype or (device.type != "cpu" and not parallel.offload_parameters)
     trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
-    kinds = len(state_kinds(trained[0].segments[0])) + own_master
+    kinds = len(state_kinds(trained[0].segments[0], config.optimizer.name)) + own_master
     wanted = parameter_count(trained) * accumulate_dtype.itemsize * kinds * layout(config).replicate * share
     check_directory(offload_directory(config), int(wanted))
 
@@ -67,6 +67,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
         "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None,
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
+        "stage_axis": OPTIMIZERS[config.optimizer.name].over == "stage",
         "counts_tokens": counts_tokens(config),
         "background_saves": config.checkpoint.async_save,
     }

@@ -398,6 +398,18 @@ def test_the_learning_rate_is_the_schedules_where_that_has_one():
     assert options("WarmupCosineLR", cos_min_ratio=0.1)["optimizer.min_lr"] == pytest.approx(2e-5)
 
 
+def test_muon_has_rates_of_its_own():
+    """As in DeepSpeed: muon_lr and adam_lr replace lr for the tensors of each."""
+
+    def options(**params: Any) -> dict[str, Any]:
+        found = convert({"optimizer": {"type": "Muon", "params": params}}).options
+        return {name: value for name, value in found.items() if name.startswith(("muon.", "optimizer."))}
+
+    assert options(lr=2e-2, momentum=0.9) == {"optimizer.name": "muon", "optimizer.lr": 2e-2, "muon.lr": 2e-2, "muon.momentum": 0.9}
+    assert options(lr=1.0, muon_lr=2e-2, adam_lr=3e-4) == {"optimizer.name": "muon", "optimizer.lr": 3e-4, "muon.lr": 2e-2}
+    assert options(weight_decay=0.2) == {"optimizer.name": "muon", "optimizer.weight_decay": 0.2, "muon.weight_decay": 0.2}
+
+
 def test_what_the_file_leaves_to_deepspeeds_defaults_is_said():
     """Defaults that are not ours are taken over; a logarithmic warm-up can not be; those that change nothing go without a word."""
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 50}}
