@@ -21,6 +21,7 @@ short). With `recompute` only the inputs are kept, and memory is linear in the s
 always recompute them from the log-sum-exp of each query.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -62,6 +63,12 @@ def _blocks(sequence: int, window: int | None, document_start: Tensor | None, li
         yield _Block(range(first, stop), range(start, stop), mask.unsqueeze(1))
 
 
+@functools.lru_cache(maxsize=8)
+def _causal_blocks(sequence: int, dtype: torch.dtype, device: torch.device) -> tuple[_Block, ...]:
+    """The blocks of plain causal attention: the same in every layer and step, and their masks hold only BLOCK numbers a query."""
+    return tuple(_blocks(sequence, None, None, torch.empty(0, dtype=dtype, device=device)))
+
+
 def _rows(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
     """[S, B, heads, D] -> [B·kv_heads, S·g, D] in at least fp32, contiguous, times scale; row s·g + i: position s, head i of the group."""
     sequence, batch, heads, dim = x.shape
@@ -90,7 +97,10 @@ class _Problem:
         self.kv_heads = k.shape[2]
         self.group = self.heads // self.kv_heads
         self.softcap, self.dropout = softcap, dropout
-        self.blocks = list(_blocks(self.sequence, window, document_start, q))
+        if window is None and document_start is None:
+            self.blocks = _causal_blocks(self.sequence, torch.promote_types(q.dtype, torch.float32), q.device)
+        else:
+            self.blocks = tuple(_blocks(self.sequence, window, document_start, q))
 
     def query_rows(self, block: _Block) -> slice:
         return slice(block.queries.start * self.group, block.queries.stop * self.group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import chain
 
-from megalite.config.dims import ParallelDims
+from megalite.config.dims import ParallelDims, part_length
 from megalite.config.schema import Config
 from megalite.config.token_files import is_chat, prefixes
 from megalite.layout import Coordinates
@@ -53,9 +53,9 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
 
 
 def activation_shape(config: Config) -> tuple[int, int, int]:
-    """[seq (/tp under sequence parallelism), batch, hidden]: one rank's activations of a microbatch between layers and between stages."""
+    """[seq/cp (/tp under sequence parallelism), batch, hidden]: a rank's activations of a microbatch between layers and between stages."""
     parallel = config.parallel
-    length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
+    length = part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)
     return length, config.train.micro_batch_size, config.model.hidden_size
 
 

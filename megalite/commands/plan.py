@@ -143,7 +143,8 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     check_alone(base, options.recompute)
     gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
     batch = options.sequence_length, options.global_batch_size, base.train.precision
-    job = Job(base.model, device, *batch, gradient_bytes=gradient_bytes, lora=base.lora)
+    muon = base.muon if base.optimizer.name == "muon" else None
+    job = Job(base.model, device, *batch, gradient_bytes=gradient_bytes, lora=base.lora, muon=muon)
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
     search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
     progress("listing the legal layouts")

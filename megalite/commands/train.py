@@ -125,6 +125,7 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     from megalite.monitoring import links
     from megalite.training.faults import restarts
     from megalite.training.job import Job, JobEnd, begin
+    from megalite.training.product_choice import choose
 
     configure_process(device, config.run.deterministic)
     environment, jobs, notes = facts(device, local_world_size()), list[Job](), list[str]()
@@ -151,6 +152,10 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     mesh = build.make_mesh(config)
     if config.network.test and mesh.world.size > 1:
         notes.append(links.describe(links.measure(mesh, device)))
+    try:
+        notes += choose(config, mesh, device)
+    except ConfigError as error:
+        end_run(error, config, device, mesh, jobs[0], ExitStatus.CONFIGURATION)
     return jobs[0], environment, mesh, notes
 
 

@@ -97,3 +97,13 @@ def filling_dp(parallel: ParallelConfig, world_size: int) -> int | None:
     """The data-parallel size with which the mesh has `world_size` ranks; None if there is none."""
     ranks = parallel.pp * parallel.cp * parallel.tp
     return world_size // ranks if ranks > 0 and world_size % ranks == 0 else None
+
+
+def part_length(config: Config) -> int:
+    """Positions of a row that a context-parallel rank holds. All ranks hold equally many: a row that has no such parts is padded."""
+    parallel, length = config.parallel, config.data.sequence_length
+    if parallel.cp == 1:
+        return length
+    halves = 1 if parallel.context == "ulysses" else 2  # zigzag: two runs of equal length on each rank
+    unit = parallel.cp * halves * (parallel.tp if parallel.sequence_parallel else 1)
+    return -(-length // unit) * unit // parallel.cp

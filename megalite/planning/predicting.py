@@ -61,5 +61,6 @@ def step_seconds(config: Config, device: Device) -> float | None:
         return None
     gradient_bytes = 2 if "bf16" in (config.parallel.reduce_dtype, config.train.grad_dtype) else 4
     sizes = (config.data.sequence_length, config.train.global_batch_size)
-    job = Job(config.model, device, *sizes, config.train.precision, gradient_bytes=gradient_bytes, lora=config.lora)
+    muon = config.muon if config.optimizer.name == "muon" else None
+    job = Job(config.model, device, *sizes, config.train.precision, gradient_bytes=gradient_bytes, lora=config.lora, muon=muon)
     return Stepper(job).step(choice_of(config)).total

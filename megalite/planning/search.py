@@ -253,10 +253,11 @@ class Search:
         """Bytes on the device: weights, and of those that are trained gradients, master weights and moments, sharded by the choice's ZeRO
         stage."""
         size = self.stepper.operations.size
-        master = 0 if size == 4 else 4
+        master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
         shared = [choice.dp if choice.zero >= level else 1 for level in (3, 2, 1)]
         weights = 0.0 if choice.offload_parameters else size / shared[0]
-        return stored * weights + trained * (max(size, 4) / shared[1] + ((8 + master) / shared[2] if choice.offload == "none" else 0.0))
+        state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
+        return stored * weights + trained * (max(size, 4) / shared[1] + state)
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
         """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""

@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from megalite.config.optimizers import MuonConfig
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Elementwise, Lookup, Product, Share, UnitCost
 from megalite.model.cost.units import Units
-from megalite.optimizer.state_kinds import ADAMW
+from megalite.optimizer.table import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
+from megalite.planning import orthogonalising
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group
@@ -70,7 +72,7 @@ class StepTime:
         tensor: exposed tensor-parallel communication.
         bubble: idle time in the pipeline, including the imbalance between the busiest rank and the others.
         gradients, weights: exposed data-parallel reduction and gathering.
-        optimizer: AdamW, and its transfers to the host and back.
+        optimizer: the optimizer, and its transfers to the host and back.
     """
 
     total: float
@@ -100,6 +102,7 @@ class Job:
     precision: str = "bf16"
     software: Software = OURS
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
+    muon: MuonConfig | None = None  # of a run with that optimizer
     lora: LoraConfig | None = None  # adapters; all other weights are frozen
 
     def microbatches(self, choice: Choice) -> int:
@@ -377,12 +380,24 @@ class Stepper:
         return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none"
 
     def _optimizer(self, choice: Choice, size: float) -> float:
-        """AdamW over the parameters that one rank updates, and the all-reduce of the gradient norm."""
+        """The update of the parameters that one rank updates, and the all-reduce of the gradient norm."""
         device = self.device
         own = size / (choice.dp if choice.zero else 1)
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
         if choice.offload == "none":
-            return stream(device, own * self.job.software.adam_bytes) + norm
+            return stream(device, own * self.job.software.adam_bytes) + norm + self._matrices(choice)
         wire = own * max(OFFLOAD_WIRE) / device.host.bandwidth if not device.cpu else 0.0
         disk = own * 2 * STATE_BYTES / device.disk if choice.offload == "disk" else 0.0  # read and written
         return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm
+
+    def _matrices(self, choice: Choice) -> float:
+        """Muon's iterations, and the way of the matrices to their owners and back, which overlaps with them."""
+        model, muon, ranks = self.job.model, self.job.muon, choice.dp * choice.tp
+        if muon is None:
+            return 0.0
+        layers = max(self._by_rank(choice, self.layers_of_stages(choice.pp * choice.virtual_stages)))
+        work = orthogonalising.seconds(model, muon, self.device, self.job.precision, layers, ranks)
+        if ranks == 1:
+            return work
+        own = layers * orthogonalising.matrix_elements(model) / ranks * (2 if muon.ns_dtype == "bf16" else 4)  # bytes
+        return self._beside(work, 2 * self.operations.fabric.half(own, group(self.device, ranks, 1, choice.gpus)))

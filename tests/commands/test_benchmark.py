@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bubble, checkpoint, comm, overhead, plan, prepare, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, overhead, pairs, plan, prepare, report, scaling, step
 from benchmarks.command import main
-from benchmarks.ours import linear_shapes, step_products
+from benchmarks.ours import step_products
 from benchmarks.preparing import measured
 from benchmarks.scaling_run import measure
 from megalite.build import parts as build
@@ -24,6 +24,7 @@ from megalite.config.load import from_dict
 from megalite.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planning.hardware import Link, find
+from megalite.training.product_choice import linear_shapes
 from tests import forked
 from tests.commands.jobs import measure_steps
 from tests.distributed.support.pool import RankPool
@@ -104,6 +105,25 @@ def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[...
         tokens = row["config"]["global_batch_size"] * row["config"]["sequence_length"]
         assert row["tokens_per_second"] == pytest.approx(tokens / (median(row["step_ms"][0]) / 1e3))
         assert 0 < row["share_of_products"] == pytest.approx(row["tokens_per_second"] / row["product_tokens_per_second"])
+        assert min(row[part] for part in ("waiting_ms", "sockets_ms", "calls_ms")) >= 0 and row["bytes_ms"] > 0
+        assert row["floor_share"] == pytest.approx((row["products_ms"] + row["bytes_ms"]) / row["ms_per_step"])
+
+
+@pytest.mark.usefixtures("launched_forked")
+def test_peers_are_compared_round_by_round_next_to_a_run_against_itself(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    content = run("peers", "nanogpt")
+    check_surroundings(content, tmp_path)
+    rows = content["results"]
+    assert [(row["run"], row["products"]) for row in rows] == [
+        (name, products) for products in ("MKL", "oneDNN") for name in ("megalite", "nanogpt", "megalite again")
+    ]
+    own, peer, _ = rows[:3]
+    assert own["ratio"] == 1 and peer["ratio"] == pytest.approx(median(peer["step_ms"][0]) / median(own["step_ms"][0]))
+
+
+def test_a_ratio_is_the_median_over_pairs() -> None:
+    own, other = ([{"seconds": [value]} for value in values] for values in ([1.0, 2.0, 10.0], [1.5, 2.0, 20.0]))
+    assert pairs.compared(own, other)["ratio"] == 1.5, "a slow round slows both sides of its pair"
 
 
 @pytest.mark.usefixtures("launched_forked")

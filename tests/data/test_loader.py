@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megalite.data.dataset import Dataset
 from megalite.data.indexed import DataError
 from megalite.data.loader import IGNORE_INDEX, Loader
+from megalite.layout import AxisPlace
 
 EOS = 9
 
@@ -37,7 +38,7 @@ def load():
     made = []
 
     def make(dataset: Dataset, **options) -> Loader:
-        sizes = {"global_batch_size": 1, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
+        sizes = {"global_batch_size": 1, "micro_batch_size": 1, "dp": AxisPlace(0, 1)}
         made.append(Loader(dataset, **sizes | options))
         return made[-1]
 
@@ -53,7 +54,7 @@ def test_layout_never_changes_the_sequence(dp, micro, accumulation, first):
     size = dp * micro * accumulation
     seen = []
     for rank in range(dp):
-        loader = Loader(Fixed(), global_batch_size=size, micro_batch_size=micro, dp_rank=rank, dp_size=dp)
+        loader = Loader(Fixed(), global_batch_size=size, micro_batch_size=micro, dp=AxisPlace(rank, dp))
         microbatches = loader.step(first)
         loader.close()
         assert len(microbatches) == accumulation
@@ -62,7 +63,7 @@ def test_layout_never_changes_the_sequence(dp, micro, accumulation, first):
             assert microbatch.samples.tolist() == expected
             assert microbatch.tokens.tolist() == [[100 * s + t for s in expected] for t in range(4)]
             assert microbatch.targets.tolist() == [[100 * s + t + 1 for s in expected] for t in range(4)]
-            assert microbatch.positions.tolist() == [[t] for t in range(4)] and microbatch.starts == (0,)
+            assert microbatch.positions.tolist() == [[t] for t in range(4)] and microbatch.runs == ((0, 4),)
             seen += expected
     assert sorted(seen) == list(range(first, first + size))
 
@@ -122,7 +123,7 @@ def test_validation_epoch(load, samples, dp):
     dataset = Fixed()
     counted = []
     for rank in range(dp):
-        loader = load(dataset, global_batch_size=4, micro_batch_size=2, dp_rank=rank, dp_size=dp, samples=samples)
+        loader = load(dataset, global_batch_size=4, micro_batch_size=2, dp=AxisPlace(rank, dp), samples=samples)
         for batch in loader.epoch():
             assert len(batch) == 2 // dp
             for microbatch in batch:

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import held_out, published
 from megalite.config.load import from_dict
+from megalite.config.optimizers import MuonConfig
 from megalite.config.presets import preset
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import per_token
@@ -228,6 +229,21 @@ def test_one_device_is_its_kernels_and_its_optimizer():
     step = Stepper(Job(LLAMA, A100, 4096, 4)).step(Choice())
     assert (step.bubble, step.tensor, step.gradients, step.weights, step.recompute) == (0, 0, 0, 0, 0)
     assert step.optimizer == pytest.approx(stream(A100, 34 * 8.03e9), rel=0.01)
+
+
+def test_muon_adds_its_iterations_which_ranks_share():
+    """Per iteration of m × n with m ≤ n: two products of 2 m² n, and one of 2 m³."""
+    shapes = [(4096, 4096), (4096, 4096), (1024, 4096), (1024, 4096), *[(4096, 14336)] * 3]
+    flops = 32 * 5 * sum(4 * m * m * n + 2 * m**3 for m, n in shapes)
+
+    def added(choice: Choice) -> float:
+        one, other = (Stepper(Job(LLAMA, A100, 4096, 128, muon=muon)).step(choice) for muon in (MuonConfig(), None))
+        assert one.total - other.total == pytest.approx(one.optimizer - other.optimizer)
+        return one.optimizer - other.optimizer
+
+    assert flops / A100.peak("bf16") < added(Choice()) < 2 * flops / A100.peak("bf16")
+    assert added(Choice()) / 16 <= added(Choice(dp=16)) < added(Choice()) / 4
+    assert added(Choice(dp=8, pp=2)) < added(Choice(dp=8))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
