@@ -160,12 +160,16 @@ class Stage(nn.Module):
         return x
 
     def forward(self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float) -> StageOutput:
+        state.targets, state.loss_scale = microbatch.targets, loss_scale
+        if experts := self.model_config.num_experts:
+            rows = self.model_config.num_hidden_layers, experts + 3
+            state.statistics["router"] = torch.zeros(rows, dtype=torch.float64, device=x.device)  # see `Balance.with_losses`
         x = self.trunk(x, state)
         if self.head is None:
-            return StageOutput(x)
+            return StageOutput(x, state.statistics)
         unit = head_unit(self.model_config)
         loss = self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))  # []
-        return StageOutput(loss, {"loss": loss.detach()})  # detached: the sum over microbatches must not keep their graphs
+        return StageOutput(loss, {"loss": loss.detach(), **state.statistics})  # detached: the sum over microbatches must not keep their graphs
 
     def logits(self, x: Tensor, state: ForwardState) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""
