@@ -85,6 +85,7 @@ class Mesh:
         staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels and the axis of a stage.
         counts_tokens: whether the data ranks sum valid tokens in every step: on NCCL gives `counting` a gloo group of its own,
             so that the count needs no device; otherwise it is the data axis.
+        experts: whether the model has experts: adds their axes.
         background_saves: whether saves communicate during training: gives `saving` a gloo group of its own; otherwise it is the world.
         timeout: time after which an operation fails if its peers do not answer; default: torch's.
 
@@ -101,6 +102,7 @@ class Mesh:
         channels: Mapping[str, Sequence[tuple[int, int]]] | None = None,
         staggered_end: bool = False,
         counts_tokens: bool = False,
+        experts: bool = False,
         background_saves: bool = False,
         timeout: timedelta | None = None,
     ):
@@ -118,9 +120,13 @@ class Mesh:
         self.world = self._axis("world", dims.peers(self.rank, AXES))
         self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
-        # Every rank holds all experts: the expert axis has size 1.
-        self.expert, self.expert_data = self._axis("expert", (self.rank,)), self._axis("expert_data", self.data.ranks)
         self.shard, self.replicate = self._split(self.data, dims.shard)
+        stage = dims.peers(self.rank, PRODUCTS["stage"]) if experts else (self.rank,)  # without experts none of these axes has peers
+        place = stage.index(self.rank)
+        self.expert = self._axis("expert", stage[place // dims.ep * dims.ep :][: dims.ep])
+        self.expert_data = self._axis("expert_data", stage[place % dims.ep :: dims.ep])
+        self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), "expert_")
+        self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if experts else (self.rank,))
         pp_ranks = dims.peers(self.rank, ("pp",))
         # No group of its own: stages communicate only through the channels.
         self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)
@@ -150,7 +156,7 @@ class Mesh:
         if name == "dense":
             return Domain(name, self.shard, self.replicate)
         assert name == "expert", name
-        return Domain(name, self.expert_data, self.expert)  # experts are sharded over all data ranks, without replicas
+        return Domain(name, *self.expert_split)
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
         group = self._groups.over(ranks) if len(ranks) > 1 else None
@@ -165,10 +171,11 @@ class Mesh:
 
         return replace(axis, shared=SharedMemory.open(axis.ranks, axis.group, self.timeout or dist.default_pg_timeout))
 
-    def _split(self, axis: MeshAxis, size: int) -> tuple[MeshAxis, MeshAxis]:
+    def _split(self, axis: MeshAxis, size: int, prefix: str = "") -> tuple[MeshAxis, MeshAxis]:
         """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its index in every group."""
-        shard = axis if size == axis.size else self._axis("shard", self._shard_ranks())
-        return shard, axis if size == 1 else self._axis("replicate", axis.ranks[axis.rank % size :: size])
+        first = axis.rank // size * size
+        shard = axis if size == axis.size else self._axis(f"{prefix}shard", axis.ranks[first : first + size])
+        return shard, axis if size == 1 else self._axis(f"{prefix}replicate", axis.ranks[axis.rank % size :: size])
 
     def _shard_ranks(self) -> tuple[int, ...]:
         """This rank's neighbours on the data axis, over which buckets are sharded."""

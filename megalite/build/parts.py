@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megalite_kernels import dispatch
@@ -31,6 +31,9 @@ from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import parameter_count
+
+if TYPE_CHECKING:
+    from megalite.model.routers import Routers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -65,6 +68,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
         "counts_tokens": counts_tokens(config),
+        "experts": config.model.num_experts is not None,
         "background_saves": config.checkpoint.async_save,
     }
 
@@ -81,6 +85,7 @@ class Parts:
     store: ParameterStore
     stages: dict[int, Stage]
     runtime: Runtime
+    routers: Routers | None  # None: no mixtures of experts
 
 
 def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True, state: StateMemory | None = None) -> Parts:
@@ -119,4 +124,10 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         for stage, rank in enumerate(own)
         if rank == mesh.pp.rank
     }
-    return Parts(store, stages, Runtime(stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer))
+    routers = None
+    if config.model.num_experts:
+        from megalite.model.routers import Routers
+
+        routers = Routers(config.model, stages.values(), store.device)
+    runtime = Runtime(stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer)
+    return Parts(store, stages, runtime, routers)

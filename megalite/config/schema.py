@@ -239,6 +239,12 @@ class ParallelConfig:
     """Context-parallel size: number of ranks over which each sequence is split. Only 1 is supported so far."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
+    ep: int = 1
+    """Expert-parallel size: number of ranks over which the experts of a layer are split, each whole on its rank. They are the innermost
+    ranks of dp · cp · tp."""
+    expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
+    """With ep > 1, how tokens reach their experts: rows are sent to the ranks of their experts (all_to_all), or all rows to all ep ranks
+    (all_gather), which suits a small ep."""
     dp_shard: int | None = None
     """Number of data-parallel ranks over which ZeRO shards; the shards are replicated over the other ranks (HSDP). null: all of them."""
     zero: int = 1

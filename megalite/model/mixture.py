@@ -33,13 +33,13 @@ class Mixture(nn.Module):
         super().__init__()
         name = f"layers.{layer}.mlp"
         into = weights[f"{name}.experts.in.weight"]
-        self.model, self.layer, self.tp, self.keeps_choice = model, layer, mesh.tp, options.recompute == "full"
+        self.model, self.layer, self.keeps_choice = model, layer, options.recompute == "full"
+        self.part = mesh.tp.rank if options.sequence_parallel else 0  # which part of the sequence this rank has
         self.router = Router(weights[f"{name}.router.weight"])
         own = (model.num_experts or 0) // mesh.expert.size
         self.experts = Experts(into, weights[f"{name}.experts.down.weight"], own, Activation(model.hidden_act, model.gated_mlp, options.ops))
-        self.dispatch = make_dispatch("all_to_all", mesh.expert)
-        self.router_state = RouterState.start(model, into.tensor.device)
-        self.balance = Balance(model, self.router_state, mesh.tp)
+        self.dispatch = make_dispatch(options.expert_dispatch, mesh.expert)
+        self.balance = Balance(model, RouterState.start(model, into.tensor.device), mesh.sequence)
         self.shared = self.shared_gate = None
         if model.shared_expert_intermediate_size:
             self.shared = FeedForward(model, layer, weights, mesh, options, "mlp.shared")
@@ -56,17 +56,12 @@ class Mixture(nn.Module):
         if self.model.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         if state.training and state.targets is not None:
-            targets = state.targets.narrow(0, x.shape[0] * self.tp.rank if self.keeps_part(x, state) else 0, x.shape[0])
+            targets = state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
             weights, statistics = self.balance.with_losses(weights, logits, probabilities, choice, targets, state.loss_scale)
             state.statistics["router"][self.layer] = statistics
         shared = None if self.shared is None else self._shared(x, rows, state)  # before the host waits for the sizes of the dispatch
         out = self.dispatch.run(rows, weights, choice, self.experts).view_as(x)
         return out if shared is None else out + shared
-
-    @staticmethod
-    def keeps_part(x: Tensor, state: ForwardState) -> bool:
-        """Whether x is this tp rank's part of the sequence."""
-        return state.targets is not None and x.shape[0] < state.targets.shape[0]
 
     def _choice(self, probabilities: Tensor, state: ForwardState) -> Choice:
         """The choice of this forward. Recomputation uses that of the first forward: another one would change shapes."""
@@ -74,7 +69,7 @@ class Mixture(nn.Module):
             return kept
         scores = probabilities
         if self.model.router_balance == "bias":
-            scores = probabilities + self.router_state.bias.to(probabilities.dtype)
+            scores = probabilities + self.balance.state.bias.to(probabilities.dtype)
         choice = choose(scores, self.model.num_experts_per_tok)
         if self.keeps_choice and state.training and not torch.is_grad_enabled():
             state.choices[self.layer] = choice

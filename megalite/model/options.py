@@ -15,14 +15,16 @@ class LayerOptions:
     Attributes:
         sequence_parallel: False where tp is 1.
         recompute: what backward computes again: none, selective or full.
+        expert_dispatch: how tokens reach their experts.
         ops: the functions between linears, eager or compiled.
     """
 
     sequence_parallel: bool
     recompute: str
+    expert_dispatch: str
     ops: CompiledOps
 
     @staticmethod
     def of(config: Config, layer: int, ops: CompiledOps) -> LayerOptions:
         parallel = config.parallel
-        return LayerOptions(parallel.sequence_parallel and parallel.tp > 1, config.train.recompute_of(layer), ops)
+        return LayerOptions(parallel.sequence_parallel and parallel.tp > 1, config.train.recompute_of(layer), parallel.expert_dispatch, ops)

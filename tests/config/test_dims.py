@@ -48,7 +48,8 @@ def test_derived_sizes(row):
     dims = ParallelDims.of(made(options), world)
     assert {name: getattr(dims, name) for name in DERIVED} == dict(zip(DERIVED, expected, strict=True))
     assert dims.ep == 1
-    assert dims.shard * dims.replicate == dims.ep * dims.expert_data == dims.data
+    assert dims.shard * dims.replicate == dims.data
+    assert dims.ep * dims.expert_data == dims.stage_ranks
     assert dims.pp * dims.stage_ranks == dims.dp * dims.replica == dims.world
 
 

@@ -79,7 +79,8 @@ class GradientReducer:
         self.log, self.comm_dtype, self.powersgd = log, comm_dtype, powersgd
         self.buckets: list[GradientBucket] = []
         self._at = mesh.coordinates
-        self._takes_memory = comm_dtype is not None or not reduces_in_place(mesh.shard) or not reduces_in_place(mesh.replicate)
+        axes = (mesh.shard, mesh.replicate, *mesh.expert_split)
+        self._takes_memory = comm_dtype is not None or not all(map(reduces_in_place, axes))
         self._in_flight: deque[Reduction] = deque()
         self._partial: list[Tensor] = []  # views of `owned` that are partial over tp, summed after the backward
         self._replicated: list[Tensor] = []  # views of `owned` of key-value heads that several tp ranks hold, summed over these
