@@ -96,7 +96,7 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
 
 
 def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> Place:
-    """The place of a layer's experts: expert after expert, in each the modules of `names.expert` if `theirs` has a place for their names."""
+    """The place of a layer's experts: in each expert the modules of `names.expert` if `theirs` has a place for them."""
     parts = names.expert if "{}.{}" in theirs else ()
     pieces = [(expert, *part) for expert in range(number) for part in ([(part,) for part in parts] or [()])]
     return Place(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))

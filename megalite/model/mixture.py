@@ -37,7 +37,9 @@ class Mixture(nn.Module):
         self.part = mesh.tp.rank if options.sequence_parallel else 0  # which part of the sequence this rank has
         self.router = Router(weights[f"{name}.router.weight"])
         own = (model.num_experts or 0) // mesh.expert.size
-        self.experts = Experts(into, weights[f"{name}.experts.down.weight"], own, Activation(model.hidden_act, model.gated_mlp, options.ops))
+        self.experts = Experts(
+            into, weights[f"{name}.experts.down.weight"], own, Activation(model.hidden_act, model.gated_mlp, options.ops)
+        )
         self.dispatch = make_dispatch(options.expert_dispatch, mesh.expert)
         self.balance = Balance(model, RouterState.start(model, into.tensor.device), mesh.sequence)
         self.shared = self.shared_gate = None
@@ -58,10 +60,16 @@ class Mixture(nn.Module):
         if state.training and state.targets is not None:
             targets = state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
             weights, statistics = self.balance.with_losses(weights, logits, probabilities, choice, targets, state.loss_scale)
-            state.statistics["router"][self.layer] = statistics
+            self._report(state, statistics)
         shared = None if self.shared is None else self._shared(x, rows, state)  # before the host waits for the sizes of the dispatch
         out = self.dispatch.run(rows, weights, choice, self.experts).view_as(x)
         return out if shared is None else out + shared
+
+    def _report(self, state: ForwardState, statistics: Tensor) -> None:
+        """Enter the layer's statistics into those of all layers, [layers, experts + 3]."""
+        if "router" not in state.statistics:
+            state.statistics["router"] = statistics.new_zeros(self.model.num_hidden_layers, len(statistics))
+        state.statistics["router"][self.layer] = statistics
 
     def _choice(self, probabilities: Tensor, state: ForwardState) -> Choice:
         """The choice of this forward. Recomputation uses that of the first forward: another one would change shapes."""

@@ -6,7 +6,7 @@ same for all layers, so a checkpoint stores them once. A skipped step changes no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ class Routers:
 
     def state(self, layer: int) -> RouterState:
         return RouterState(self.load[layer], self.bias[layer])
+
+    def own(self, statistics: Mapping[str, Tensor]) -> Tensor:
+        """The routers' part of this rank's statistics, flattened; zeros where its layers have no mixtures."""
+        none = self.load.new_zeros(self.model.num_hidden_layers, self.load.shape[1] - AUXILIARY)
+        return statistics.get("router", none).flatten()
 
     def learn(self, totals: Tensor, tokens: int, applied: bool) -> dict[str, Any]:
         """Learn from a step that was applied. Returns its metrics.

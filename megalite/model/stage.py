@@ -100,7 +100,7 @@ class Stage(nn.Module):
         sequence_parallel = options.sequence_parallel
         self.units, self.gatherer, self.dtype, self.seed = units, gatherer, dtype, config.run.seed
         self.model_config, self.lora_dropout = model, config.lora.dropout
-        last = head_unit(model)
+        self.head_unit = last = head_unit(model)
         self.embedding = None
         if 0 in units:
             positions = weights.get("positions.weight")
@@ -161,18 +161,17 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float) -> StageOutput:
         state.targets, state.loss_scale = microbatch.targets, loss_scale
-        if experts := self.model_config.num_experts:
-            rows = self.model_config.num_hidden_layers, experts + 3
-            state.statistics["router"] = torch.zeros(rows, dtype=torch.float64, device=x.device)  # see `Balance.with_losses`
         x = self.trunk(x, state)
         if self.head is None:
             return StageOutput(x, state.statistics)
-        unit = head_unit(self.model_config)
+        unit = self.head_unit
         loss = self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))  # []
-        return StageOutput(loss, {"loss": loss.detach(), **state.statistics})  # detached: the sum over microbatches must not keep their graphs
+        return StageOutput(
+            loss, {"loss": loss.detach(), **state.statistics}
+        )  # detached: the sum over microbatches must not keep their graphs
 
     def logits(self, x: Tensor, state: ForwardState) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""
         assert self.head is not None, "only the last stage has logits"
-        unit = head_unit(self.model_config)
+        unit = self.head_unit
         return self.gatherer.post_forward(unit, self.head.logits(self.gatherer.pre_forward(unit, self.trunk(x, state))))

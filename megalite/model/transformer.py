@@ -47,9 +47,7 @@ class FeedForward(nn.Module):
     activation's output is not kept for backward.
     """
 
-    def __init__(
-        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions, part: str = "mlp"
-    ):
+    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions, part: str = "mlp"):
         super().__init__()
         name = f"layers.{layer}.{part}"
         self.layer, optional, sequence_parallel = layer, weights.get, options.sequence_parallel

@@ -95,12 +95,13 @@ class _Tensor:
 
 def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[BucketLayout]) -> float:
     """Bytes over data parallelism: gradients, once per step or per microbatch, and weights, once per step or per use."""
-    sharing, widths = Sharing.of(config), Widths.of(config)
+    widths = Widths.of(config)
     comm_bytes = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
     total = 0.0
     for bucket in buckets:
         if not bucket.trainable:
             continue
+        sharing = Sharing.of(config, bucket.domain)
         if spared := _spared(config, bucket):
             total += 2 * ring((bucket.size - spared) * widths.gradient, sharing.data)
         else:
@@ -108,8 +109,8 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
             total += rounds * ring(bucket.size * comm_bytes, sharing.shard) + 2 * ring(sharing.kept(bucket) * comm_bytes, sharing.replicate)
         if sharing.zero and not sharing.weights_sharded:
             total += ring(bucket.size * widths.compute, sharing.shard)
-    gathers = (action.bucket for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER)
-    return total + sum(ring(buckets[number].size * widths.compute, sharing.shard) for number in gathers if number is not None)
+    gathers = [buckets[action.bucket] for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER and action.bucket is not None]
+    return total + sum(ring(bucket.size * widths.compute, Sharing.of(config, bucket.domain).shard) for bucket in gathers)
 
 
 def _spared(config: Config, bucket: BucketLayout) -> int:

@@ -184,7 +184,8 @@ class Trainer:
         # Sum the gradient norm and the statistics together, clip, update this rank's shard, and start the all-gather of the weights.
         activity.enter(UPDATING)
         loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0  # tp ranks hold the same loss: the sum over the world counts it once
-        self.finalizer.finish(update, StepStatistics(loss, *pace, stops=stop, router=statistics.get("router")), wait)
+        router = self.parts.routers and self.parts.routers.own(statistics)  # None without mixtures of experts
+        self.finalizer.finish(update, StepStatistics(loss, *pace, stops=stop, router=router), wait)
 
         self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
         if step % GARBAGE_INTERVAL == 0:

@@ -61,7 +61,9 @@ def test_every_name_exists():
     assert unknown(text) == []
 
 
-@pytest.mark.parametrize("name", ["Trainer.no_such_name", "NoSuchName.step", "no_such_name", "mesh.no_such_name", "megalite/no_such_name.py"])
+@pytest.mark.parametrize(
+    "name", ["Trainer.no_such_name", "NoSuchName.step", "no_such_name", "mesh.no_such_name", "megalite/no_such_name.py"]
+)
 def test_an_unknown_name_is_found(name: str):
     assert unknown(f"`Trainer` and `{name}`") == [name]
 

@@ -42,7 +42,9 @@ def mixture_block(units: Units, products: dict[str, Product]) -> Block:
         )
     )
     spread = Elementwise((2 * sent,), (2 * sent,), (Buffer("rows of the experts", sent),))
-    activation = Elementwise((forward * inner,), (backward * inner,), (Buffer("input of the experts' activation", into.rows * into.outputs),))
+    activation = Elementwise(
+        (forward * inner,), (backward * inner,), (Buffer("input of the experts' activation", into.rows * into.outputs),)
+    )
     combine = Elementwise((sent + own,), (2 * sent + own,), (Buffer("rows from the experts", sent),))
     workspace = [Buffer("gradients of the experts", own + 2 * sent + 2 * inner + into.rows * into.outputs)]
     steps = (router, routing, spread, into, activation, down, combine)

@@ -34,7 +34,7 @@ class RouterState:
     """What a layer's router has learned from earlier steps; not a function of the weights. Both [experts], fp64, on the device.
 
     Attributes:
-        load: share of the previous step's tokens that chose each expert; the sum is k. Equal shares at the start, whose loss has no gradient.
+        load: share of the previous step's tokens that chose each expert; the sum is k. At the start equal, without a gradient.
         bias: added to the probabilities when experts are chosen.
     """
 
