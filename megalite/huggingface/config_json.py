@@ -8,8 +8,10 @@ from megalite.config.families import Family, families, from_hf_config
 from megalite.config.schema import ConfigError, ModelConfig
 
 _TRAINING_ONLY = ("embedding_dropout", "attention_dropout", "residual_dropout", "router_aux_loss_coef", "router_z_loss_coef")
-_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size")
-_MIXTURE += ("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate")
+_MIXTURE = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size"),
+    *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
+)
 
 
 def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any]:

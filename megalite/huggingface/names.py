@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -98,7 +98,7 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
 def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> Place:
     """The place of a layer's experts: in each expert the modules of `names.expert` if `theirs` has a place for them."""
     parts = names.expert if "{}.{}" in theirs else ()
-    pieces = [(expert, *part) for expert in range(number) for part in ([(part,) for part in parts] or [()])]
+    pieces = product(range(number), parts) if parts else product(range(number))
     return Place(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
 
 

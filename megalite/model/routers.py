@@ -42,13 +42,14 @@ class Routers:
         none = self.load.new_zeros(self.model.num_hidden_layers, self.load.shape[1] - AUXILIARY)
         return statistics.get("router", none).flatten()
 
-    def learn(self, totals: Tensor, tokens: int, applied: bool) -> dict[str, Any]:
+    def learn(self, totals: Tensor | None, tokens: int, applied: bool) -> dict[str, Any]:
         """Learn from a step that was applied. Returns its metrics.
 
         Args:
             totals: the layers' statistics, summed over all ranks and flattened.
             tokens: valid tokens of the global batch.
         """
+        assert totals is not None, "the totals of a step are known before it is learned from"
         rows = totals.view(self.model.num_hidden_layers, -1)
         if applied:
             for layer in self.layers:

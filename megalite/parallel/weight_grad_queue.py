@@ -57,5 +57,5 @@ class WeightGradQueue:
 
     def run(self, stage: int, microbatch: int) -> None:
         """Compute the products of one backward, in the order in which they were put: that of a backward that is not split."""
-        for weight, *product in self._products.pop((stage, microbatch), ()):
-            weight.add_product(*product)
+        for product in self._products.pop((stage, microbatch), ()):
+            product.weight.add_product(*product[1:])

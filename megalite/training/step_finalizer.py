@@ -41,7 +41,8 @@ class StepStatistics:
     @staticmethod
     def of(totals: Tensor) -> StepStatistics:
         """The fields from the sums of their values."""
-        return StepStatistics(*totals[:4].tolist(), totals[4:])
+        loss, busy, wall, stops = totals[:4].tolist()
+        return StepStatistics(loss, busy, wall, stops, totals[4:])
 
 
 @dataclass

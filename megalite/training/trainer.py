@@ -184,7 +184,7 @@ class Trainer:
         # Sum the gradient norm and the statistics together, clip, update this rank's shard, and start the all-gather of the weights.
         activity.enter(UPDATING)
         loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0  # tp ranks hold the same loss: the sum over the world counts it once
-        router = self.parts.routers and self.parts.routers.own(statistics)  # None without mixtures of experts
+        router = None if self.parts.routers is None else self.parts.routers.own(statistics)
         self.finalizer.finish(update, StepStatistics(loss, *pace, stops=stop, router=router), wait)
 
         self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
@@ -208,7 +208,7 @@ class Trainer:
             fault=None if update.fault is None else f"{update.fault} (samples {update.samples} to {last})",
             streak=update.streak,
             stop=totals.stops,
-            routing=self.parts.routers.learn(totals.router, update.tokens, update.fault is None) if self.parts.routers else {},
+            routing={} if self.parts.routers is None else self.parts.routers.learn(totals.router, update.tokens, update.fault is None),
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
