@@ -30,7 +30,7 @@ from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
-from megalite.parallel.spec import parameter_count
+from megalite.parallel.spec import Rectangle, parameter_count
 
 if TYPE_CHECKING:
     from megalite.model.routers import Routers
@@ -86,6 +86,11 @@ class Parts:
     stages: dict[int, Stage]
     runtime: Runtime
     routers: Routers | None  # None: no mixtures of experts
+
+    def to_load(self) -> list[Rectangle]:
+        """What a trained model computes with: its weights, and what a choice of experts adds to the probabilities."""
+        biased = self.routers is not None and self.routers.model.router_balance == "bias"
+        return [*self.store.to_load(), *(self.routers.rectangles() if biased and self.routers is not None else ())]
 
 
 def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True, state: StateMemory | None = None) -> Parts:
