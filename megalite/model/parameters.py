@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
-from megalite.parallel.spec import ParamSpec, Segment
+from megalite.parallel.spec import ParamSpec, Segment, parameter_count
 
 VOCAB_ALIGN = 8  # vocabulary rows per tp rank are padded to a multiple of this
 
@@ -172,6 +172,13 @@ class _Specs:
             weight = self._vocabulary("embedding.weight", copy=True)
             specs.append(ParamSpec(weight.name, unit, (weight,), tied=True))
         return specs
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Number of parameters that one token meets: of each mixture, only the experts that process it."""
+    idle = max((model.num_experts or 0) - model.num_experts_per_tok, 0)
+    expert = (3 if model.gated_mlp else 2) * model.hidden_size * model.expert_width
+    return parameter_count(model_specs(model)) - idle * expert * sum(map(model.is_mixture, range(model.num_hidden_layers)))
 
 
 def model_specs(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = False, units: Iterable[int] | None = None) -> list[ParamSpec]:

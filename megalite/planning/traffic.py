@@ -18,6 +18,7 @@ from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
 from megalite.planning.activations import Activations
+from megalite.planning.experts import sent
 from megalite.planning.in_flight import NARROW
 from megalite.planning.memory import settled
 from megalite.planning.states import Sharing, Widths, matrices
@@ -30,6 +31,7 @@ class Traffic:
     tp: int
     dp: int
     pp: int
+    ep: int = 0
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -56,6 +58,7 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
         round(schedule.microbatches * sum(map(tensor.microbatch, own)) + tensor.step(buckets)),
         round(_data(config, schedule, pp_rank, buckets)),
         round(messages * tensor.sizes.message + _tied(config, schedule, buckets)),
+        round(sent(config, own, schedule.microbatches)) if config.parallel.ep > 1 else 0,
     )
 
 
@@ -85,12 +88,12 @@ class _Tensor:
         sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
         replicas = kv_replicas(self.config.model, self.ranks)
 
-        def sent(segment: Segment) -> float:
+        def summed(segment: Segment) -> float:
             size = segment.local(Coordinates.on("tp", 0, self.ranks)).numel * width / (sharing.shard if sharing.zero else 1)
             return 2 * ring(size, self.ranks if segment.grad_partial_axis else replicas if segment.replicas > 1 else 1)
 
         trained = (bucket for bucket in buckets if bucket.trainable)
-        return sum(sent(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
+        return sum(summed(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
 
 
 def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[BucketLayout]) -> float:

@@ -8,9 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megalite.config.dims import ParallelDims
+from megalite.config.load import from_dict
+from megalite.planning import experts
+from megalite.planning.traffic import traffic
 from tests.distributed.support import jobs, resharding
 from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.jobs_experts import configs
+from tests.distributed.support.jobs_experts import configs, exchanged, sent
 from tests.distributed.test_equivalence import assert_same_run
 
 STEPS = 5
@@ -60,3 +64,24 @@ def test_a_checkpoint_of_experts_goes_on_at_another_layout(ranks, prefix, tmp_pa
         assert not [key for key, value in found["tensors"].items() if not torch.equal(value, straight["tensors"][key])]
         expected = straight["losses"][resharding.SAVED_AFTER :]
         assert found["losses"] == (expected if layout is saved else pytest.approx(expected, rel=1e-9, abs=0))
+
+
+def test_an_exchange_of_uneven_sizes_and_its_gradient(ranks, prefix):
+    """Ranks without rows for each other, and one that gets none at all."""
+    sizes = [[2, 0, 1, 0], [0, 3, 0, 0], [4, 1, 0, 0], [0, 0, 5, 0]]
+    config, _ = configs(prefix, dp=4, ep=4)
+    for rank, found in enumerate(ranks.run(4, exchanged, config, sizes)):
+        starts = [sum(row[:rank]) for row in sizes]
+        assert found["out"] == [100 * source + starts[source] + i for source, row in enumerate(sizes) for i in range(row[rank])]
+        assert found["grad"] == [float(target + 1) for target, count in enumerate(sizes[rank]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_step_sends_the_planned_bytes(recompute, ranks, prefix):
+    """Every token chooses every expert: the load is equal, which the plan assumes. The plan also has the counts, which are gathered."""
+    config, _ = configs(prefix, dp=4, ep=4, recompute=recompute, model={"num_experts_per_tok": 4})
+    made = from_dict(config)
+    layers = sum(map(made.model.is_mixture, range(made.model.num_hidden_layers)))
+    counts = ParallelDims.of(made).microbatches * layers * 3 * 4 * experts.COUNT
+    planned = traffic(made, 4)[0].ep
+    assert ranks.run(4, sent, config) == [planned - counts] * 4

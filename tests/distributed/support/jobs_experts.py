@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from megalite.config.load import from_dict
+from megalite.parallel.expert.exchange import exchange
+from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, config_of_one_process
+from tests.distributed.support.jobs import mesh_of
 
 MIXTURE = {
     "num_experts": 4,
@@ -35,3 +41,23 @@ def configs(prefix: str, **layout: Any) -> tuple[dict[str, Any], dict[str, Any]]
     for config in (one, several):
         config["model"] |= model
     return several, one
+
+
+def sent(context: Any, config: dict[str, Any]) -> int:
+    """Bytes that this rank sends by all-to-all in one step."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    trainer.mesh.traffic.clear()
+    trainer.step()
+    trainer.close()
+    return trainer.mesh.traffic["all_to_all_bytes", "expert"]
+
+
+def exchanged(context: Any, config: dict[str, Any], sizes: list[list[int]]) -> dict[str, Any]:
+    """An exchange of sizes[source][target] rows, each with its source's number and a counter, and the gradient of Σ row · its target."""
+    axis = mesh_of(context, from_dict(config)).expert
+    send, receive = sizes[axis.rank], [row[axis.rank] for row in sizes]
+    x = torch.arange(float(sum(send))).unsqueeze(1).repeat(1, 3) + 100 * axis.rank
+    out = exchange(x.requires_grad_(), send, receive, axis)
+    (out * (axis.rank + 1)).sum().backward()
+    return {"out": out[:, 0].tolist(), "grad": x.grad[:, 0].tolist()}
