@@ -214,8 +214,7 @@ class ModelConfig:
 
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer's feed-forward is a mixture of experts."""
-        dense = layer in (self.mlp_only_layers or ()) or (layer + 1) % self.decoder_sparse_step
-        return bool(self.num_experts) and not dense
+        return bool(self.num_experts) and layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
 
     def uses_rope(self, layer: int) -> bool:
         return self.position == "rope" and layer not in (self.no_rope_layers or ())

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megalite_kernels.permutation import count_by_column
 from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX
@@ -92,7 +93,7 @@ class Balance:
         mask = valid.flatten().to(logits.dtype)
         factor = scale / self.layers
         statistics = torch.zeros(logits.shape[1] + 3, dtype=torch.float64, device=logits.device)
-        statistics[:AUXILIARY] = self._counts(choice, valid).sum(0)
+        statistics[:AUXILIARY] = count_by_column(choice.experts, valid, len(choice.counts)).sum(0)
         statistics[DROPPED] = (choice.inverse == len(choice.order)).sum()
         shares = self._shares(choice, valid).to(logits.dtype)  # [1 or batch, experts]
         shares = shares.expand(valid.shape[1], -1)
@@ -107,15 +108,7 @@ class Balance:
         if self.model.router_balance != "sequence":
             return self.state.load.unsqueeze(0)
         if "shares" not in choice.kept:
-            counts = all_reduce(self._counts(choice, valid), self.sequence).wait()
+            own = count_by_column(choice.experts, valid, len(choice.counts))
+            counts = all_reduce(own, self.sequence).wait()
             choice.kept["shares"] = counts * (choice.k / counts.sum(1, keepdim=True).clamp(min=1))
         return choice.kept["shares"]
-
-    @staticmethod
-    def _counts(choice: Choice, valid: Tensor) -> Tensor:
-        """How many valid tokens of each sequence chose each expert, on this rank: [batch, experts] fp64, whole numbers."""
-        batch, experts = valid.shape[1], len(choice.counts)
-        sequences = torch.arange(batch, device=valid.device).expand(valid.shape).reshape(-1, 1)  # of each token
-        counts = torch.zeros(batch * experts, dtype=torch.float64, device=valid.device)
-        ones = valid.flatten().double().unsqueeze(1).expand_as(choice.experts)
-        return counts.scatter_add_(0, (sequences * experts + choice.experts).flatten(), ones.flatten()).view(batch, experts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megalite_kernels.permutation import count, inverse_order
 from torch import Tensor
 
 
@@ -52,19 +53,7 @@ def choose(scores: Tensor, k: int) -> Choice:
     experts = scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()  # topk breaks ties in any order
     flat = experts.flatten()
     order = flat.argsort(stable=True)
-    return Choice(experts, order, inverted(order, len(order)), counted(flat, scores.shape[1]))
-
-
-def inverted(order: Tensor, length: int) -> Tensor:
-    """Where each of `length` indices is in `order`: [length] int64; len(order) for an index that is not in it."""
-    inverse = torch.full((length,), len(order), dtype=order.dtype, device=order.device)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return inverse
-
-
-def counted(experts: Tensor, number: int) -> Tensor:
-    """How often each of `number` experts occurs: [number] int64. Integer additions: their order changes nothing."""
-    return torch.zeros(number, dtype=torch.int64, device=experts.device).scatter_add_(0, experts, torch.ones_like(experts))
+    return Choice(experts, order, inverse_order(order, len(order)), count(flat, scores.shape[1]))
 
 
 class _Spread(torch.autograd.Function):
@@ -78,8 +67,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         choice, grad = ctx.choice, grads[0]
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        return choice.by_token(grad).view(*choice.experts.shape, -1).sum(1, dtype=wide).to(grad.dtype), None
+        accumulate_dtype = torch.promote_types(grad.dtype, torch.float32)
+        return choice.by_token(grad).view(*choice.experts.shape, -1).sum(1, dtype=accumulate_dtype).to(grad.dtype), None
 
 
 class _Combine(torch.autograd.Function):

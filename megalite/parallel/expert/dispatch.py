@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import torch
+from megalite_kernels.permutation import count, inverse_order, order_by_column
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
-from megalite.parallel.expert.choice import Choice, combine, counted, inverted, spread
+from megalite.parallel.expert.choice import Choice, combine, spread
 from megalite.parallel.expert.exchange import exchange, gather, reorder, scatter_sum
 
 Experts = Callable[[Tensor, Sequence[int]], Tensor]
@@ -92,9 +92,8 @@ class AllToAllDispatch:
         send = [sum(host[self.axis.rank][rank * own : (rank + 1) * own]) for rank in range(ep)]
         receive = [sum(row[mine]) for row in host]
         sizes = [sum(column) for column in zip(*(row[mine] for row in host), strict=True)]
-        experts = torch.arange(own, device=counts.device).repeat(ep)
-        order = experts.repeat_interleave(counts[:, mine].flatten(), output_size=sum(receive)).argsort(stable=True)
-        return _Route(send, receive, sizes, order, inverted(order, len(order)))
+        order = order_by_column(counts[:, mine], sum(receive))
+        return _Route(send, receive, sizes, order, inverse_order(order, len(order)))
 
 
 class AllGatherDispatch:
@@ -118,11 +117,11 @@ class AllGatherDispatch:
     def _own_rows(self, chosen: Tensor, number: int) -> Choice:
         """The choice of all ranks' tokens ([ep · tokens, k]), of which only the rows for this rank's experts are sent."""
         own, flat = number // self.axis.size, chosen.flatten()
-        counts = counted(flat, number + 1)
+        counts = count(flat, number + 1)
         host, first = counts.tolist(), self.axis.rank * own
         start = sum(host[:first])
         order = flat.argsort(stable=True)[start : start + sum(host[first : first + own])]
-        whole = Choice(chosen, order, inverted(order, len(flat)), counts)
+        whole = Choice(chosen, order, inverse_order(order, len(flat)), counts)
         whole.kept["sizes"] = host[first : first + own]
         return whole
 

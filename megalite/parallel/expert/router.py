@@ -21,8 +21,8 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, layer: Router) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(rows)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        return torch.mm(rows.to(wide), weight.to(wide).t())
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        return torch.mm(rows.to(dtype), weight.to(dtype).t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
