@@ -6,6 +6,8 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# Containers often set it. Hundreds of test processes would then compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # A layout of each kind against one process, a schedule against another, and a resumed run, on two ranks.
 QUICK_PROOFS := 'test_model_axes.py::test_equals_one_process[gpt2-tp2-sp]' \
@@ -15,7 +17,7 @@ QUICK_PROOFS := 'test_model_axes.py::test_equals_one_process[gpt2-tp2-sp]' \
 	'test_resume.py::test_resuming_is_bitwise_the_run_that_never_stopped[dp2-zero2-bf16]'
 QUICK_ROOMS := build config model monitoring optimizer parallel planning training
 
-.PHONY: help demo quick test test-manual test-matrix pictures manual lint install
+.PHONY: help demo quick test test-manual test-matrix rehearse pictures manual lint install
 .DEFAULT_GOAL := test
 
 help: ## list the targets
@@ -43,6 +45,10 @@ test-manual: install ## the commands of the manual
 # The long form, days in total on two cores: each call runs under ten minutes and the next continues. MATRIX='--part random' selects a part.
 test-matrix: install ## a slice of the long form of the proofs: MATRIX='--minutes 4 --part random'
 	$(BIN)/python -m tests.matrix --minutes 9 $(MATRIX)
+
+# What a machine with GPUs runs first, on the CPU: under two minutes on two cores.
+rehearse: install ## megalite first-light without a GPU
+	$(BIN)/python tools/first_light.py --rehearse
 
 # The pictures of docs/pipeline.md, drawn from the schedules; a test compares them.
 pictures: install ## draw the pictures of the manual

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megalite_kernels import activation, cross_entropy, norm
+from megalite_kernels import activation, cross_entropy, dispatch, norm
 from megalite_kernels.attention import attention, attention_backward
 from torch import Tensor
 
+from benchmarks import host_copies
 from benchmarks.measure import finish, read_spec, wait
 from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.mesh import Layout, Mesh
@@ -99,7 +100,7 @@ class Measured:
         return flops / forward, 2.5 * flops / backward
 
     def call(self) -> float:
-        """Seconds of an operation of negligible work, called through autograd like a layer's operations."""
+        """Seconds of an operation of negligible work, called through autograd like a layer's operations: on a GPU the host's."""
         x, weight = self.random(TINY, TINY).requires_grad_(), self.random(TINY, TINY)
 
         def chain() -> None:
@@ -144,6 +145,7 @@ def main() -> None:
     torch.set_num_threads(spec["threads"])
     configure_process(device)
     start_process_group(device, "10m")
+    dispatch.select("auto")
     measured = Measured(device, getattr(torch, spec["dtype"]))
     products = {size: measured.product(size) / 1e9 for size in spec["sizes"]}
     forward, backward = measured.attention(*spec["attention"])
@@ -152,8 +154,10 @@ def main() -> None:
         "memory_gbs": measured.bandwidth(*spec["rows"]) / 1e9,
         "loss_gbs": measured.loss(*spec["logits"]) / 1e9,
         "attention_gflops": [forward / 1e9, backward / 1e9],
-        "kernel_us": 1e6 * measured.call(),
+        ("host_us" if device.type == "cuda" else "kernel_us"): 1e6 * measured.call(),
     }
+    if device.type == "cuda":
+        found["host"] = host_copies.COPIES["pinned memory to device"]()
     if spec["ranks"] > 1:
         found |= links(measured, spec["ranks"], tuple(spec["messages"]))
     finish(spec, found if not dist.is_initialized() or dist.get_rank() == 0 else None)

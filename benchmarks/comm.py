@@ -49,7 +49,7 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     model, length, ranks = (SMOKE_MODEL, 16, 2) if smoke else (MODEL, 64, RANKS)
     protocol = {"warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 8, "peak_size": 128, "product_steps": 1, "matmul": "medium"}
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
-        config = _config(model, length, ranks, Path(scratch))
+        config = config_of(model, length, ranks, Path(scratch))
         for number in range(1, rounds + 1):
             for run in runs:
                 progress(f"round {number} of {rounds}: {run.name}")
@@ -69,7 +69,7 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     }
 
 
-def _config(model: dict[str, Any], length: int, ranks: int, scratch: Path) -> dict[str, Any]:
+def config_of(model: dict[str, Any], length: int, ranks: int, scratch: Path) -> dict[str, Any]:
     return {
         "run": {"dir": str(scratch), "name": "comm"},
         "model": model,

@@ -3,6 +3,7 @@
     python tools/benchmark.py step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a GPU, 1B and layers of 8B
     python tools/benchmark.py kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel against torch's and Liger's
     python tools/benchmark.py overhead                                     small models on one process and on up to 8 ranks
+    python tools/benchmark.py peers [NAME ...] [--rounds 10]                ratios to transformers, nanoGPT, DDP and FSDP2 at equal settings
     python tools/benchmark.py comm                                         data parallelism on 4 ranks against torch's
     python tools/benchmark.py checkpoint                                   saving on 4 ranks against torch.save
     python tools/benchmark.py scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
@@ -24,12 +25,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bubble, checkpoint, comm, gpu_step, kernels, overhead, plan, prepare, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, gpu_step, kernels, overhead, peers, plan, prepare, report, scaling, step
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
-ON_CPU = {"overhead": overhead, "comm": comm, "checkpoint": checkpoint, "plan": plan, "bubble": bubble}
+ON_CPU = {"overhead": overhead, "comm": comm, "checkpoint": checkpoint, "plan": plan, "bubble": bubble, "peers": peers}
 COLUMNS = {"step": step.COLUMNS} | {name: benchmark.COLUMNS for name, benchmark in ON_CPU.items()}
 COLUMNS["prepare"] = prepare.COLUMNS
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
@@ -50,6 +51,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     if options.benchmark == "kernels":
         check_kernels(tool, options)
+    if options.benchmark == "peers" and (unknown := [name for name in options.peers if name not in peers.PEERS]):
+        tool.error(f"peers {unknown[0]} is none that is compared. Legal values: {', '.join(peers.PEERS)}.")
     try:
         path = scale(options) if options.benchmark == "scaling" else measure(options)
     except ConfigError as error:
@@ -83,7 +86,7 @@ def parser() -> Parser:
     common.add_argument("--json", action="store_true", help="print only the JSON on stdout")
     common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes with meaningless figures, for tests
     commands = made.add_subparsers(
-        dest="benchmark", required=True, metavar="step|kernels|overhead|comm|checkpoint|scaling|plan|prepare|bubble"
+        dest="benchmark", required=True, metavar="step|kernels|overhead|peers|comm|checkpoint|scaling|plan|prepare|bubble"
     )
     threads = Parser(add_help=False)
     threads.add_argument("--threads", type=int, default=2, help="threads of single-process runs (default 2)")
@@ -96,6 +99,10 @@ def parser() -> Parser:
     of_kernels.add_argument("groups", nargs="*", metavar="GROUP", help=f"{', '.join(kernels.GROUPS)} (default all)")
     of_kernels.add_argument("--tune", action="store_true", help="measure other settings of the static tables instead")
     commands.add_parser("overhead", parents=[common, threads], help="small models on several layouts, against their matrix products alone")
+    of_peers = commands.add_parser(
+        "peers", parents=[common, threads], help="ratios to other programs at equal settings"
+    )
+    of_peers.add_argument("peers", nargs="*", metavar="NAME", help=f"{', '.join(peers.PEERS)} (default all)")
     commands.add_parser("comm", parents=[common, threads], help="data-parallel steps on four ranks against torch's DDP and FSDP2")
     commands.add_parser(
         "checkpoint", parents=[common, threads], help="saving on four ranks against torch.save, at once and in the background"
@@ -172,6 +179,8 @@ def measure(options: argparse.Namespace) -> Path:
     if options.benchmark == "prepare":
         del common["threads"]
         return save(prepare.compare(**common, megabytes=options.megabytes, workers=options.workers))
+    if options.benchmark == "peers":
+        common["peers"] = list(dict.fromkeys(options.peers)) or peers.PEERS
     return save(ON_CPU[options.benchmark].compare(**common))
 
 

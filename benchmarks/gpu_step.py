@@ -50,17 +50,18 @@ class Shape:
     batch: int
     layers: int | None = None
 
-    def config(self, scratch: Path, smoke: bool) -> dict[str, Any]:
+    def config(self, scratch: Path, smoke: bool, document: int | None = None) -> dict[str, Any]:
+        """document: tokens of each document; None: rows are not divided."""
         tiny = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
         model = preset(self.preset) | ({} if self.layers is None else {"num_hidden_layers": self.layers})
         model |= {**tiny, "head_dim": 8, "num_hidden_layers": 1} if smoke else {}
         length = 16 if smoke else self.length
-        prefix = report.write_random_tokens(scratch, model["vocab_size"], 64 * self.batch * length)
+        prefix = report.write_random_tokens(scratch, model["vocab_size"], 64 * self.batch * length, document)
         return {
             "run": {"dir": str(scratch), "name": "step"},
             "model": model,
             "parallel": {"tp": 1, "pp": 1, "dp": 1},
-            "data": {"train": prefix, "sequence_length": length},
+            "data": {"train": prefix, "sequence_length": length, "reset_positions": document is not None},
             "train": {
                 "steps": 1000,
                 "global_batch_size": self.batch,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import triton
 from megalite_kernels import dispatch
 
-from benchmarks import attention_cases, tuning
+from benchmarks import attention_cases, registers, tuning
 from benchmarks.kernel_cases import CASES, Case, Function, Sizes
 from benchmarks.measure import read_spec, timed
 from benchmarks.report import ROW, version
@@ -49,9 +49,11 @@ def main() -> None:
             device = describe(sizes)
             say(device)
             continue
-        cases = {**CASES, "attention": attention_cases.cases}[group](sizes)
-        for row in tuning.tune(cases, measure, smoke, until) if spec["tune"] else rows(cases, device, until):
-            say({"group": group, "torch": torch.__version__, "triton": triton.__version__, **row})
+        cases, known = {**CASES, "attention": attention_cases.cases}[group](sizes), registers.launched()
+        for row in tuning.tune(cases, measure, smoke, until) if spec["tune"] else rows(cases, device, until, spec["leave_out"]):
+            now = registers.launched()
+            new, known = [made for made in now if made not in known], now
+            say({"group": group, "torch": torch.__version__, "triton": triton.__version__, "compiled": new, **row})
 
 
 def say(row: dict[str, Any]) -> None:
@@ -96,7 +98,8 @@ def extra_bytes(function: Function) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def rows(cases: Iterable[Case], device: dict[str, Any], until: float) -> Iterator[dict[str, Any]]:
+def rows(cases: Iterable[Case], device: dict[str, Any], until: float, leave_out: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """A row for each case. leave_out: names of others that are not measured."""
     for case in cases:
         row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, **NOTHING, "targets": [], "error": None}
         contest = None
@@ -105,7 +108,7 @@ def rows(cases: Iterable[Case], device: dict[str, Any], until: float) -> Iterato
                 raise TimeoutError("no time was left")
             contest = case.make()
             row |= _own(case, contest.ours, device)
-            row["peers"] = {name: _peer(make, row["us"], until) for name, make in contest.peers.items()}
+            row["peers"] = {name: _peer(make, row["us"], until) for name, make in contest.peers.items() if name not in leave_out}
             row["targets"] = _judged(case, row)
         except Exception as error:  # the next case may succeed
             row["error"] = reason(error)

@@ -57,7 +57,7 @@ def compare(
     for job in jobs:
         left = ends - time.monotonic()
         seconds = min(left - GRACE, max(SHARE.get(job[0], 0.35) * left, 60.0))
-        made = _run(job, {"tune": tune, "device": device}, seconds, smoke, progress)
+        made = measure_groups(job, {"tune": tune, "device": device}, seconds, smoke, progress)
         if "device" in job:
             device = made.pop(0)
             if "name" not in device:
@@ -67,7 +67,9 @@ def compare(
     return path
 
 
-def _run(job: Sequence[str], spec: dict[str, Any], seconds: float, smoke: bool, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_groups(
+    job: Sequence[str], spec: dict[str, Any], seconds: float, smoke: bool, progress: Callable[[str], None], grace: float = GRACE
+) -> list[dict[str, Any]]:
     """The rows of a process that measures these groups; if it fails, the last row has the error."""
     made: list[dict[str, Any]] = []
 
@@ -78,9 +80,9 @@ def _run(job: Sequence[str], spec: dict[str, Any], seconds: float, smoke: bool, 
     if seconds <= 0:
         return [{"group": group, "kernel": group, "error": "no time was left"} for group in job]
     progress(f"{', '.join(job)}, up to {seconds:.0f} s")
-    spec = {**spec, "groups": job, "seconds": seconds, "smoke": smoke}
+    spec = {"leave_out": [], **spec, "groups": job, "seconds": seconds, "smoke": smoke}
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if smoke else {}
-    failure = report.stream("benchmarks.kernel_run", spec, hear, environment=environment, limit_s=seconds + GRACE)
+    failure = report.stream("benchmarks.kernel_run", spec, hear, environment=environment, limit_s=seconds + grace)
     if failure is not None:
         made.append({"group": job[-1], "kernel": job[-1], "error": failure})
         progress(f"{', '.join(job)}: {failure}")

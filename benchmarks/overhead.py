@@ -14,7 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import report
+from benchmarks import breakdown, report
 
 GPT = {  # nanoGPT's settings for a CPU: no biases, tied embeddings, no dropout
     "vocab_size": 65,
@@ -45,8 +45,8 @@ COLUMNS = {
     "threads": "threads_per_rank",
     "ms/step": "ms_per_step:,.1f",
     "tokens/s": "tokens_per_second:,.0f",
-    "products alone": "product_tokens_per_second:,.0f",
     "share": "share_of_products:.1%",
+    **breakdown.COLUMNS,
 }
 
 
@@ -92,6 +92,7 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
                     "warmup_steps": warmup,
                     "steps": steps,
                     "product_steps": steps,
+                    "breakdown": True,
                     "peak_size": 128 if smoke else 1024,
                 }
                 run.results.append(report.launch("benchmarks.ours", spec, ranks=run.ranks, threads=threads if run.ranks == 1 else 1))
@@ -128,6 +129,7 @@ def _row(run: Run, threads: int) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "product_tokens_per_second": tokens / products,
         "share_of_products": products / seconds,
+        **breakdown.medians([result["parts"] for result in run.results]),
         "step_ms": [[1e3 * value for value in result["seconds"]] for result in run.results],
         "config": {
             "model": run.model,

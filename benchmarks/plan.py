@@ -7,15 +7,16 @@ measures matrix products, memory bandwidth and collectives; the steps are run by
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import overhead, report
+from megalite.commands.parser import write_whole
 from megalite.config.load import from_dict
-from megalite.planning.hardware import Device, read_device
+from megalite.planning.hardware import Device, found_as, read_device
 from megalite.planning.peaks import peak_flops
 from megalite.planning.step import Choice, Job, Stepper
 
@@ -47,51 +48,68 @@ ON_GPU = {
 SMOKE = {"sizes": [16, 32], "rows": [16, 16], "logits": [16, 32], "attention": [16, 2, 8], "messages": [1 << 8, 1 << 14]}
 
 
-def calibrate(smoke: bool = False) -> dict[str, Any]:
+def calibrate(smoke: bool = False, limit_s: float = 1800.0) -> dict[str, Any]:
     """Measure this machine; returns a device in the form that `megalite/planning/hardware.py` reads."""
-    gpu = report.gpu()
-    ranks = 2 if gpu is None else _gpus()
-    spec: dict[str, Any] = {"device": "cpu" if gpu is None else "cuda", "ranks": ranks, **(ON_CPU if gpu is None else ON_GPU)}
-    found = report.launch("benchmarks.calibrate", spec | (SMOKE if smoke else {}), ranks=ranks, threads=1)
-    return _device(found, gpu, ranks)
+    gpus = report.gpus()
+    ranks = len(gpus) or 2
+    spec: dict[str, Any] = {"device": "cuda" if gpus else "cpu", "ranks": ranks, **(ON_GPU if gpus else ON_CPU)}
+    found = report.launch("benchmarks.calibrate", spec | (SMOKE if smoke else {}), ranks=ranks, threads=1, limit_s=limit_s)
+    return _gpu(found, gpus) if gpus else _cpu(found, ranks)
 
 
-def _gpus() -> int:
-    """The number of GPUs of this machine."""
-    import torch
+def write_device(path: Path, content: dict[str, Any]) -> None:
+    """Write a device that was measured as a file for --gpu."""
+    import yaml
 
-    return torch.cuda.device_count()
+    rounded = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
+    name = report.machine()["cpu"] if content.get("cpu") else content.get("device", "a GPU")
+    write_whole(path, f"# Measured by megalite plan --calibrate on {name}.\n{yaml.safe_dump(rounded, sort_keys=False)}")
 
 
-def _device(found: dict[str, Any], gpu: str | None, ranks: int) -> dict[str, Any]:
-    """A device's row of hardware.yaml. The network between machines is not measured but set to the link inside one."""
-    where = report.machine()
-    best = max(found["products"].values()) / 1e3
-    within = found.pop("within", {"gbs": 1.0, "latency_us": 10.0})
-    common = {
+def _cpu(found: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """A CPU's row of hardware.yaml. The network between machines is not measured but set to the link inside one."""
+    return {
         **found,
         "measured": True,
         "multiprocessors": 1,
         "sustained": 1.0,
-        "memory_gib": round((where["memory_gib"] or 4.0) / ranks, 1),
-        "within": within,
-        "between": dict(within),
+        "memory_gib": round((report.machine()["memory_gib"] or 4.0) / ranks, 1),
+        "between": dict(found["within"]),
         "gpus_per_node": ranks,
         "host_memory_gbs": found["memory_gbs"],
         "host": {"gbs": found["memory_gbs"], "latency_us": 1.0},
+        "cpu": True,
+        "tflops": {"fp32": max(found["products"].values()) / 1e3},
+        "host_us": 0.0,
     }
-    if gpu is None:
-        return {**common, "cpu": True, "tflops": {"fp32": best}, "host_us": 0.0}
-    return {**common, **_gpu(gpu, best)}
 
 
-def _gpu(name: str, best: float) -> dict[str, Any]:
-    """A GPU's properties. Its products are modelled by tiles, at the fraction of its peak that the fastest measured product reached."""
+def _gpu(found: dict[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
+    """A GPU's row of hardware.yaml. Its products are modelled by tiles, at the fraction of its peak that the fastest measured product
+    reached. What this machine does not have, a network or a second GPU, is the table's, or if it does not know the device the host's link.
+    """
     import torch
 
-    device, peak = torch.cuda.get_device_properties(0), peak_flops(name, "bf16")
-    found = {"products": {}, "multiprocessors": device.multi_processor_count, "memory_gib": round(device.total_memory / 2**30, 1)}
-    return found | ({"tflops": {"bf16": best, "fp16": best}} if peak is None else {"device": name, "sustained": best * 1e12 / peak})
+    properties, peak, known = torch.cuda.get_device_properties(0), peak_flops(gpus[0], "bf16"), found_as(gpus[0])
+    best = max(found["products"].values()) / 1e3
+    own = {"within": known.within, "between": known.between} if known else {}
+    links = {name: {"gbs": link.bandwidth / 1e9, "latency_us": 1e6 * link.latency} for name, link in own.items()}
+    peaks = {"fp32": known.peaks["fp32"] / 1e12} if known and "fp32" in known.peaks else {}
+    return {
+        "within": dict(found["host"]),
+        "between": dict(found["host"]),
+        **links,
+        **found,
+        "products": {},
+        "measured": True,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "gpus_per_node": max(known.per_node if known else 1, len(gpus)),
+        "device": gpus[0],
+        "sustained": best * 1e12 / peak if peak else 1.0,
+        "tflops": peaks if peak else {**peaks, "bf16": best, "fp16": best},
+        **({"price_per_hour": known.price} if known and known.price else {}),
+    }
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:

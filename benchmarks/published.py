@@ -2,13 +2,14 @@
 
     python -m benchmarks.published              writes the tables of docs/planner.md
 
-No constant of the planner is fitted to these rows; a row states its assumptions where its source does not give a value.
+The constants are fitted to all of these tables by benchmarks/held_out.py, which also predicts each table by constants fitted without it. A
+row states its assumptions where its source does not give a value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,14 +17,14 @@ from typing import Any
 from megalite.config.load import read_tree
 from megalite.config.schema import ModelConfig
 from megalite.model.cost import model_flops_per_token
+from megalite.planning.constants import CONSTANTS
 from megalite.planning.explaining import described
-from megalite.planning.hardware import find
+from megalite.planning.hardware import Device, Link, find, read_link
 from megalite.planning.operations import Software
 from megalite.planning.step import Choice, Job, Stepper, StepTime
 
 ROWS = Path(__file__).with_name("published.yaml")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
-BEGIN, END = "<!-- written by python -m benchmarks.published -->", "<!-- end of what was predicted -->"
 
 UNITS = {
     "sc21_tflops": "TFLOP/s",
@@ -70,37 +71,77 @@ class Table:
         return max((row.deviation for row in self.rows), key=abs)
 
 
-def compare() -> list[Table]:
-    """Every table of published.yaml."""
-    tree = read_tree(str(ROWS), "published rows")
-    return [_table(key, table, tree) for key, table in tree["tables"].items()]
+def fitted() -> dict[str, float]:
+    """The constants that published runs determine: the planner's own, and those of other training codes and conditions."""
+    own = {"ampere": find("a100").sustained, "hopper": find("h100").sustained, **asdict(CONSTANTS)}
+    return {name: row.get("value", own.get(name)) for name, row in read_published()["constants"].items()}
 
 
-def _table(key: str, table: Mapping[str, Any], tree: Mapping[str, Any]) -> Table:
-    rows = [
-        _row({**table, **row, "unit": table["measured"], "layout": table["layout"] | row.get("layout", {})}, tree) for row in table["rows"]
-    ]
+def read_published() -> dict[str, Any]:
+    """The content of published.yaml."""
+    tree: dict[str, Any] = read_tree(str(ROWS), "published rows")
+    return tree
+
+
+def compare(constants: Mapping[str, float] | None = None, only: Collection[str] | None = None) -> list[Table]:
+    """The tables of published.yaml, predicted by given constants, by default the fitted ones. only: the tables' keys, by default all."""
+    tree, values = read_published(), constants or fitted()
+    return [_table(key, table, tree, values) for key, table in tree["tables"].items() if only is None or key in only]
+
+
+def _table(key: str, table: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str, float]) -> Table:
+    rows = [_row(row, job_of(row, tree, values), choice_of(row)) for row in rows_of(table)]
     return Table(key, table["title"], table["measured"], rows)
 
 
-def _row(row: Mapping[str, Any], tree: Mapping[str, Any]) -> Comparison:
+def rows_of(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a table, each with what all rows share."""
+    return [{**table, **row, "unit": table["measured"], "layout": table["layout"] | row.get("layout", {})} for row in table["rows"]]
+
+
+def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str, float]) -> Job:
+    """A row's model, device, batch and training code."""
     hidden, layers, heads = row["shape"]
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     model = ModelConfig(**tree["models"][row["model"]], **sizes, intermediate_size=row.get("intermediate_size", 4 * hidden))
-    job = Job(
-        model,
-        replace(find(row["gpu"]), **row.get("hardware", {})),
-        row["sequence_length"],
-        row["batch"],
-        row["precision"],
-        Software(**tree["software"][row["software"]]),
-        row["gradient_bytes"],
-    )
+    software: dict[str, Any] = {
+        name: values[value] if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        for name, value in tree["software"][row["software"]].items()
+    }
+    batch = row["sequence_length"], row["batch"], row["precision"]
+    return Job(model, _device(row, values), *batch, Software(**software), row["gradient_bytes"])
+
+
+def choice_of(row: Mapping[str, Any]) -> Choice:
+    """A row's layout. Context parallelism over two ranks counts as micro-batches of half a sequence: that is each rank's work, and the two
+    reduce gradients together; the exchange of keys and values, which overlaps with attention, is left out."""
     layout = row["layout"]
-    choice = Choice(**layout, dp=row["gpus"] // (layout.get("tp", 1) * layout.get("pp", 1)))
+    return Choice(**layout, dp=row["gpus"] // (layout.get("tp", 1) * layout.get("pp", 1)))
+
+
+def _row(row: Mapping[str, Any], job: Job, choice: Choice) -> Comparison:
     step = Stepper(job).step(choice)
     predicted = _figure(row["unit"], job, choice, step.total)
     return Comparison(row["name"], row["unit"], choice, row["measured"], predicted, step)
+
+
+def _device(row: Mapping[str, Any], values: Mapping[str, float]) -> Device:
+    """The device of a row under given constants, with the conditions that its source names instead of the usual ones."""
+    device, named = find(row["gpu"]), row.get("hardware", {})
+    between = read_link(named["between"]) if "between" in named else device.between
+    own = replace(CONSTANTS, **{name: value for name, value in values.items() if name in asdict(CONSTANTS)})
+    return replace(
+        device,
+        sustained=values[named.get("sustained", {"a100": "ampere", "h100": "hopper"}[row["gpu"]])],
+        bandwidth=named.get("bandwidth", device.bandwidth),
+        within=_scaled(device.within, own.links / CONSTANTS.links),
+        between=_scaled(between, own.links / (1.0 if "between" in named else CONSTANTS.links)),
+        constants=own,
+    )
+
+
+def _scaled(link: Link, factor: float) -> Link:
+    return replace(link, bandwidth=link.bandwidth * factor)
 
 
 def _figure(unit: str, job: Job, choice: Choice, seconds: float) -> float:
@@ -123,7 +164,7 @@ def _sc21_flops_per_token(model: ModelConfig, sequence: int) -> float:
 
 def document(tables: list[Table]) -> str:
     """Markdown: a table for each source."""
-    tree = read_tree(str(ROWS), "published rows")["tables"]
+    tree = read_published()["tables"]
     parts = []
     for table in tables:
         source = tree[table.key]
@@ -137,12 +178,16 @@ def document(tables: list[Table]) -> str:
     return "\n".join(parts)
 
 
+def write_between(script: str, text: str) -> None:
+    """Replace what a script has written into the page."""
+    begin, end = f"<!-- written by python -m benchmarks.{script} -->", f"<!-- end of benchmarks.{script} -->"
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}")
+
+
 def main() -> None:
     """Write the tables into the page."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{document(compare())}\n{END}{after}")
+    write_between("published", document(compare()))
 
 
 if __name__ == "__main__":

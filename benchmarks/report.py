@@ -40,7 +40,7 @@ def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, l
         result = Path(scratch, "result.json")
         Path(scratch, "spec.json").write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
         launcher = [*CHILD, "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": _search_path(), **marked()}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": search_path(), **marked()}
         command = [sys.executable, *launcher, *CHILD, module, str(Path(scratch, "spec.json"))]
         with open(Path(scratch, "output"), "w+") as output:
             with blocked([signal.SIGINT]):  # the terminal sends it to them as well; this process ends them
@@ -64,7 +64,7 @@ def stream(
     """Run `python -m module`, and call `hear` with every row of results as it is printed. Returns the reason of a failure, or None."""
     with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch, open(Path(scratch, "errors"), "w+") as errors:
         Path(scratch, "spec.json").write_text(json.dumps(spec))
-        environment = {**os.environ, "PYTHONPATH": _search_path(), **environment, **marked()}
+        environment = {**os.environ, "PYTHONPATH": search_path(), **environment, **marked()}
         command = [sys.executable, *CHILD, module, str(Path(scratch, "spec.json"))]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
 
@@ -92,7 +92,8 @@ def stream(
         return f"ended with status {status}: {said[-1][:500] if said else 'no message'}" if status else None
 
 
-def _search_path() -> str:
+def search_path() -> str:
+    """PYTHONPATH of measured processes."""
     return os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -107,13 +108,19 @@ def _end(process: subprocess.Popen[Any]) -> None:
             process.wait()
 
 
-def write_random_tokens(directory: Path, vocab_size: int, count: int) -> str:
-    """A token file of one document of random tokens; returns its PREFIX."""
+def write_random_tokens(directory: Path, vocab_size: int, count: int, document: int | None = None) -> str:
+    """A token file of random tokens; returns its PREFIX. document: tokens of each, the last one is 0; None: all are one document."""
     tokens = np.random.default_rng(0).integers(vocab_size, size=count)
-    with IndexedWriter(directory / f"random_{vocab_size}", vocab_size) as writer:
-        writer.add(tokens, [count])
-        writer.finish({"vocab_size": vocab_size})
-    return str(directory / f"random_{vocab_size}")
+    metadata, sizes, name = {"vocab_size": vocab_size}, [count], f"random_{vocab_size}"
+    if document is not None:
+        tokens = np.maximum(tokens, 1)
+        tokens[document - 1 :: document] = 0
+        sizes = [document] * (count // document) + [count % document] * (count % document > 0)
+        metadata, name = metadata | {"eos": 0}, f"{name}_documents"
+    with IndexedWriter(directory / name, vocab_size) as writer:
+        writer.add(tokens, sizes)
+        writer.finish(metadata)
+    return str(directory / name)
 
 
 def machine() -> dict[str, Any]:
@@ -155,12 +162,20 @@ def version(package: str) -> str | None:
 
 def gpu() -> str | None:
     """The name of the first NVIDIA GPU, from the driver; None without one."""
-    number, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    return next(iter(gpus()), None)
+
+
+def gpus() -> list[str]:
+    """The names of the visible NVIDIA GPUs, from the driver."""
+    count, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    found: list[str] = []
     with suppress(OSError):
         cuda = ctypes.CDLL("libcuda.so.1")
-        if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(number), 0) == 0 and cuda.cuDeviceGetName(name, 256, number) == 0:
-            return name.value.decode()
-    return None
+        if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
+            for index in range(count.value):
+                if cuda.cuDeviceGet(ctypes.byref(number), index) == 0 and cuda.cuDeviceGetName(name, 256, number) == 0:
+                    found.append(name.value.decode())
+    return found
 
 
 def commit() -> str | None:

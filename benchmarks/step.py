@@ -13,7 +13,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import report
+from benchmarks import breakdown, report
 from megalite.config.load import from_dict
 from megalite.model.cost import model_flops_per_token
 
@@ -37,6 +37,7 @@ COLUMNS = {
     "peak GFLOP/s": "peak_gflops:,.1f",
     "share": "share_of_peak:.1%",
     "peak RSS above import, MiB": "peak_rss_above_import_mib:,.0f",
+    **breakdown.COLUMNS,
 }
 
 
@@ -69,7 +70,7 @@ def compare(
     model, batch = (SMOKE_MODEL, 2) if smoke else (MODEL, 4)
     protocol = {"rounds": rounds, "warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 6, "peak_size": 128 if smoke else 2048}
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
-        config = _config(model, batch, Path(scratch))
+        config = config_of(model, batch, Path(scratch))
         for number in range(1, rounds + 1):
             for run in runs:
                 progress(f"round {number} of {rounds}: {run.name}{f', products at {run.setting}' if run.setting else ''}")
@@ -91,7 +92,7 @@ def _runs(precision: str, compiled: bool) -> Iterator[Run]:
         yield Run(True, precision, compiled, setting)
 
 
-def _config(model: dict[str, Any], batch: int, scratch: Path) -> dict[str, Any]:
+def config_of(model: dict[str, Any], batch: int, scratch: Path) -> dict[str, Any]:
     length = model["max_position_embeddings"]
     return {
         "run": {"dir": str(scratch), "name": "step"},
@@ -105,7 +106,7 @@ def _config(model: dict[str, Any], batch: int, scratch: Path) -> dict[str, Any]:
 
 def _measure(run: Run, config: dict[str, Any], protocol: dict[str, Any], threads: int) -> dict[str, Any]:
     train = {**config["train"], "precision": run.precision, "compile": run.compiled}
-    spec = {**protocol, "config": {**config, "train": train}, "product_steps": 2, "matmul": run.setting}
+    spec = {**protocol, "config": {**config, "train": train}, "product_steps": 2, "breakdown": True, "matmul": run.setting}
     return report.launch("benchmarks.peer" if run.peer else "benchmarks.ours", spec, threads=threads)
 
 
@@ -137,6 +138,7 @@ def summarise(runs: list[Run], config: dict[str, Any]) -> list[dict[str, Any]]:
                 "share_of_peak": flops / seconds / peak,
                 "peak_rss_above_import_mib": median(memory) / 2**20 if memory else None,
                 "step_ms": [[1e3 * value for value in result["seconds"]] for result in run.results],
+                **({} if run.peer else breakdown.medians([result["parts"] for result in run.results])),
             }
         )
     return rows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import localtime, strftime, time
 from typing import Any
 
@@ -55,6 +56,15 @@ class Activity:
         """Record the end of the wait: the rank continues its action."""
         self.waiting = False
         self._tell(self.action)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside a communication, record that this rank works on its own, such as on its part of a save: the others wait for it."""
+        waiting, self.waiting = self.waiting, False
+        try:
+            yield
+        finally:
+            self.waiting = waiting
 
     def _tell(self, place: Any) -> None:
         for listener in self.listeners:

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from megalite.parallel.context.parts import Part
+
+Runs = Sequence[tuple[int, int]]
 IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convention)
+
+
+class Boundaries(NamedTuple):
+    """The documents of a microbatch, as attention kernels for documents of any length read them.
+
+    Attributes:
+        offsets: [documents + 1] int32 ("cu_seqlens"): where each document starts in the tokens of all rows, row after row; last, how many
+            tokens there are.
+        longest: the length of the longest document: known to the host, which starts the kernels by it.
+    """
+
+    offsets: Tensor
+    longest: int
 
 
 @dataclass
@@ -22,8 +39,10 @@ class Microbatch:
         positions: [seq, 1] int64, index of each token in its row; [seq, batch] if rows differ.
         samples: [batch] int64, global sample index of each row: the key of dropout.
         document_start: [seq, batch] int64, index in the row of the first token of each token's document; None if a row is one document.
-        starts: first positions of the runs of consecutive positions, all of one length, that `positions` consists of; empty if rows
-            differ. It gives the host the positions without reading the device: rotary tables are cached by it.
+        runs: (first position, length) of the runs of consecutive positions that `positions` consists of; empty if rows differ. It gives
+            the host the positions without reading the device: rotary tables are cached by it.
+        boundaries: the same as `document_start`, of whole rows only; may be None where that is not.
+        part: the rank's part of the rows under context parallelism; None: these are whole rows.
     """
 
     tokens: Tensor
@@ -31,27 +50,30 @@ class Microbatch:
     positions: Tensor
     samples: Tensor
     document_start: Tensor | None = None
-    starts: tuple[int, ...] = ()
+    runs: Runs = ()
+    boundaries: Boundaries | None = None
+    part: Part | None = None
 
     @staticmethod
     def of(
-        tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None, starts: Sequence[int] = (0,)
+        tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None, runs: Runs = (), **others: Any
     ) -> Microbatch:
-        """A microbatch in which every row consists of the runs of positions that begin at `starts`; by default of one run."""
-        length = len(tokens) // len(starts)
-        runs = [torch.arange(start, start + length, device=tokens.device) for start in starts]
-        return Microbatch(tokens, targets, torch.cat(runs).unsqueeze(1), samples, document_start, tuple(starts))
+        """A microbatch in which every row consists of these runs of positions; by default of one, from position 0 on. others: fields."""
+        runs = tuple(runs or [(0, len(tokens))])
+        positions = torch.cat([torch.arange(start, start + length, device=tokens.device) for start, length in runs])
+        return Microbatch(tokens, targets, positions.unsqueeze(1), samples, document_start, runs, **others)
 
     def to(self, device: torch.device) -> Microbatch:
         """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the device's work."""
         if device.type == "cpu":
             return self
 
-        def moved(x: Tensor) -> Tensor:
-            return x.pin_memory().to(device, non_blocking=True)
+        def moved(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return x.pin_memory().to(device, non_blocking=True)
+            return type(x)(*map(moved, x)) if hasattr(x, "_fields") else x  # boundaries and part, which have tensors in them
 
-        start = None if self.document_start is None else moved(self.document_start)
-        return Microbatch(moved(self.tokens), moved(self.targets), moved(self.positions), moved(self.samples), start, self.starts)
+        return Microbatch(**{name: moved(value) for name, value in vars(self).items()})
 
 
 class StageOutput(NamedTuple):

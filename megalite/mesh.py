@@ -83,9 +83,9 @@ class Mesh:
         channels: the point-to-point communicators over the pp axis by name, in the order of creation, each with the pairs of pipeline
             ranks (source, target) that use it.
         staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels and the axis of a stage.
+        stage_axis: whether the ranks of a stage have an axis also without that.
         counts_tokens: whether the data ranks sum valid tokens in every step: on NCCL gives `counting` a gloo group of its own,
             so that the count needs no device; otherwise it is the data axis.
-        experts: whether the model has experts: adds their axes.
         background_saves: whether saves communicate during training: gives `saving` a gloo group of its own; otherwise it is the world.
         timeout: time after which an operation fails if its peers do not answer; default: torch's.
 
@@ -101,8 +101,8 @@ class Mesh:
         tied: tuple[int, int] | None = None,
         channels: Mapping[str, Sequence[tuple[int, int]]] | None = None,
         staggered_end: bool = False,
+        stage_axis: bool = False,
         counts_tokens: bool = False,
-        experts: bool = False,
         background_saves: bool = False,
         timeout: timedelta | None = None,
     ):
@@ -118,15 +118,16 @@ class Mesh:
         urgent = {dims.peers(self.rank, ("tp",)), self._shard_ranks()}
         self._groups = ProcessGroups(timeout, urgent.__contains__)
         self.world = self._axis("world", dims.peers(self.rank, AXES))
-        self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,))) for name in ("tp", "cp", "dp"))
+        # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions over the same ranks.
+        self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,)), own=name == "cp") for name in ("tp", "cp", "dp"))
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
         self.shard, self.replicate = self._split(self.data, dims.shard)
-        stage = dims.peers(self.rank, PRODUCTS["stage"]) if experts else (self.rank,)  # without experts none of these axes has peers
+        stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)  # without experts none of these axes has peers
         place = stage.index(self.rank)
         self.expert = self._axis("expert", stage[place // dims.ep * dims.ep :][: dims.ep])
         self.expert_data = self._axis("expert_data", stage[place % dims.ep :: dims.ep])
         self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), "expert_")
-        self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if experts else (self.rank,))
+        self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if dims.experts else (self.rank,))
         pp_ranks = dims.peers(self.rank, ("pp",))
         # No group of its own: stages communicate only through the channels.
         self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)
@@ -137,7 +138,7 @@ class Mesh:
         totals = dict(zip(TOTALS, (up, [(target, source) for source, target in up]), strict=True)) if staggered_end else {}
         edges = {**(channels or {}), **totals} if dims.pp > 1 else {}
         self.channels = {name: self._groups.new(self.pp.ranks, kind="channel") for name in edges}
-        self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if staggered_end else None
+        self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if staggered_end or stage_axis else None
         own = background_saves and self.world.size > 1
         self.saving = replace(self.world, name="saving", group=self._groups.on_cpu(self.world.ranks)) if own else self.world
         own = counts_tokens and self.data.size > 1 and dist.get_backend() == "nccl"
@@ -158,8 +159,8 @@ class Mesh:
         assert name == "expert", name
         return Domain(name, *self.expert_split)
 
-    def _axis(self, name: str, ranks: tuple[int, ...]) -> MeshAxis:
-        group = self._groups.over(ranks) if len(ranks) > 1 else None
+    def _axis(self, name: str, ranks: tuple[int, ...], own: bool = False) -> MeshAxis:
+        group = (self._groups.own if own else self._groups.over)(ranks) if len(ranks) > 1 else None
         return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic, self.activity)
 
     def _with_shared_memory(self, axis: MeshAxis) -> MeshAxis:

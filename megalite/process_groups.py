@@ -24,6 +24,7 @@ class ProcessGroups:
     def __init__(self, timeout: timedelta | None, urgent: Callable[[tuple[int, ...]], bool]):
         self._timeout, self._urgent = timeout, urgent
         self._shared: dict[tuple[int, ...], ProcessGroup] = {}
+        self._own: list[ProcessGroup] = []
         self._on_cpu: list[ProcessGroup] = []
 
     def over(self, ranks: tuple[int, ...]) -> ProcessGroup:
@@ -35,6 +36,11 @@ class ProcessGroups:
             kind: Kind | None = "urgent" if self._urgent(ranks) else None
             self._shared[ranks] = dist.group.WORLD if world else self.new(ranks, kind=kind)  # type: ignore[assignment]
         return self._shared[ranks]
+
+    def own(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """An urgent group that is not shared with other axes over these ranks: its collectives wait for none of theirs."""
+        self._own.append(self.new(ranks, kind="urgent"))
+        return self._own[-1]
 
     def on_cpu(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """A gloo group of its own."""
@@ -73,7 +79,7 @@ class ProcessGroups:
         cuda = dist.get_backend() == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         # On NCCL a collective over a channel would connect all its ranks in both directions, and each connection takes memory.
-        for group in (*self._shared.values(), *(() if cuda else channels.values())):
+        for group in (*self._shared.values(), *self._own, *(() if cuda else channels.values())):
             dist.all_reduce(torch.ones(1, device=device), group=group)
         for group in self._on_cpu:
             dist.all_reduce(torch.ones(1), group=group)

@@ -1,6 +1,7 @@
 """Fixtures of the whole suite."""
 
 import ctypes
+import gc
 import os
 
 
@@ -44,6 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "manual" not in config.option.markexpr:
         items[:] = [item for item in items if item.get_closest_marker("manual") is None]
     items.sort(key=lambda item: item.path.name != LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # thousands of tests, and what they import, live to the end: a full collection would traverse them each time
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

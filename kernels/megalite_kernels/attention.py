@@ -10,10 +10,10 @@ The reference below processes queries in blocks, each with only the keys that so
 causal attention are never computed. The g query heads that share a key-value head are adjacent rows of one matrix, so that keys are read
 once per group and dk, dv are summed over it inside the product. All arithmetic is in at least fp32.
 
-What runs (`_route`): on a GPU, plain causal attention in fp16 or bf16 uses the kernels that come with torch, which are faster than any in
-Triton (`attention_library`). They support neither window, documents, soft-cap nor dropout, nor deterministic runs: then flash attention
-(`attention_triton`) runs, in 16 bits and for heads of up to WIDEST channels; in fp32 its products would not use tensor cores. All other
-cases use the reference. With train.kernels = torch only torch's own kernels or the reference run.
+What runs: on a GPU, the first implementation that supports the call, or the one that was measured to be the fastest on this device
+(`attention_routes`). In general plain causal attention in 16 bits uses the kernels that come with torch (`attention_library`), all other
+16-bit attention with heads of up to 256 channels flash attention in Triton (`attention_triton`), and the rest, such as fp32, whose products
+would not use tensor cores there, the reference. With train.kernels = torch only torch's own kernels or the reference run.
 
 On CPU the reference replaces torch's fused scaled_dot_product_attention at every length: measured in fp32 on one core from sequence 64
 to 2,048, its forward takes 0.9–1.5 times as long and its backward 1.2–2.2 times (with oneDNN's products 0.8–5 and 1.1–10 times, worst when
@@ -21,18 +21,20 @@ short). With `recompute` only the inputs are kept, and memory is linear in the s
 always recompute them from the log-sum-exp of each query.
 """
 
+import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalite_kernels.attention_library import library, library_attention, library_attention_backward
 from megalite_kernels.dispatch import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
-WIDEST = 256  # most channels of a head that the Triton kernels support
 BLOCK = 64  # queries per block: of 32, 64, 128 and 256 the fastest or nearly so at every sequence length from 64 to 2,048
+WIDEST = 256  # most channels of a head that the Triton kernels support
+Boundaries = tuple[Tensor, int]
+"""Offsets of the documents in the tokens of all rows, row after row, [documents + 1] int32, and the length of the longest document."""
 
 
 class _Block(NamedTuple):
@@ -59,6 +61,12 @@ def _blocks(sequence: int, window: int | None, document_start: Tensor | None, li
             hidden = hidden | (j < document_start[first:stop].T[:, :, None, None])
         mask = like.new_zeros(hidden.shape, dtype=torch.promote_types(like.dtype, torch.float32)).masked_fill_(hidden, -torch.inf)
         yield _Block(range(first, stop), range(start, stop), mask.unsqueeze(1))
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_blocks(sequence: int, dtype: torch.dtype, device: torch.device) -> tuple[_Block, ...]:
+    """The blocks of plain causal attention: the same in every layer and step, and their masks hold only BLOCK numbers a query."""
+    return tuple(_blocks(sequence, None, None, torch.empty(0, dtype=dtype, device=device)))
 
 
 def _rows(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
@@ -89,7 +97,10 @@ class _Problem:
         self.kv_heads = k.shape[2]
         self.group = self.heads // self.kv_heads
         self.softcap, self.dropout = softcap, dropout
-        self.blocks = list(_blocks(self.sequence, window, document_start, q))
+        if window is None and document_start is None:
+            self.blocks = _causal_blocks(self.sequence, torch.promote_types(q.dtype, torch.float32), q.device)
+        else:
+            self.blocks = tuple(_blocks(self.sequence, window, document_start, q))
 
     def query_rows(self, block: _Block) -> slice:
         return slice(block.queries.start * self.group, block.queries.stop * self.group)
@@ -114,11 +125,26 @@ class _Problem:
         return self.by_head(x, block).mul(keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3)).view(x.shape)
 
 
-def _route(q: Tensor, k: Tensor, v: Tensor, *options: object) -> str:
-    """The implementation: cudnn or flash (torch's own), triton, or reference. `options`: those that torch's own kernels do not support."""
-    chosen = None if any(option is not None for option in options) else library(q, k, v)
-    flash = takes_triton(q) and q.shape[-1] <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
-    return chosen or ("triton" if flash else "reference")
+def _route(q: Tensor, k: Tensor, v: Tensor, window: int | None, document_start: Tensor | None, softcap: float | None,
+           dropout: AttentionDropout | None, boundaries: Boundaries | None) -> str:  # fmt: skip
+    """The name of the implementation: triton, reference, or one of `attention_routes`."""
+    if not q.is_cuda:
+        return "triton" if takes_triton(q) and q.shape[-1] <= WIDEST else "reference"
+    from megalite_kernels.attention_routes import Call, choose
+
+    given = (option is not None for option in (window, document_start, boundaries, softcap, dropout))
+    return choose(Call(q, k, v, *given)).name
+
+
+def _library(route: str, *options: Any) -> tuple[Any, Any]:
+    """The passes of a kernel that is not of this package, and the options of a call to it."""
+    from megalite_kernels.attention_library import Options
+    from megalite_kernels.attention_routes import BY_NAME
+
+    calls = BY_NAME[route].calls
+    assert calls is not None
+    calls.prepare()
+    return calls, Options(*options)
 
 
 def _fields(dropout: AttentionDropout | None) -> tuple[Tensor | None, int, float, int, int]:
@@ -139,21 +165,23 @@ def attention(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
     recompute: bool = False,
+    boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """out [S, B, hq, D], contiguous, and the tensors to save for `attention_backward`: the reference's probabilities block by block (none
     with `recompute` or a soft-cap), or a kernel's log-sum-exp of each query's scores.
 
     q [S, B, hq, D]; k, v [S, B, hk, D], hq a multiple of hk; document_start [S, B] is the index in the row of the first token of the
-    token's document. Any strides.
+    token's document; `boundaries` says the same, and without it some implementations cannot run. Any strides.
     """
-    route = _route(q, k, v, window, document_start, softcap, dropout)
+    route = _route(q, k, v, window, document_start, softcap, dropout, boundaries)
     if route == "triton":
         from megalite_kernels import attention_triton
 
         flash_out, lse = attention_triton.flash_attention(q, k, v, scale, window, document_start, softcap, *_fields(dropout))
         return flash_out, (lse,)
     if route != "reference":
-        return library_attention(route, q, k, v, scale)
+        calls, options = _library(route, scale, window, boundaries)
+        return calls.forward(q, k, v, options)
     problem = _Problem(q, k, window, document_start, softcap, dropout)
     query, key, value = _rows(q, problem.kv_heads, scale), _rows(k, problem.kv_heads), _rows(v, problem.kv_heads)
     out = torch.empty_like(query)
@@ -182,20 +210,22 @@ def attention_backward(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
     recompute: bool = False,
+    boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq [S, B, hq, D], dk and dv [S, B, hk, D]; options as in forward, `saved` as forward returned it.
 
     The reference does not read `out`; a kernel, which never holds a whole row of probabilities, computes Σ_keys p∘dp = Σ_dim dout∘out from
     it.
     """
-    route = _route(q, k, v, window, document_start, softcap, dropout)
+    route = _route(q, k, v, window, document_start, softcap, dropout, boundaries)
     if route == "triton":
         from megalite_kernels import attention_triton
 
-        options = scale, window, document_start, softcap, *_fields(dropout)
-        return attention_triton.flash_attention_backward(dout, q, k, v, out, saved[0], *options)
+        given = scale, window, document_start, softcap, *_fields(dropout)
+        return attention_triton.flash_attention_backward(dout, q, k, v, out, saved[0], *given)
     if route != "reference":
-        return library_attention_backward(route, dout, q, k, v, out, saved, scale)
+        calls, options = _library(route, scale, window, boundaries)
+        return calls.backward(dout, q, k, v, out, saved, options)
     problem = _Problem(q, k, window, document_start, softcap, dropout)
     query, key, value = _rows(q, problem.kv_heads, scale), _rows(k, problem.kv_heads), _rows(v, problem.kv_heads)
     grad = _rows(dout, problem.kv_heads)

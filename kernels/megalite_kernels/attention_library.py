@@ -1,64 +1,164 @@
-"""Causal attention with the kernels that come with torch, called with an explicit forward and backward.
+"""Calls of the attention kernels that come with torch, with an explicit forward and backward. `attention_routes` says when each one runs.
 
-They support neither windows, documents, soft-cap nor a dropout mask that can be recomputed; `attention.attention` uses them where none of
-these is requested. `library` makes the checks that torch's dispatcher would make: it rejects heads whose channels are no multiple of 8,
-which the dispatcher would pad, and shapes for which cuDNN has no backward.
+They do not draw a dropout mask that can be computed again. `FLASH` and `CUDNN` take whole rows, and support neither windows nor documents.
+Those of variable length take documents by their boundaries: the offsets of the documents in the tokens of all rows, one row after the
+other, [documents + 1] int32, and the length of the longest. torch.nn.attention.varlen wraps the same kernels in its own autograd.
 
 Published forward and backward speeds in TFLOP/s, H100, 8k keys, 128 channels: cuDNN's 600 and 518 (FlashAttention-3, figures 5 and 6),
 FlashAttention-2, which is torch's own, 370 and 318, a Triton kernel 392 forward. So cuDNN's comes first on Hopper and Blackwell,
-FlashAttention-2 elsewhere. Neither sums dq in a fixed order, so a deterministic run uses neither.
+FlashAttention-2 elsewhere. None sums dq in a fixed order unless it is asked to, which was never tried: a deterministic run uses none.
 """
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.backends import cuda
-
-from megalite_kernels.launch import architecture
 
 _aten = torch.ops.aten
-_CUDNN_WIDEST = 128  # channels: for wider heads a backward exists only in some versions, which `can_use_cudnn_attention` does not check
-_CUDNN_PART = 128  # other sequences than multiples of 128 keys: cuDNN before 9.15.1 reads beyond them, later ones have returned NaN for dq
 
 
-def _by_head(x: Tensor) -> Tensor:
+class Options(NamedTuple):
+    """`boundaries`: offsets and the longest length of the documents; None: rows are whole. `window`: as in `attention`."""
+
+    scale: float
+    window: int | None = None
+    boundaries: tuple[Tensor, int] | None = None
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The two passes of a route. `prepare` runs before each: it makes the kernel known to torch.
+
+    forward(q, k, v, options) -> out and what backward needs of the kernel's own; backward(dout, q, k, v, out, that, options) -> dq, dk, dv.
+    All of q, k, v and out are [S, B, heads, D]; results are contiguous.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...], Options], tuple[Tensor, Tensor, Tensor]]
+    prepare: Callable[[], None] = lambda: None
+
+
+def by_head(x: Tensor) -> Tensor:
     """[S, B, heads, D] viewed as [B, heads, S, D]."""
     return x.permute(1, 2, 0, 3)
 
 
-def library(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """The library kernel for q, k and v [S, B, heads, D]: cudnn or flash; None if neither supports them."""
-    sequence, _, heads, dim = q.shape
-    if not q.is_cuda or not q.numel() or dim % 8 or torch.are_deterministic_algorithms_enabled():
-        return None
-    parameters = cuda.SDPAParams(_by_head(q), _by_head(k), _by_head(v), None, 0.0, True, heads != k.shape[2])
-    valid = dim <= _CUDNN_WIDEST and sequence % _CUDNN_PART == 0
-    if valid and architecture(q.device) in ("sm_90", "sm_100") and cuda.can_use_cudnn_attention(parameters):
-        return "cudnn"
-    return "flash" if cuda.can_use_flash_attention(parameters) else None
+def _by_position(x: Tensor) -> Tensor:
+    """The inverse of `by_head`, contiguous."""
+    return x.permute(2, 0, 1, 3).contiguous()
 
 
-def library_attention(chosen: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """out [S, B, hq, D], contiguous, and what backward needs: the log-sum-exp, and the state of a random generator, which is not used."""
-    if chosen == "cudnn":
-        found = _aten._scaled_dot_product_cudnn_attention(*map(_by_head, (q, k, v)), None, True, 0.0, True, False, scale=scale)
-    else:
-        found = _aten._scaled_dot_product_flash_attention(*map(_by_head, (q, k, v)), 0.0, True, False, scale=scale)
-    out, lse, _, _, _, _, seed, offset, _ = found
-    return out.permute(2, 0, 1, 3).contiguous(), (lse, seed, offset)
+def _tokens(x: Tensor) -> Tensor:
+    """[S, B, heads, D] as [B·S, heads, D], row after row: a view if there is one row, else a copy."""
+    return x.transpose(0, 1).flatten(0, 1)
 
 
-def library_attention_backward(
-    chosen: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], scale: float
+def _positions(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_tokens`, contiguous: [B·S, heads, D] -> [S, B, heads, D]."""
+    sequence, batch = like.shape[:2]
+    return x.unflatten(0, (batch, sequence)).transpose(0, 1).contiguous()
+
+
+# ---- whole rows
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
+    found = _aten._scaled_dot_product_cudnn_attention(*map(by_head, (q, k, v)), None, True, 0.0, True, False, scale=options.scale)
+    out, lse, _, _, _, _, seed, offset, _ = found  # the last two: the state of a random generator, which is not used
+    return _by_position(out), (lse, seed, offset)
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, contiguous."""
-    (lse, seed, offset), length = saved, q.shape[0]
+    (lse, *state), length = saved, q.shape[0]
     dout = dout.contiguous()  # torch caches cuDNN's plan by the strides of q, k and v only: those of the others must not vary
-    tensors = *map(_by_head, (dout, q, k, v, out)), lse
-    if chosen == "cudnn":
-        backward = _aten._scaled_dot_product_cudnn_attention_backward
-        found = backward(*tensors, seed, offset, None, None, None, length, length, 0.0, True, scale=scale)
-    else:
-        backward = _aten._scaled_dot_product_flash_attention_backward
-        found = backward(*tensors, None, None, length, length, 0.0, True, seed, offset, scale=scale)
-    dq, dk, dv = (x.permute(2, 0, 1, 3).contiguous() for x in found)
+    tensors = *map(by_head, (dout, q, k, v, out)), lse
+    backward = _aten._scaled_dot_product_cudnn_attention_backward
+    dq, dk, dv = backward(*tensors, *state, None, None, None, length, length, 0.0, True, scale=options.scale)
+    return _by_position(dq), _by_position(dk), _by_position(dv)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
+    found = _aten._scaled_dot_product_flash_attention(*map(by_head, (q, k, v)), 0.0, True, False, scale=options.scale)
+    out, lse, _, _, _, _, seed, offset, _ = found
+    return _by_position(out), (lse, seed, offset)
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    (lse, *state), length = saved, q.shape[0]
+    tensors = *map(by_head, (dout.contiguous(), q, k, v, out)), lse
+    backward = _aten._scaled_dot_product_flash_attention_backward
+    dq, dk, dv = backward(*tensors, None, None, length, length, 0.0, True, *state, scale=options.scale)
+    return _by_position(dq), _by_position(dk), _by_position(dv)
+
+
+# ---- documents of any length
+
+
+def _lengths(options: Options) -> tuple[Tensor, Tensor, int, int]:
+    """Offsets and longest length, of queries and of keys."""
+    assert options.boundaries is not None
+    offsets, longest = options.boundaries
+    return offsets, offsets, longest, longest
+
+
+def _reach(options: Options) -> dict[str, int | None]:
+    """How many keys before and after its own a query sees."""
+    return {} if options.window is None else {"window_size_left": options.window - 1, "window_size_right": 0}
+
+
+def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
+    tensors = map(_tokens, (q, k, v))
+    found = _aten._flash_attention_forward(*tensors, *_lengths(options), 0.0, True, False, scale=options.scale, **_reach(options))
+    out, lse, state, unused, _ = found
+    return _positions(out, q), (lse, state, unused)
+
+
+def _flash_varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse, *state = saved
+    tensors = *map(_tokens, (dout.contiguous(), q, k, v, out)), lse
+    backward = _aten._flash_attention_backward
+    dq, dk, dv = backward(*tensors, *_lengths(options), 0.0, True, *state, scale=options.scale, **_reach(options))
+    return _positions(dq, q), _positions(dk, q), _positions(dv, q)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """`_tokens`, contiguous: cuDNN's offsets of documents count elements."""
+    return _tokens(x).contiguous()
+
+
+def _cudnn_varlen(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
+    found = _aten._cudnn_attention_forward(*map(_packed, (q, k, v)), None, *_lengths(options), True, 0.0, True, False, scale=options.scale)
+    out, lse, _, _, _, _, seed, offset, _ = found
+    return _positions(out, q), (lse, seed, offset)
+
+
+def _cudnn_varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse, *state = saved
+    tensors = *map(_packed, (dout, q, k, v, out)), lse
+    found = _aten._cudnn_attention_backward(*tensors, *state, None, *_lengths(options), 0.0, True, scale=options.scale)
+    dq, dk, dv = (_positions(x, q) for x in found)
     return dq, dk, dv
+
+
+@functools.cache
+def _activate_fa3() -> None:
+    """Let torch's flash operations run FlashAttention-3 from now on."""
+    from torch.nn import attention
+
+    attention.activate_flash_attention_impl("FA3")
+
+
+CUDNN, FLASH = Calls(_cudnn, _cudnn_backward), Calls(_flash, _flash_backward)
+CUDNN_VARLEN, FLASH_VARLEN = Calls(_cudnn_varlen, _cudnn_varlen_backward), Calls(_flash_varlen, _flash_varlen_backward)
+FA3, FA3_VARLEN = replace(FLASH, prepare=_activate_fa3), replace(FLASH_VARLEN, prepare=_activate_fa3)

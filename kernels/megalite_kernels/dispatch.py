@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+selected = ""  # train.kernels, once it is known
 _device_types: tuple[str, ...] = ()  # the device types whose tensors kernels compute
 
 
@@ -24,12 +25,13 @@ def select(kernels: str) -> None:
     Raises:
         ValueError: triton is selected, but no kernel can run.
     """
-    global _device_types
+    global selected, _device_types
     installed = importlib.util.find_spec("triton") is not None
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if kernels == "triton" and not (installed and (interpreted or torch.cuda.is_available())):
         missing = "a GPU, or TRITON_INTERPRET=1" if installed else "the package triton"
         raise ValueError(f"train.kernels = triton needs {missing}. Set it to auto or torch.")
+    selected = kernels
     taken = {"auto": ("cuda",), "triton": ("cuda", "cpu") if interpreted else ("cuda",), "torch": ()}
     _device_types = taken[kernels] if installed else ()
 

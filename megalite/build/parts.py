@@ -5,6 +5,7 @@ The trainer, verification and generation build the same parts here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megalite_kernels import dispatch
 
+from megalite.batch import Microbatch
 from megalite.build.plan import activation_shape, counts_tokens, specs_of, units_of
 from megalite.build.plan import optimistic_step as optimistic_step
 from megalite.build.plan import partition as partition
 from megalite.build.plan import schedule as schedule
 from megalite.build.plan import staggered_end as staggered_end
 from megalite.config.amounts import duration_seconds
+from megalite.config.dims import part_length
 from megalite.config.schema import Config
-from megalite.mesh import Layout, Mesh
+from megalite.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
-from megalite.optimizer.state_kinds import state_kinds
+from megalite.optimizer.table import OPTIMIZERS, state_kinds
 from megalite.parallel.pipeline.communication import edges
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
@@ -54,7 +57,7 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     own_master = dtype != accumulate_dtype or (device.type != "cpu" and not parallel.offload_parameters)
     trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
-    kinds = len(state_kinds(trained[0].segments[0])) + own_master
+    kinds = len(state_kinds(trained[0].segments[0], config.optimizer.name)) + own_master
     wanted = parameter_count(trained) * accumulate_dtype.itemsize * kinds * layout(config).replicate * share
     check_directory(offload_directory(config), int(wanted))
 
@@ -67,8 +70,8 @@ def mesh_options(config: Config) -> dict[str, Any]:
         "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None,
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
+        "stage_axis": OPTIMIZERS[config.optimizer.name].over == "stage",
         "counts_tokens": counts_tokens(config),
-        "experts": config.model.num_experts is not None,
         "background_saves": config.checkpoint.async_save,
     }
 
@@ -76,6 +79,16 @@ def mesh_options(config: Config) -> dict[str, Any]:
 def make_mesh(config: Config) -> Mesh:
     """Create all groups and channels that this configuration needs. Collective over the world."""
     return Mesh(layout(config), **mesh_options(config), timeout=timedelta(seconds=duration_seconds(config.run.timeout) or 0))
+
+
+def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
+    """What makes microbatches of whole rows: with more than one cp rank, of this rank's part of them."""
+    if cp.size == 1:
+        return Microbatch.of
+    from megalite.parallel.context.parts import PARTS
+    from megalite.parallel.context.rows import Cut
+
+    return Cut(PARTS[config.parallel.context](part_length(config) * cp.size, cp.size), cp.rank)
 
 
 @dataclass

@@ -5,9 +5,10 @@ The runtime executes these plans, and the planner calls the same functions for a
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import chain
 
-from megalite.config.dims import ParallelDims
+from megalite.config.dims import ParallelDims, part_length
 from megalite.config.schema import Config
 from megalite.config.token_files import is_chat, prefixes
 from megalite.layout import AxisPlace, Coordinates
@@ -52,9 +53,9 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
 
 
 def activation_shape(config: Config) -> tuple[int, int, int]:
-    """[seq (/tp under sequence parallelism), batch, hidden]: one rank's activations of a microbatch between layers and between stages."""
+    """[seq/cp (/tp under sequence parallelism), batch, hidden]: a rank's activations of a microbatch between layers and between stages."""
     parallel = config.parallel
-    length = config.data.sequence_length // (parallel.tp if parallel.sequence_parallel else 1)
+    length = part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)
     return length, config.train.micro_batch_size, config.model.hidden_size
 
 
@@ -84,11 +85,26 @@ def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
 
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
     """The validated list of actions of every rank, messages included, and under ZeRO-3 gathers and reshards. Raises as `validate`."""
-    options = config.parallel
+    options, units = config.parallel, _gathered_units(config)
+    keep = bool(units) and options.zero3_reshard == "step" and not forward_only
     costs = Costs(*options.schedule_costs)
-    plan = with_communication(build(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only))
-    if units := _gathered_units(config):
-        plan = with_gathering(plan, units, keep=options.zero3_reshard == "step" and not forward_only)
+    return _validated(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only, units, keep)
+
+
+@lru_cache(maxsize=8)  # a start asks for the same plan several times: for the channels of the mesh, for the steps, for reports
+def _validated(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None,
+    costs: Costs,
+    forward_only: bool,
+    units: tuple[tuple[Unit, ...], ...],
+    keep: bool,
+) -> Schedule:
+    plan = with_communication(build(name, ranks, microbatches, virtual_stages, costs, forward_only))
+    if units:
+        plan = with_gathering(plan, units, keep=keep)
     validate(plan, OUTSTANDING_SENDS)
     return plan
 

@@ -45,7 +45,7 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
         temporary = on_rank_0(mesh, lambda: directories.begin(directory))
         try:
             with named("the exchange of what to save", mesh):
-                written = tensors.write(temporary, rectangles, mesh.saving)
+                written = tensors.write(temporary, rectangles, mesh.saving, mesh.activity if mesh.saving is mesh.world else None)
             on_rank_0(mesh, lambda: directories.publish(temporary, directory, encode(state, written)))
             return sum(chunk.bytes for tensor in written.values() for chunk in tensor.chunks)
         except BaseException:

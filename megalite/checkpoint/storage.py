@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from megalite.activity import Activity
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import Chunk, Manifest, StoredTensor
 
@@ -38,14 +40,14 @@ class _Plain:
 class Writer(_Plain, StorageWriter):
     """Writes this rank's file directly from the tensors' memory. `tensors` has those of all ranks, on rank 0 after `finish`."""
 
-    def __init__(self, directory: Path, rank: int):
-        self.path = directory / f"rank_{rank:05d}.bin"
+    def __init__(self, directory: Path, rank: int, activity: Activity | None):
+        self.path, self.activity = directory / f"rank_{rank:05d}.bin", activity
         self.tensors: dict[str, StoredTensor] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         if plan.items:
-            with open(self.path, "wb") as file:
+            with self.activity.working() if self.activity else nullcontext(), open(self.path, "wb") as file:
                 for item in plan.items:
                     assert item.tensor_data is not None and item.index.offset is not None
                     part = planner.resolve_data(item)

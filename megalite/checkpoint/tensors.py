@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from megalite.activity import Activity
 from megalite.checkpoint.chunks import name_of
 from megalite.checkpoint.errors import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import Manifest, StoredTensor
@@ -142,11 +143,14 @@ class _LoadPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
 
-def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis) -> dict[str, StoredTensor]:
-    """Write every rank's rectangles to `directory` and sync them to disk; returns the tensors of all ranks on rank 0. Collective."""
+def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis, activity: Activity | None) -> dict[str, StoredTensor]:
+    """Write every rank's rectangles to `directory` and sync them to disk; returns the tensors of all ranks on rank 0. Collective.
+
+    activity: learns when this rank writes; None: a save in the background is not what the rank does.
+    """
     blocks = [block for part in rectangles for block in _blocks(part)]
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    writer = Writer(directory, world.rank)
+    writer = Writer(directory, world.rank, activity)
     with _clear_errors():
         dcp_save(_global_tensors(blocks), storage_writer=writer, planner=planner, process_group=world.group, no_dist=world.group is None)
     return writer.tensors

@@ -150,7 +150,6 @@ def check_output(options: argparse.Namespace) -> None:
 def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     """What the options ask for. Raises ConfigError for a model that cannot be read."""
     from megalite.commands.models import config_of, find_model, weights_of
-    from megalite.planning.configuring import check_planned_for
     from megalite.planning.starting import Wanted
 
     replacing = {
@@ -162,7 +161,6 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     assert named is not None, "config_of has found it"
     if named.kind == "checkpoint":
         base = Config(model=base.model)
-    check_planned_for(base)
     base.model.init_from = base.model.init_from if named.kind == "configuration" else None
     data = options.data or base.data.train or "data/train"
     asked = (options.sequence_length, options.global_batch_size, options.tokens, options.steps)
@@ -237,7 +235,8 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         steps += [f"megalite prepare --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(prefix)}" for prefix in missing]
     steps += [f"megalite train --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
     if options.json:
-        job = Job(config.model, wanted.device, config.data.sequence_length, config.train.global_batch_size, config.train.precision)
+        sizes = config.data.sequence_length, config.train.global_batch_size, config.train.precision
+        job = Job(config.model, wanted.device, *sizes, lora=config.lora)
         print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps}))
         return
     tokens = config.train.global_batch_size * config.data.sequence_length

@@ -22,7 +22,8 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planning import explaining
-from megalite.planning.configuring import broken_rule, check_planned_for, configured, nodes_for, to_yaml
+from megalite.planning.between_nodes import hint
+from megalite.planning.configuring import broken_rule, configured, nodes_for, to_yaml
 from megalite.planning.hardware import Device, HardwareError, find, known_devices
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
@@ -101,17 +102,12 @@ def amount(text: str) -> float:
 
 def calibrate(path: Path) -> str:
     """Measure this machine, and write a device file."""
-    import yaml
-
     from benchmarks import plan, report
 
     try:
-        content = plan.calibrate()
+        plan.write_device(path, plan.calibrate())
     except report.BenchmarkError as error:
         raise HardwareError(f"--calibrate: {error}") from None
-    content = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
-    heading = f"# Measured by megalite plan --calibrate on {report.machine()['cpu'] if content.get('cpu') else content['device']}.\n"
-    write_whole(path, heading + yaml.safe_dump(content, sort_keys=False))
     return f"{path} is written. megalite benchmark plan measures the error of predictions for this machine."
 
 
@@ -129,7 +125,6 @@ def base_config(options: argparse.Namespace) -> Config:
 
     sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
     config = config_of(options.model, options.gpus or 1, replacing=sizes)
-    check_planned_for(config)
     if options.vocab_size is not None:
         config.model.vocab_size = options.vocab_size
     if config.model.vocab_size is None:
@@ -147,7 +142,9 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         raise ConfigError(f"--write {options.write} can not be written: there is no directory {options.write.parent}. Make it first.")
     check_alone(base, options.recompute)
     gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
-    job = Job(base.model, device, options.sequence_length, options.global_batch_size, base.train.precision, gradient_bytes=gradient_bytes)
+    batch = options.sequence_length, options.global_batch_size, base.train.precision
+    muon = base.muon if base.optimizer.name == "muon" else None
+    job = Job(base.model, device, *batch, gradient_bytes=gradient_bytes, lora=base.lora, muon=muon)
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
     search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
     progress("listing the legal layouts")
@@ -162,9 +159,13 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         message = explaining.nothing_fits(search)
         return {**content, "explanation": [message, *walked]}, "\n".join([*walked, message])
     if options.write:
-        write_whole(options.write, to_yaml(configured(base, plans[0].choice), heading(search, plans[0], options.write)))
+        chosen = configured(base, plans[0].choice)
+        hardware = options.gpu if device.name == options.gpu.lower() else str(Path(options.gpu).absolute())
+        chosen = replace(chosen, profiling=replace(chosen.profiling, hardware=hardware))  # the run compares itself with the plan
+        write_whole(options.write, to_yaml(chosen, heading(search, plans[0], options.write)))
     costs = [cost(job, plan, device, options) for plan in plans]
-    sentences = explaining.winner(search, plans)
+    between = hint(configured(base, plans[0].choice), options.gpus, device.per_node)
+    sentences = explaining.winner(search, plans) + ([] if between is None else [f"{between}."])
     content["plans"] = [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
     content["explanation"] = [*sentences, *walked]
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])

@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": "compute perplexity, or run tasks of lm-evaluation-harness",
     "verify": "compare a layout with one process, step by step",
     "benchmark": "measure this machine (in a checkout only)",
+    "first-light": "prove and measure a machine's GPUs in one run (in a checkout only)",
     "checkpoint": "list, inspect, verify, compare and consolidate checkpoints",
     "report": "write an HTML page about one run or several, or serve that of a run that trains",
     "compare": "compare runs: final figures, differing options, curves",

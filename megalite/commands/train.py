@@ -125,6 +125,7 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     from megalite.monitoring import links
     from megalite.training.faults import restarts
     from megalite.training.job import Job, JobEnd, begin
+    from megalite.training.product_choice import choose
 
     configure_process(device, config.run.deterministic)
     environment, jobs, notes = facts(device, local_world_size()), list[Job](), list[str]()
@@ -151,6 +152,10 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     mesh = build.make_mesh(config)
     if config.network.test and mesh.world.size > 1:
         notes.append(links.describe(links.measure(mesh, device)))
+    try:
+        notes += choose(config, mesh, device)
+    except ConfigError as error:
+        end_run(error, config, device, mesh, jobs[0], ExitStatus.CONFIGURATION)
     return jobs[0], environment, mesh, notes
 
 
@@ -161,7 +166,7 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     from megalite.training.memory_report import report
 
     notes[:0] = random_weights(trainer)
-    notes += [*left_out(trainer.config, trainer.device), *repeated(trainer), *report(trainer)]
+    notes += [*chosen(trainer), *repeated(trainer), *report(trainer)]
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
         write_config(trainer.config, trainer.run_dir)
@@ -170,12 +175,16 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
         print("\n".join(notes), flush=True)
 
 
-def left_out(config: Config, device: torch.device) -> list[str]:
-    """A line for a faster path that is not taken until a GPU has proved it (docs/gpu.md)."""
-    length = config.data.sequence_length
-    if device.type == "cpu" or length % 128 == 0:
-        return []
-    return [f"attention without cuDNN, which may return NaN: data.sequence_length = {length} is no multiple of 128"]
+def chosen(trainer: Trainer) -> list[str]:
+    """Lines about what runs on this machine: attention's implementation, and a layout that fits its nodes better."""
+    from megalite.launch.process import local_world_size
+    from megalite.planning.between_nodes import hint
+    from megalite.training.kernel_choice import attention_route
+
+    config, data = trainer.config, trainer.train_data
+    documents = data.chat or (config.data.reset_positions and data.eos is not None)
+    between = hint(config, trainer.mesh.world.size, local_world_size())
+    return [*attention_route(config, trainer.device, documents), *([] if between is None else [between])]
 
 
 def random_weights(trainer: Trainer) -> list[str]:

@@ -23,6 +23,7 @@ class ParallelDims:
         microbatches: microbatches of one step on one dp rank.
         ep: ranks over which a layer's experts are split, the innermost of dp · cp · tp.
         sharded: whether ZeRO shards anything.
+        experts: whether the model has experts.
     """
 
     pp: int = 1
@@ -34,6 +35,7 @@ class ParallelDims:
     microbatches: int = field(default=1, repr=False)
     ep: int = field(default=1, repr=False)
     sharded: bool = field(default=True, repr=False)
+    experts: bool = field(default=False, repr=False)
 
     @classmethod
     def of(cls, config: Config, world_size: int | None = None) -> Self:
@@ -52,6 +54,7 @@ class ParallelDims:
             virtual_stages={"interleaved": parallel.virtual_stages or 2, "zb-v": 2, "v-half": 2}.get(parallel.schedule, 1),
             ep=parallel.ep,
             sharded=parallel.zero > 0,
+            experts=config.model.num_experts is not None,
             microbatches=train.global_batch_size // max(train.micro_batch_size * dp, 1),
         )
 
@@ -107,3 +110,13 @@ def filling_dp(parallel: ParallelConfig, world_size: int) -> int | None:
     """The data-parallel size with which the mesh has `world_size` ranks; None if there is none."""
     ranks = parallel.pp * parallel.cp * parallel.tp
     return world_size // ranks if ranks > 0 and world_size % ranks == 0 else None
+
+
+def part_length(config: Config) -> int:
+    """Positions of a row that a context-parallel rank holds. All ranks hold equally many: a row that has no such parts is padded."""
+    parallel, length = config.parallel, config.data.sequence_length
+    if parallel.cp == 1:
+        return length
+    halves = 1 if parallel.context == "ulysses" else 2  # zigzag: two runs of equal length on each rank
+    unit = parallel.cp * halves * (parallel.tp if parallel.sequence_parallel else 1)
+    return -(-length // unit) * unit // parallel.cp

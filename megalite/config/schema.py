@@ -7,6 +7,8 @@ from typing import Any, Literal
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
 from megalite.config.lora import LoraConfig as LoraConfig
+from megalite.config.optimizers import MuonConfig
+from megalite.config.optimizers import OptimizerConfig as OptimizerConfig
 
 
 class ConfigError(Exception):
@@ -235,7 +237,9 @@ class ParallelConfig:
     dp: int | None = None
     """Data-parallel size: number of replicas over which the global batch is split. null: world size / (tp · pp · cp)."""
     cp: int = 1
-    """Context-parallel size: number of ranks over which each sequence is split. Only 1 is supported so far."""
+    """Context-parallel size: number of ranks over which each sequence is split."""
+    context: Literal["ulysses", "gather", "ring"] = "ulysses"
+    """With cp > 1, what attention exchanges: heads for positions (ulysses), all keys and values at once (gather) or rank by rank (ring)."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
     ep: int = 1
@@ -321,8 +325,11 @@ class TrainConfig:
     recompute: str = "none"
     """Activations that backward recomputes: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch; torch: PyTorch; triton: Triton, or an
-    error where it cannot run."""
+    """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch, and what was measured to be the
+    fastest on this device; torch: PyTorch; triton: Triton, or an error where it cannot run."""
+    fp32_products: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
+    """Library of matrix products in fp32 on a CPU. auto: MKL or oneDNN, measured when the run begins; bf16: as auto, and oneDNN may
+    round to bf16."""
     compile: bool = False
     """Compile the pure functions between the linears with torch.compile."""
     loss_chunk: int | None = None
@@ -359,30 +366,6 @@ class FP16Config:
     """Number of overflows after which the scale is halved."""
     min_loss_scale: float = 1.0
     """Minimum loss scale."""
-
-
-@dataclass
-class OptimizerConfig:
-    lr: float = 3e-4
-    """Peak learning rate."""
-    min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
-    warmup_steps: int = 0
-    """Number of steps of linear warm-up from 0 to lr; or their share of train.steps, 5% or 0.05."""
-    decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Learning-rate schedule after the warm-up. wsd: constant, then linear decay over the last wsd_decay_fraction of train.steps."""
-    wsd_decay_fraction: float = 0.1
-    """Fraction of train.steps over which wsd decays."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's coefficients for the running averages of the gradient and of its square."""
-    eps: float = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms and biases never decay."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply lr and min_lr by global_batch_size / base_batch_size (linear) or by its square root (sqrt)."""
-    base_batch_size: int | None = None
-    """Global batch size, in sequences, for which lr was chosen; required by lr_scaling."""
 
 
 @dataclass
@@ -491,6 +474,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     fp16: FP16Config = field(default_factory=FP16Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

@@ -5,7 +5,7 @@ no position: each step asks for the sample at which its batch starts, so resumin
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -14,16 +14,20 @@ import torch
 from numpy.typing import NDArray
 
 from megalite.batch import IGNORE_INDEX, Microbatch
+from megalite.data import documents
 from megalite.data.dataset import Dataset
 from megalite.data.indexed import DataError
+from megalite.layout import AxisPlace
 
 
 class Loader:
     """The microbatches of one data-parallel rank. Sizes and options are those of a checked configuration.
 
+    dp: this rank's place among the data-parallel ranks, not the data ranks (dp · cp): the cp ranks of a replica read the same rows.
     reset_positions: EOS ends a document; positions and attention restart after it (`Microbatch.document_start`).
     eod_mask_loss: the prediction from an EOS, which is the next document's first token, is not counted.
     vocab_size: a token at or above it is an error: tp ranks, which split the vocabulary, would each take it for another rank's.
+    make: makes a microbatch of whole rows: under context parallelism of this rank's part of them.
     samples: number of samples of the dataset; rows past it are padded and not counted. None: the dataset is endless.
     """
 
@@ -33,17 +37,18 @@ class Loader:
         *,
         global_batch_size: int,
         micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
+        dp: AxisPlace,
         reset_positions: bool = False,
         eod_mask_loss: bool = False,
         vocab_size: int | None = None,
+        make: Callable[..., Microbatch] = Microbatch.of,
         samples: int | None = None,
     ):
         self._dataset, self._global_batch, self._end = dataset, global_batch_size, samples
         self._reset_positions, self._eod_mask_loss, self._vocab_size = reset_positions, eod_mask_loss, vocab_size
-        offsets = np.arange(global_batch_size).reshape(-1, dp_size, micro_batch_size)  # [microbatches, dp, batch]
-        self._offsets = offsets[:, dp_rank]  # [microbatches, batch]: this rank's rows, relative to the batch's first sample
+        self._make = make
+        offsets = np.arange(global_batch_size).reshape(-1, dp.size, micro_batch_size)  # [microbatches, dp, batch]
+        self._offsets = offsets[:, dp.rank]  # [microbatches, batch]: this rank's rows, relative to the batch's first sample
         self._requests: SimpleQueue[tuple[int, Future[list[Microbatch]]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._next: tuple[int, Future[list[Microbatch]]] | None = None
@@ -105,26 +110,17 @@ class Loader:
         if self._vocab_size is not None and (largest := max(tokens.max(), targets.max())) >= self._vocab_size:
             raise DataError(f"a sample has the token {largest}, but model.vocab_size = {self._vocab_size}. Set it to the tokenizer's.")
         if self._reset_positions and self._dataset.eos is not None:
-            starts = document_start(tokens, self._dataset.eos)
+            starts = documents.starts(tokens, self._dataset.eos)
         targets[samples > last] = IGNORE_INDEX  # rows past the end
         if self._eod_mask_loss:
             targets[tokens == self._dataset.eos] = IGNORE_INDEX
-        return Microbatch.of(
+        return self._make(
             tokens=_sequence_first(tokens),
             targets=_sequence_first(targets),
             samples=torch.from_numpy(np.ascontiguousarray(samples)),
             document_start=None if starts is None else _sequence_first(starts),
+            boundaries=None if starts is None else documents.boundaries(starts),
         )
-
-
-def document_start(tokens: NDArray[np.int64], eos: int) -> NDArray[np.int64]:
-    """The position in the row at which each token's document starts, [batch, seq], of tokens [batch, seq].
-
-    EOS belongs to the document that it ends; a row's first token starts a document.
-    """
-    starts = np.zeros_like(tokens)
-    starts[:, 1:] = np.where(tokens[:, :-1] == eos, np.arange(1, tokens.shape[1]), 0)  # own position after an EOS, else 0
-    return np.maximum.accumulate(starts, axis=1)  # carried on to the document's other tokens
 
 
 def _sequence_first(rows: NDArray[np.int64]) -> torch.Tensor:

@@ -88,7 +88,8 @@ def _trained(config: Config, state: dict[str, Any]) -> dict[str, str]:
     """Data, tokens and options of the training; nothing for a model that was only converted."""
     if config.data.train is None:
         return {}
-    optimizer = config.optimizer
+    optimizer, muon = config.optimizer, config.muon
+    matrices = f"Muon for matrices, learning rate {muon.lr:g}, weight decay {muon.weight_decay:g}; " if optimizer.name == "muon" else ""
     counts = {prefix: metadata(prefix).get("tokens") for prefix in prefixes(config.data.train)}
     samples, step, length = state.get("samples", 0), state.get("step", 0), config.data.sequence_length
     seen = "positions seen" if any(map(is_chat, counts)) else "tokens seen"  # rows of conversations are padded
@@ -98,7 +99,7 @@ def _trained(config: Config, state: dict[str, Any]) -> dict[str, str]:
         "steps": f"{step:,} of {config.train.steps:,}",
         seen: f"{samples * length:,} ({samples:,} samples of {length:,})",
         "global batch": f"{config.train.global_batch_size:,} samples",
-        "optimizer": f"AdamW, learning rate {optimizer.lr:g} ({optimizer.decay}), weight decay {optimizer.weight_decay:g}",
+        "optimizer": f"{matrices}AdamW, learning rate {optimizer.lr:g} ({optimizer.decay}), weight decay {optimizer.weight_decay:g}",
         "precision": config.train.precision,
     }
     start = config.model.init_from

@@ -12,6 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,7 @@ def software() -> dict[str, str]:
     return {"megalite": f"{megalite.__version__} (sources {_digest(Path(megalite.__file__).parent)})", "torch": torch.__version__}
 
 
+@cache
 def _digest(package: Path) -> str:
     """Eight hexadecimal digits of a hash of the package's sources."""
     found = hashlib.sha256()

@@ -30,13 +30,15 @@ def run_ranks(
     variables: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
     poll: Callable[[], object] = lambda: None,
+    patience: float = 0.0,
 ) -> int:
     """Run `python COMMAND …` as ranks 0 … count − 1. Returns 0, or the status of the first rank that failed.
 
     Args:
         variables: added to the ranks' environment, which is this process's.
         output: the file for stdout and stderr of all ranks; default: the terminal.
-        poll: called every now and then while they run.
+        poll: called every now and then while they run; they end if it raises.
+        patience: seconds in which the others may end by themselves after one has failed.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -48,7 +50,11 @@ def run_ranks(
             # -P: `-m` would import from the current directory first, where a user's file may have the name of a package.
             with blocked([signal.SIGINT]):  # the terminal sends it to the ranks as well
                 ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, stdout=output, stderr=output))
-        return _wait(ranks, poll)
+        status = _wait(ranks, poll)
+        given_up = time.monotonic() + patience
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < given_up:
+            time.sleep(POLL_S)
+        return status
     finally:
         _stop(ranks)
 

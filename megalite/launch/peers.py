@@ -121,11 +121,12 @@ class Peers:
         self._beats, self.heard = 0, monotonic()
         self.beat_s = max(BEAT_S, size / MOST_BEATS)
         self._closed, self._wake = Event(), Event()
+        self._answering: set[int] = set()  # a firewall may refuse connections: only a rank that has answered has ended if it refuses them
         self._threads = [Thread(target=each, name=f"megalite-peers{each.__name__}", daemon=True) for each in (self._exchange, self._answer)]
         for thread in self._threads:
             thread.start()
-        # A firewall may refuse connections as well: only a rank that has answered before has ended if it refuses them.
-        self._answering = {each for each, address in self._addresses.items() if _question(address)[0] is State.ANSWERS}
+        for each in wanted - {rank}:
+            self.ask(each)
 
     # ---- threads
 
@@ -165,15 +166,15 @@ class Peers:
 
     def _answer(self) -> None:
         """Tell every process that connects where this rank is."""
-        while True:
+        while not self._closed.is_set():
             try:
                 link, _ = self._listener.accept()
-                with link:
-                    link.settimeout(ANSWER_S)
-                    link.sendall(json.dumps({"token": self.token, "place": self._now()}).encode())
-            except OSError:
-                if self._closed.is_set():
-                    return
+            except OSError:  # closed, or this process has no file descriptor left for the moment
+                self._closed.wait(BEAT_S)
+                continue
+            with link, suppress(OSError):
+                link.settimeout(ANSWER_S)
+                link.sendall(json.dumps({"token": self.token, "place": self._now()}).encode())
 
     # ---- questions
 
@@ -187,6 +188,7 @@ class Peers:
             state, place = _question(address)
             if state is State.ANSWERS:
                 self._places[rank] = place
+                self._answering.add(rank)
                 return state, place
             if state is State.ENDED:
                 break
@@ -242,7 +244,6 @@ class Peers:
             if state is State.ANSWERS:
                 if silent is None:  # those before have left
                     self._watched, self._changed = rank, monotonic()
-                    self._answering.add(rank)
                 break
             if state is State.ENDED and rank not in self._answering:
                 state = State.UNREACHABLE

@@ -1,7 +1,7 @@
 """Causal self-attention with grouped key-value heads; each tp rank computes its own heads.
 
 Column-parallel query-key-value projection, attention over this rank's heads, row-parallel output projection. Communication: that of the two
-linears, and of a query-key norm over the full width (`FullWidthRMSNorm`).
+linears, of a query-key norm over the full width (`FullWidthRMSNorm`), and with parts of sequences that of `parallel.context`.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Attention(nn.Module):
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
         self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], optional(f"{name}.qkv.bias"), tp, sequence_parallel)
         self.out = RowParallelLinear(weights[f"{name}.out.weight"], optional(f"{name}.out.bias"), tp, sequence_parallel)
+        self.attend = options.attention_over(mesh.cp) or _Attention.apply
         self.q_norm, self.k_norm = (self._qk_norm(weights, f"{name}.{part}.weight", mesh) for part in ("q_norm", "k_norm"))
 
     def _qk_norm(self, weights: Mapping[str, Weight], name: str, mesh: Mesh) -> nn.Module | None:
@@ -104,7 +105,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         q, k, v = self.project(x, state)  # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
-        out = _Attention.apply(q, k, v, self.operation(state))  # [seq, batch, heads/tp, head_dim]
+        out = self.attend(q, k, v, self.operation(state))  # [seq, batch, heads/tp, head_dim]
         return self.out(out.flatten(-2), state.adapter_mask(Site.OUT_ADAPTER, self.layer))  # row-parallel: summed over tp
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,5 +134,7 @@ class Attention(nn.Module):
             "document_start": state.first_visible,
             "softcap": model.attention_softcap,
             "dropout": dropout,
+            "boundaries": state.boundaries,
             "recompute": self.options.recompute == "selective" or not torch.is_grad_enabled(),  # without a backward nothing is saved
+            **({} if state.part is None else {"part": state.part}),
         }

@@ -11,10 +11,14 @@ import torch
 from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
+from megalite.batch import Boundaries, Runs
 from megalite.mesh import MeshAxis
 
 if TYPE_CHECKING:
     from megalite.parallel.tensor.lora import Mask
+
+if TYPE_CHECKING:
+    from megalite.parallel.context.parts import Part
 
 
 class Site(IntEnum):
@@ -34,7 +38,7 @@ class ForwardState:
     Attributes:
         samples, step, seed: [batch] global sample indices, the step and the seed: with the positions, the key of dropout.
         training: False in evaluation: no dropout.
-        positions, starts, document_start: those of the `Microbatch`.
+        positions, runs, document_start, part, boundaries: those of the `Microbatch`.
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
         local_rotary: those of rope_local_theta, for the layers with a sliding window.
         lora_dropout: probability of dropout in front of adapters.
@@ -48,8 +52,9 @@ class ForwardState:
     seed: int
     training: bool
     positions: Tensor
-    starts: tuple[int, ...]
+    runs: Runs
     document_start: Tensor | None = None
+    part: Part | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     local_rotary: tuple[Tensor, Tensor] | None = None
     lora_dropout: float = 0.0
@@ -57,6 +62,7 @@ class ForwardState:
     loss_scale: float = 0.0
     statistics: dict[str, Tensor] = field(default_factory=dict)
     choices: dict[int, Any] = field(default_factory=dict)
+    boundaries: Boundaries | None = None
 
     def dropout_key(self, site: Site, layer: int) -> int:
         """The key of one mask. Key, sample, position and channel determine each bit of it."""
@@ -76,13 +82,15 @@ class ForwardState:
     @property
     def length(self) -> int:
         """Number of positions of a row, from its first token on; where rows differ, of the longest, read from the device."""
-        return max(self.starts) + len(self.positions) // len(self.starts) if self.starts else int(self.positions.max()) + 1
+        if self.part is not None:  # its last position may be on another rank
+            return self.part.length
+        return max(start + length for start, length in self.runs) if self.runs else int(self.positions.max()) + 1
 
     @property
     def first_position(self) -> int:
-        """Position of the first token. Positions must be consecutive: one start."""
-        (first,) = self.starts
-        return first
+        """Position from which attention counts: that of the first token, or with parts of rows, whose runs it is given, 0."""
+        assert self.part or len(self.runs) == 1, "positions must be consecutive"
+        return 0 if self.part else self.runs[0][0]
 
     @property
     def first_visible(self) -> Tensor | None:

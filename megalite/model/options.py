@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megalite.config.schema import Config
+from megalite.mesh import MeshAxis
 from megalite.parallel.compiled_ops import CompiledOps
 
 
@@ -16,15 +20,26 @@ class LayerOptions:
         sequence_parallel: False where tp is 1.
         recompute: what backward computes again: none, selective or full.
         expert_dispatch: how tokens reach their experts.
+        context: how attention exchanges the parts of a sequence, with more than one cp rank.
         ops: the functions between linears, eager or compiled.
     """
 
     sequence_parallel: bool
     recompute: str
     expert_dispatch: str
+    context: str
     ops: CompiledOps
 
     @staticmethod
     def of(config: Config, layer: int, ops: CompiledOps) -> LayerOptions:
         parallel = config.parallel
-        return LayerOptions(parallel.sequence_parallel and parallel.tp > 1, config.train.recompute_of(layer), parallel.expert_dispatch, ops)
+        sequence_parallel = parallel.sequence_parallel and parallel.tp > 1
+        return LayerOptions(sequence_parallel, config.train.recompute_of(layer), parallel.expert_dispatch, parallel.context, ops)
+
+    def attention_over(self, cp: MeshAxis) -> Callable[..., Tensor] | None:
+        """Attention of this rank's part of every sequence to the whole (`parallel.context`). None: the rank has whole sequences."""
+        if cp.size == 1:
+            return None
+        from megalite.parallel.context.attend import attention_over
+
+        return attention_over(cp, self.context)

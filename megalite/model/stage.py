@@ -112,7 +112,7 @@ class Stage(nn.Module):
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
-        self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # (cos, sin) by `starts`, length and frequencies
+        self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # (cos, sin) by `runs`, length and frequencies
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
         """What every unit needs to know about a microbatch; `step` is part of the key of the dropout masks."""
@@ -122,9 +122,11 @@ class Stage(nn.Module):
             seed=self.seed,
             training=training,
             positions=microbatch.positions,
-            starts=microbatch.starts,
+            runs=microbatch.runs,
             document_start=microbatch.document_start,
+            part=microbatch.part,
             lora_dropout=self.lora_dropout,
+            boundaries=microbatch.boundaries,
         )
         model = self.model_config
         if model.position == "rope":
@@ -134,9 +136,9 @@ class Stage(nn.Module):
         return state
 
     def _rotary_tables(self, state: ForwardState, theta: float, scaling: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions. Cached where all rows have the same positions, which the host knows from `starts`."""
+        """cos and sin of the positions. Cached where all rows have the same positions, which the host knows from `runs`."""
         model, positions = self.model_config, state.document_positions  # [seq, 1] or [seq, batch]
-        alike = state.starts if state.document_start is None else ()  # empty: positions differ between rows
+        alike = state.runs if state.document_start is None else ()  # empty: positions differ between rows
         key = (alike, len(positions), theta, scaling is None)
         tables = self._rotary.get(key) if alike else None
         if tables is None:

@@ -16,6 +16,7 @@ from megalite.messages import write_or_say
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
 from megalite.parallel.pipeline.simulator import simulate
+from megalite.planning.constants import interval
 from megalite.planning.hardware import Device
 from megalite.planning.predicting import estimated_costs, stage_sums, step_seconds
 
@@ -40,11 +41,21 @@ def predicted_bubble(config: Config) -> float | None:
     return timeline.bubble_rate if build.staggered_end(config) else timeline.bubble_fraction
 
 
-def describe(times: list[float], bubbles: list[float], predicted_time: float | None, predicted_bubble: float | None) -> list[str]:
-    """The line, or an empty list if nothing was predicted. The first step, a warm-up, is left out if there are others."""
+def describe(
+    times: list[float], bubbles: list[float], predicted_time: float | None, predicted_bubble: float | None, device: Device | None = None
+) -> list[str]:
+    """The line, or an empty list if nothing was predicted. The first step, a warm-up, is left out if there are others. device: that the
+    time is predicted for."""
     parts = []
     if times and predicted_time is not None:
-        parts.append(f"step time {predicted_time:.4g} s predicted, {median(times[1:] or times):.4g} s measured (median)")
+        sure = ""
+        if device is not None:
+            low, high = interval(predicted_time)
+            sure = f" for {device.name}" + (f" ({low:.4g} to {high:.4g} s in 80 % of published runs)" if device.compared else "")
+        found = median(times[1:] or times)
+        parts.append(
+            f"step time {predicted_time:.4g} s predicted{sure}, {found:.4g} s measured (median), {found / predicted_time - 1:+.1%}"
+        )
     if predicted_bubble is not None:
         measured = f"{fmean(bubbles[1:] or bubbles):.1%} measured" if bubbles else "not measured"
         parts.append(f"bubble {predicted_bubble:.1%} predicted, {measured}")
@@ -78,8 +89,11 @@ class Outcome(Observer):
             return []
         config = self.trainer.config
         seconds, bubble = None if self.device is None else step_seconds(config, self.device), predicted_bubble(config)
-        self._keep("prediction.json", {"step_time_s": seconds, "bubble_fraction": bubble})
-        return describe(self.times, self.bubbles, seconds, bubble)
+        sure = list(interval(seconds)) if seconds is not None and self.device is not None and self.device.compared else None
+        measured = median(self.times[1:] or self.times)
+        content = {"step_time_s": seconds, "step_time_interval_s": sure, "measured_step_time_s": measured, "bubble_fraction": bubble}
+        self._keep("prediction.json", content)
+        return describe(self.times, self.bubbles, seconds, bubble, self.device)
 
     def _keep(self, name: str, content: dict[str, Any]) -> None:
         write_or_say(self.trainer.run_dir / name, lambda path: write_synced(path, json.dumps(content, indent=2) + "\n"))

@@ -12,7 +12,7 @@ from megalite_kernels.adamw import adamw_
 from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
-from megalite.optimizer.state_kinds import ADAMW, state_kinds
+from megalite.optimizer.table import ADAMW, state_kinds
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.offload import StateRange
 from megalite.parallel.sharding.store import ParameterStore
@@ -38,7 +38,7 @@ class AdamW:
 
     def state_kinds(self, segment: Segment) -> tuple[str, ...]:
         """Both moments of a trainable segment."""
-        return state_kinds(segment)
+        return state_kinds(segment, "adamw")
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
         """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor`, a scalar."""

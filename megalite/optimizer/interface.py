@@ -18,7 +18,7 @@ class Optimizer(Protocol):
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
         """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor`, a scalar.
-        If that is NaN nothing changes: the step is skipped.
+        If that is NaN nothing changes: the step is skipped. All ranks of a stage call it together: some optimizers communicate.
 
         Gradients are not passed: an optimizer holds views of `GradientBucket.owned` from its construction.
         """

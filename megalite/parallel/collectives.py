@@ -125,7 +125,7 @@ def reduces_in_place(axis: MeshAxis) -> bool:
     return axis.size == 1 or not _is_gloo(axis)
 
 
-def _exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, what: str) -> list[Work]:
+def exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, what: str) -> list[Work]:
     """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, for all ranks but this one."""
     works, what = [], f"{what} over {axis.name}"
     for step in range(1, axis.size):  # each rank starts with its own neighbour, so that no rank is the first target of all
@@ -179,7 +179,7 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
         if pending := _shared_memory_collective(x, axis, "all_reduce", lambda parts: _deliver(_ordered_sum(parts, x.dtype), into)):
             return pending
         parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
-        works = _exchange([x] * axis.size, parts, axis, "all_reduce")
+        works = exchange([x] * axis.size, parts, axis, "all_reduce")
         return Pending(works, lambda: _deliver(_ordered_sum(parts, x.dtype, _received(axis)), into), x)
     # Reduce-scatter and all-gather send (size - 1) / size of x each; the exchange above sends it size - 1 times.
     scattered = _scatter_sum(x.view(-1), axis, x.dtype)
@@ -216,7 +216,7 @@ def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
 
         return summed_parts(x, axis, dtype)
     parts = [outgoing[rank] if rank == axis.rank else torch.empty_like(outgoing[0]) for rank in range(axis.size)]
-    works = _exchange(outgoing, parts, axis, "reduce_scatter")
+    works = exchange(outgoing, parts, axis, "reduce_scatter")
     return Pending(works, lambda: _ordered_sum(parts, dtype, _received(axis)), x)
 
 
@@ -226,7 +226,7 @@ def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
     parts = list(out.chunk(axis.size))
     if into is None and (pending := _shared_memory_collective(x, axis, "all_gather", lambda found: torch.cat(found, out=out))):
         return pending
-    works = _exchange([x] * axis.size, parts, axis, "all_gather")
+    works = exchange([x] * axis.size, parts, axis, "all_gather")
     if parts[axis.rank].data_ptr() != x.data_ptr():  # else x is this rank's part of `into`
         parts[axis.rank].copy_(x)
     return Pending(works, lambda: out, x)

@@ -138,7 +138,9 @@ class Weight:
             add_grouped_gradient(grad.view(len(sizes), -1, grad.shape[1]), grad_output, inputs, sizes, self._uninitialized)
             self._uninitialized = False
         elif left.dtype != grad.dtype and left.is_cuda:  # the product's fp32 accumulators are added to grad without being rounded first
-            torch.addmm(grad, left, inputs, out_dtype=grad.dtype, beta=0 if self._uninitialized else 1, out=grad)
+            from megalite_kernels.weight_grad import add_product
+
+            add_product(grad, left, inputs, overwrite=self._uninitialized)
             self._uninitialized = False
         elif left.dtype != grad.dtype:  # CPU: addmm has no out_dtype
             self._add(left @ inputs)

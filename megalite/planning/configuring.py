@@ -13,7 +13,7 @@ from typing import Any
 from megalite.config.load import field_docs, to_dict
 from megalite.config.rule import RuleContext
 from megalite.config.rules import RULES
-from megalite.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
+from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.planning.step import Choice
 
 COLUMN, WIDTH = 38, 140
@@ -46,15 +46,6 @@ def broken_rule(config: Config, world_size: int) -> str | None:
         if not rule.option.startswith(ELSEWHERE) and rule.broken(facts):
             return rule.describe(facts)
     return None
-
-
-def check_planned_for(config: Config) -> None:
-    """Raise ConfigError for what the planner does not model."""
-    if config.lora.rank:
-        raise ConfigError(
-            f"lora.rank = {config.lora.rank} is not planned for: the planner models training of all weights. "
-            "Use megalite train --dry_run for the memory of a layout with adapters."
-        )
 
 
 def nodes_for(gpus: int, per_node: int) -> int:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.planning.configuring import broken_rule, configured
+from megalite.planning.constants import ALIKE, INTERVAL, interval
 from megalite.planning.search import USABLE, Plan, Search
 from megalite.planning.step import Choice, Job, StepTime
 
 GIB = 2**30
-ALIKE = 0.02  # relative difference of two predictions that is not significant: they share most of their errors, but not all
 PARTS = {
     "compute": "computation",
     "recompute": "recomputation",
@@ -34,6 +34,7 @@ COLUMNS = (
     "offload",
     "GiB",
     "step s",
+    "80 %",
     "tokens/s/GPU",
     "MFU",
     "causal",
@@ -69,8 +70,9 @@ def row(job: Job, plan: Plan) -> tuple[str, ...]:
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
     cells = (choice.tp, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
     more = (choice.micro_batch_size, choice.recompute, place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
+    sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
     speed = f"{job.tokens_per_second_per_gpu(choice, step.total):,.0f}", f"{palm:.1%}", f"{causal:.1%}", f"{step.bubble_fraction:.1%}"
-    return tuple(map(str, (*cells, *more, *speed)))
+    return tuple(map(str, (*cells, *more, sure, *speed)))
 
 
 def table(rows: Sequence[Sequence[str]], heading: Sequence[str] = COLUMNS) -> str:
@@ -100,6 +102,7 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
         "memory_bytes": plan.memory.total,
         "memory": plan.memory.to_dict(),
         "step_time_s": step.total,
+        "step_time_interval_s": list(interval(step.total)) if job.device.compared else None,
         "step_time_parts_s": step.parts(),
         "bubble_fraction": step.bubble_fraction,
         "tokens_per_second_per_gpu": job.tokens_per_second_per_gpu(choice, step.total),
@@ -131,7 +134,24 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
             sentences.append(
                 f"Memory rules out {described(rejected.choice)}, which would take {rejected.step.total:.4g} s: it needs {over}."
             )
-    return sentences + [loses(best, other) for other in plans[1:3]]
+    return [*sentences, *ties(search.job, plans), *(loses(best, other) for other in plans[1:3])]
+
+
+def ties(job: Job, plans: Sequence[Plan]) -> list[str]:
+    """How sure the predictions are, and how many plans cannot be told apart from the best."""
+    if job.device.compared:
+        low, high = interval(plans[0].step.total)
+        sure = [f"80 % of published runs are within {INTERVAL:.0%} of their prediction: {low:.4g} to {high:.4g} s here."]
+    else:
+        sure = [f"No published run on {job.device.name} has been compared with a prediction."]
+    alike = sum(plan.step.total < plans[0].step.total * (1 + ALIKE) for plan in plans)
+    if alike == 1:
+        return sure
+    many = "The" if alike < len(plans) else "At least the"
+    return [
+        *sure,
+        f"{many} first {alike} plans cannot be told apart: a ratio of two predictions is only known to {ALIKE:.0%}. Measure them.",
+    ]
 
 
 def memory_parts(plan: Plan) -> str:
@@ -175,7 +195,7 @@ def loses(best: Plan, other: Plan) -> str:
     saved = best.memory.total - other.memory.total
     memory = f"{amount(abs(saved))} {'less' if saved > 0 else 'more'}"
     if slower < ALIKE:
-        return f"{described(other.choice)} is as fast within the prediction's accuracy ({slower:.1%} slower), with {memory} memory."
+        return f"{described(other.choice)} cannot be told apart from it ({slower:.1%} slower), with {memory} memory."
     return f"{described(other.choice)} is {slower:.1%} slower: {PARTS[worst]} takes {more[worst]:.3g} s more, with {memory} memory."
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from megalite.config.load import read_tree
 from megalite.config.rule import describe_legal, nearest_name
 from megalite.config.schema import ConfigError
+from megalite.planning.constants import CONSTANTS, Constants
 from megalite.planning.peaks import peak_flops
 
 TABLE = Path(__file__).with_name("hardware.yaml")
@@ -52,7 +53,9 @@ class Device:
         kernel: seconds of overhead per kernel; host_time: seconds of the host per operation.
         tensor, messages: if measured, separate links inside a node for tensor parallelism and for messages between stages.
         cpu: whether it is a CPU, whose cores do not overlap communication and computation, and for which there are no custom kernels.
+        constants: of the time model.
         measured: whether the bandwidth was reached by kernels, not taken from a data sheet.
+        compared: whether published runs on it have been compared with predictions, so that their error is known.
     """
 
     name: str
@@ -76,8 +79,10 @@ class Device:
     host_time: float = 8e-6
     tensor: Link | None = None
     messages: Link | None = None
+    constants: Constants = CONSTANTS
     cpu: bool = False
     measured: bool = False
+    compared: bool = False
 
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s. Raises HardwareError if the device has no peak at that precision."""
@@ -146,7 +151,7 @@ def _read(name: str, row: dict[str, Any]) -> Device:
     ):
         if key in row:
             optional[field] = float(row.pop(key)) * scale
-    for key in ("cpu", "measured"):
+    for key in ("cpu", "measured", "compared"):
         if key in row:
             optional[key] = bool(row.pop(key))
     if "products" in row:
@@ -156,8 +161,9 @@ def _read(name: str, row: dict[str, Any]) -> Device:
         optional["attention"] = (1e9 * float(forward), 1e9 * float(backward))
     for key in ("tensor", "messages"):
         if key in row:
-            optional[key] = _link(row.pop(key))
-    within, between, host = (_link(row.pop(key)) for key in ("within", "between", "host"))
+            optional[key] = read_link(row.pop(key))
+    within, between = (read_link(row.pop(key), in_runs=True) for key in ("within", "between"))
+    host = read_link(row.pop("host"))
     device = Device(
         name=name,
         peaks=_peaks(row),
@@ -201,11 +207,13 @@ def _peaks(row: dict[str, Any]) -> dict[str, float]:
     return peaks
 
 
-def _link(value: str | Mapping[str, Any]) -> Link:
-    """A link of the table by its name, or one described in place."""
+def read_link(value: str | Mapping[str, Any], in_runs: bool = False) -> Link:
+    """A link of the table by its name, or one described in place. in_runs: at the bandwidth that collectives reach in a run, if it is the
+    table's; one that is described is measured."""
     links = _table()["links"]
     if isinstance(value, str) and value not in links:
         raise HardwareError(f"{value} is not a known link. Nearest: {nearest_name(value, list(links))}; or give {{gbs: N, latency_us: N}}.")
     row = links[value] if isinstance(value, str) else value
-    bandwidth = float(row["gbs"]) * float(row.get("efficiency", 1.0)) * 1e9
+    reached = CONSTANTS.links if in_runs and isinstance(value, str) else 1.0
+    bandwidth = float(row["gbs"]) * float(row.get("efficiency", 1.0)) * reached * 1e9
     return Link(value if isinstance(value, str) else "measured", bandwidth, float(row["latency_us"]) * 1e-6)

@@ -81,7 +81,9 @@ def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[BucketL
     width = Widths.of(config).gradient
     shared = [(bucket, Sharing.of(config, bucket.domain)) for bucket in buckets if bucket.trainable]
     shared = [(bucket, sharing) for bucket, sharing in shared if sharing.data > 1]
-    reducing = max((_reduction(config, bucket.size, sharing, device) for bucket, sharing in shared), default=0)
+    two = config.parallel.reduce_dtype == "bf16" and device == "cuda"  # reductions at a time, see `sharding.reducer`
+    sizes = sorted((_reduction(config, bucket.size, sharing, device) for bucket, sharing in shared), reverse=True)
+    reducing = sum(sizes[: 2 if two else 1])
     opened = [(bucket.size, sharing.shard) for bucket, sharing in shared if sharing.gradients_sharded(bucket, config.run.deterministic)]
     if not opened:
         return reducing

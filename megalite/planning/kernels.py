@@ -16,8 +16,6 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64
 """Rows and columns of the output tile that one multiprocessor computes, and its relative speed: a small tile reads more bytes per FLOP."""
 TILE_START = 1.2e-6
 """Seconds that a wave of tiles takes beyond its products: loading the first operands from memory and storing the result."""
-STREAM = 0.8
-"""Fraction of the data sheet's bandwidth that kernels reach; a plain copy of gigabytes reaches 0.9."""
 ELEMENTWISE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes per element, by precision."""
 SOFTMAX = 4e-11
@@ -29,9 +27,14 @@ BLOCK = 128
 """Positions per attention block: a block that the causal mask cuts is computed in full."""
 
 
+def reached_bandwidth(device: Device) -> float:
+    """Bytes/s that memory-bound kernels reach."""
+    return device.bandwidth * (1.0 if device.measured else device.constants.stream)
+
+
 def stream(device: Device, size: float) -> float:
     """A memory-bound kernel that moves `size` bytes from or to memory."""
-    return device.kernel + size / (device.bandwidth * (1.0 if device.measured else STREAM))
+    return device.kernel + size / reached_bandwidth(device)
 
 
 def product(device: Device, m: float, n: float, k: float, precision: str, batch: float = 1, written: float | None = None) -> float:
@@ -42,7 +45,7 @@ def product(device: Device, m: float, n: float, k: float, precision: str, batch:
     """
     size = ELEMENTWISE_BYTES[precision]
     moved = batch * (size * (m * k + k * n) + (size if written is None else written) * m * n)
-    memory = moved / (device.bandwidth * (1.0 if device.measured else STREAM))
+    memory = moved / reached_bandwidth(device)
     if device.rates:
         return device.kernel + max(memory, 2 * batch * m * n * k / _measured_rate(device, m * n * k))
     return device.kernel + max(memory, _tiled(device, m, n, k, precision, batch))
@@ -84,8 +87,8 @@ def attention(
     if device.attention is not None:
         flops = 4 * scores * head_size
         return device.kernel + flops / device.attention[0], device.kernel + 2.5 * flops / device.attention[1]
-    rate = device.peak(precision) * device.sustained
-    softmax = scores * SOFTMAX / device.multiprocessors
+    rate = device.peak(precision) * device.sustained * device.constants.attention
+    softmax = scores * SOFTMAX / device.multiprocessors / device.constants.attention
     traffic = stream(device, 4 * batch * heads * sequence * head_size * ELEMENTWISE_BYTES[precision])
     forward = max(4 * scores * head_size / rate + softmax, traffic)
     backward = max(ATTENTION_BACKWARD * (10 * scores * head_size / rate + softmax), 2 * traffic)

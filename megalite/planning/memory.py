@@ -20,6 +20,7 @@ from megalite.config.schema import Config
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.planning.activations import Activations, Held
 from megalite.planning.in_flight import channel_bytes, gathered_bytes, message_bytes, open_gradients
+from megalite.planning.orthogonalising import exchange
 from megalite.planning.states import Device, States, Widths, model_states
 
 
@@ -46,6 +47,7 @@ class RankMemory:
         activations, logits, workspace: the peak of each during a step.
         step: the peak of their sum; their own peaks may occur at different times.
         communicating: buffers of collectives and messages.
+        exchanging: buffers of Muon's exchange of matrices, when no activations are held.
     """
 
     pp_rank: int
@@ -56,6 +58,7 @@ class RankMemory:
     workspace: int
     step: int
     communicating: Communication
+    exchanging: int = 0
 
     @property
     def parameters(self) -> int:
@@ -76,12 +79,13 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Peak on the device, without offloaded state (`states.host` and `states.disk`)."""
-        return self.states.device + self.step + self.communication
+        return self.states.device + max(self.step, self.exchanging) + self.communication
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the range of ranks as its start and length, every part in bytes."""
         names = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
         tree = {"states": asdict(self.states), "communicating": asdict(self.communicating), "workspace": self.workspace, "step": self.step}
+        tree |= {"exchanging": self.exchanging}
         return {
             "pp_rank": self.pp_rank,
             "first_rank": self.ranks.start,
@@ -138,6 +142,7 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int, ranks: range, device
         profile.workspace,
         profile.step,
         communication,
+        exchange(config, buckets).buffers,
     )
 
 

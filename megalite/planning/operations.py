@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megalite.config.schema import ModelConfig
+from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost.steps import Attention, Block, Elementwise, Lookup, Product, Share, Step
 from megalite.model.cost.units import Units
 from megalite.planning.hardware import Device
@@ -20,7 +20,7 @@ from megalite.planning.links import Fabric, group
 
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time on a GPU, as in `megalite.model.stage`
 ACCUMULATED = 8.0  # bytes: an fp32 accumulator is read and written
-FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 12, 20  # that the host launches per layer
+FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 40, 80  # that the host launches per layer, an estimate: about 1 ms
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,11 @@ class Software:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
         masks: dropout writes its masks to memory.
-        fused_loss: the loss reads 16-bit logits once each way; otherwise it works on fp32 logits in several passes.
+        loss_bytes: memory traffic of the loss per logit, forward and backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
+            fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes of their own.
         fp32_accumulation: weight gradients are added to fp32 accumulators.
         hides_tensor: the input gradient's reduction overlaps with the weight gradient's product.
+        async_tensor: forward collectives overlap with their own product, part by part.
         hides_gradients: data-parallel communication overlaps with the backward pass.
         hides_messages: sends and receives between stages overlap with computation.
         splits_messages: each tensor-parallel rank sends a part, and the receivers all-gather it.
@@ -44,9 +46,10 @@ class Software:
     flash: bool = True
     attention: float = 1.0
     masks: bool = False
-    fused_loss: bool = True
+    loss_bytes: tuple[float, float] = (2.0, 4.0)
     fp32_accumulation: bool = True
     hides_tensor: bool = True
+    async_tensor: bool = False
     hides_gradients: bool = True
     hides_messages: bool = True
     splits_messages: bool = False
@@ -79,10 +82,10 @@ class Passes(NamedTuple):
 
 
 class Operations:
-    """The times of a model's units on a device."""
+    """The times of a model's units on a device; with adapters, all other weights are frozen."""
 
-    def __init__(self, device: Device, model: ModelConfig, precision: str, software: Software = OURS):
-        self.device, self.model, self.precision, self.software = device, model, precision, software
+    def __init__(self, device: Device, model: ModelConfig, precision: str, software: Software = OURS, lora: LoraConfig | None = None):
+        self.device, self.model, self.precision, self.software, self.lora = device, model, precision, software, lora
         self.size = ELEMENTWISE_BYTES[precision]
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
@@ -106,7 +109,7 @@ class Operations:
     def units(self, share: Share) -> Units:
         """The descriptions of the model's units under a share."""
         if share not in self._units:
-            self._units[share] = Units(self.model, share)
+            self._units[share] = Units(self.model, share, self.lora)
         return self._units[share]
 
     def layer(self, share: Share, index: int) -> Passes:
@@ -134,13 +137,28 @@ class Operations:
         match step:
             case Product(rows=rows, outputs=outputs, inputs=inputs):
                 forward, backward = self._gemm(rows, outputs, inputs), self._gemm(rows, inputs, outputs)
-                return Passes(forward, backward, self._weight_gradient(outputs, inputs, rows))
+                weight = 0.0 if step.frozen else self._weight_gradient(outputs, inputs, rows)
+                return Passes(forward, backward, weight).plus(self._adapters(step))
             case Attention():
                 return Passes(*self._attention(step), 0.0)
             case Elementwise():
                 return Passes(self._pointwise(*step.forward), self._pointwise(*step.backward), 0.0)
             case Lookup(values=values):  # backward accumulates in fp32
-                return Passes(self._move(2 * values), 0.0, stream(self.device, values * (self.size + ACCUMULATED)))
+                weight = 0.0 if step.frozen else stream(self.device, values * (self.size + ACCUMULATED))
+                return Passes(self._move(2 * values), 0.0, weight)
+
+    def _adapters(self, step: Product) -> Passes:
+        """The products with the two factors of a product's adapters, and with trained row lengths (DoRA) the rows of the whole weight."""
+        rows, rank, outputs, inputs = step.rows, step.adapter_rank, step.outputs, step.inputs
+        if not rank:
+            return Passes(0.0, 0.0, 0.0)
+        forward = self._gemm(rows, rank, inputs) + self._gemm(rows, outputs, rank) + self._move(rows * outputs)
+        backward = self._gemm(rows, rank, outputs) + self._gemm(rows, inputs, rank) + self._move(3 * rows * inputs)
+        weight = self._weight_gradient(outputs, rank, rows) + self._weight_gradient(rank, inputs, rows)
+        if step.adapter_outputs:
+            lengths = self._gemm(outputs, inputs, rank) + self._move(2 * step.local_weights)
+            forward, backward = forward + lengths + self._move(2 * rows * outputs), backward + self._move(3 * rows * outputs)
+        return Passes(forward, backward, weight)
 
     def _around(self, share: Share, block: Block) -> Passes:
         """The operations around a block: norms, residual sum, dropout, and tensor-parallel communication."""
@@ -161,14 +179,18 @@ class Operations:
         ranks = group(self.device, share.tp, 1)
         size = column.rows * column.inputs * self.size
         hides = self.software.hides_tensor and not self.device.cpu
-        beside = self._weight_gradient(column.outputs, column.inputs, column.rows) if hides else 0.0
+        beside = self._weight_gradient(column.outputs, column.inputs, column.rows) if hides and not column.frozen else 0.0
         if not share.sequence_parallel:
             reduce = self.tensor.all_reduce(size, ranks)
             return reduce, max(0.0, reduce - beside)
         half = self.tensor.half(size, ranks)
         product = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
-        again = max(0.0, half - product)  # the input is gathered again for the weight gradient
-        return 2 * half, half + again + max(0.0, half - beside)
+        again = max(0.0, half - product) if column.keeps_input else 0.0  # the input is gathered again for the weight gradient
+        if not self.software.async_tensor:
+            return 2 * half, half + again + max(0.0, half - beside)
+        hidden = (share.tp - 1) / share.tp * self._gemm(column.rows, column.outputs, column.inputs)  # a rank's own part needs no transfer
+        exposed = max(0.0, half - hidden)
+        return 2 * exposed, exposed + again + max(0.0, half - beside)
 
     def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:
@@ -209,13 +231,12 @@ class Operations:
         """Final norm, logits and loss. With loss chunks, the forward also computes the gradients; a split backward does not use chunks."""
         (block,) = self.units(share).head().blocks
         (logits,) = block.products
-        chunked = self.software.fused_loss and not splits and not self.device.cpu
+        chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu
         chunk = min(LOSS_CHUNK, logits.rows) if chunked else logits.rows
         parts = logits.rows / chunk
         product = self._step(replace(logits, rows=chunk))
-        reads = (1, 2) if self.software.fused_loss else (10, 6)  # of 16-bit logits, forward and backward
         memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)
-        loss = tuple(stream(memory, times * (chunk * logits.outputs) * self.size) for times in reads)
+        loss = tuple(stream(memory, size * chunk * logits.outputs * self.size / 2) for size in self.software.loss_bytes)
         ranks = group(self.device, share.tp, 1)
         statistics = self.tensor.half(16 * chunk * share.tp, ranks)
         gather = (self.tensor.half if share.sequence_parallel else self.tensor.all_reduce)(chunk * logits.inputs * self.size, ranks)

@@ -56,10 +56,11 @@ def device_of(config: Config, driver_name: str) -> Device | None:
 
 
 def step_seconds(config: Config, device: Device) -> float | None:
-    """Seconds per step; None if not modelled: with adapters, or if the device's peak at the run's precision is unknown."""
-    if config.lora.rank or config.train.precision not in device.peaks:
+    """Seconds per step; None if the device's peak at the run's precision is unknown."""
+    if config.train.precision not in device.peaks:
         return None
     gradient_bytes = 2 if "bf16" in (config.parallel.reduce_dtype, config.train.grad_dtype) else 4
     sizes = (config.data.sequence_length, config.train.global_batch_size)
-    job = Job(config.model, device, *sizes, config.train.precision, gradient_bytes=gradient_bytes)
+    muon = config.muon if config.optimizer.name == "muon" else None
+    job = Job(config.model, device, *sizes, config.train.precision, gradient_bytes=gradient_bytes, lora=config.lora, muon=muon)
     return Stepper(job).step(choice_of(config)).total

@@ -244,25 +244,27 @@ class Search:
         shape = OrderShape(choice.pp, self.job.microbatches(choice), choice.virtual_stages)
         held = min(RECIPES[choice.schedule].activations(0, shape), shape.microbatches * shape.chunks)
         layers = sum(self.stepper.layers_of_stages(len(sizes))[stage] for stage in own)
-        states = sum(sizes[stage] for stage in own)
+        stored, trained = (sum(sizes[stage][kind] for stage in own) for kind in (0, 1))
         saved, beside = self._layer_bytes(choice)
-        buckets = states / layers * (8.0 if choice.zero >= 2 and choice.dp > 1 else 0.0)  # two layers' gradients, filling and reduced
-        return BOUND * (states * self._state_bytes(choice) + buckets + held * layers / len(own) * saved + beside)
+        buckets = trained / layers * (8.0 if choice.zero >= 2 and choice.dp > 1 else 0.0)  # two layers' gradients, filling and reduced
+        return BOUND * (self._state_bytes(choice, stored, trained) + buckets + held * layers / len(own) * saved + beside)
 
-    def _state_bytes(self, choice: Choice) -> float:
-        """Bytes per parameter on the device: weight, gradient, master weight and moments, sharded by the choice's ZeRO stage."""
+    def _state_bytes(self, choice: Choice, stored: float, trained: float) -> float:
+        """Bytes on the device: weights, and of those that are trained gradients, master weights and moments, sharded by the choice's ZeRO
+        stage."""
         size = self.stepper.operations.size
-        master = 0 if size == 4 else 4
+        master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
         shared = [choice.dp if choice.zero >= level else 1 for level in (3, 2, 1)]
         weights = 0.0 if choice.offload_parameters else size / shared[0]
-        return weights + max(size, 4) / shared[1] + ((8 + master) / shared[2] if choice.offload == "none" else 0.0)
+        state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
+        return stored * weights + trained * (max(size, 4) / shared[1] + state)
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
         """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
         key = choice.tp, choice.micro_batch_size, choice.sequence_parallel, choice.recompute, choice.splits
         if key not in self._kept:
             config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1))
-            activations = Activations(config, "cpu" if self.job.device.cpu else "cuda", choice.splits)
+            activations = Activations(config, "cpu" if self.job.device.cpu else "cuda", choice.splits, config.lora)
             layers = [activations.layer(index) for index in range(min(4, self.job.model.num_hidden_layers))]
             saved = sum(layer.saved for layer in layers) / len(layers)
             self._kept[key] = saved, min(layer.recomputed + layer.workspace for layer in layers)

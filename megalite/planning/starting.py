@@ -66,7 +66,7 @@ def first_config(wanted: Wanted) -> tuple[Config, Plan]:
     """The configuration, and its plan. Raises ConfigError or HardwareError if no layout is legal or fits."""
     base = with_sizes(wanted)
     length, batch = base.data.sequence_length, base.train.global_batch_size
-    search = Search(Job(base.model, wanted.device, length, batch, base.train.precision), base, max(1, wanted.gpus), {}, 1)
+    search = Search(Job(base.model, wanted.device, length, batch, base.train.precision, lora=base.lora), base, max(1, wanted.gpus), {}, 1)
     plans = search.plans()
     if not plans:
         raise ConfigError(explaining.nothing_fits(search) if search.considered else f"No layout is legal: {explaining.illegal(search)}")

@@ -14,7 +14,7 @@ from megalite.build.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.layout import Coordinates
-from megalite.optimizer.state_kinds import state_kinds
+from megalite.optimizer.table import OPTIMIZERS, state_elements
 from megalite.parallel.sharding.buckets import BucketLayout
 
 Device = Literal["cuda", "cpu"]
@@ -74,9 +74,17 @@ class Sharing:
         return self.zero >= 2 and self.shard > 1 and not (deterministic and shared_by_both_ends(bucket))
 
 
-def kinds_of(bucket: BucketLayout) -> int:
-    """How many kinds of state the optimizer keeps of each element of a bucket, besides the master weight."""
-    return len(state_kinds(bucket.slots[0].spec.segments[0]))
+def _state(config: Config, bucket: BucketLayout, shard: int) -> int:
+    """Elements of state that the optimizer keeps of a shard of a bucket, besides the master weights."""
+    ranks = Sharing.of(config, bucket.domain).shard
+    return state_elements(bucket, *bucket.part(shard % ranks, ranks), config.optimizer.name) if bucket.trainable else 0
+
+
+def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
+    """The shard with the most optimizer state: all have as much, unless the optimizer keeps more of some tensors than of others."""
+    if OPTIMIZERS[config.optimizer.name].uniform:
+        return 0
+    return max(range(Sharing.of(config).shard), key=lambda shard: sum(_state(config, bucket, shard) for bucket in buckets))
 
 
 def shared_by_both_ends(bucket: BucketLayout) -> bool:
@@ -92,7 +100,7 @@ class States:
         weights: in the compute dtype.
         gradients: in the dtype they accumulate in.
         master: master weights, 0 if the weights themselves are updated.
-        moments: AdamW's two.
+        moments: the optimizer's state besides them: AdamW's two moments, Muon's one of matrices.
         powersgd: errors and factors of compressed gradients.
         copies: transient: copies of the optimizer state under schedules that update before the norm is known, and PowerSGD's new errors
             and factors.
@@ -122,21 +130,25 @@ class States:
         return States(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-def model_states(config: Config, buckets: Sequence[BucketLayout], pp_rank: int, device: Device = "cuda") -> States:
+def model_states(
+    config: Config, buckets: Sequence[BucketLayout], pp_rank: int, device: Device = "cuda", shard: int | None = None
+) -> States:
     """The states of a pipeline rank that has these buckets.
 
     Args:
         device: the device that computes; offloading to CPU memory moves state off the device only if this is "cuda".
+        shard: its index on the shard axis; default: that with the most state.
     """
-    total = sum((_bucket(config, bucket, device) for bucket in buckets), States())
+    shard = fullest_shard(config, buckets) if shard is None else shard
+    total = sum((_bucket(config, bucket, device, shard) for bucket in buckets), States())
     ahead = optimistic_step(config) and config.train.precision != "fp16"
     if ahead and pp_rank < config.parallel.pp - 1:
-        kept = sum((1 + kinds_of(bucket)) * Sharing.of(config, bucket.domain).kept(bucket) for bucket in buckets if bucket.trainable)
+        kept = sum(Sharing.of(config, bucket.domain).kept(bucket) + _state(config, bucket, shard) for bucket in buckets if bucket.trainable)
         total += States(copies=kept * Widths.of(config).accumulate)
     return total
 
 
-def _bucket(config: Config, bucket: BucketLayout, device: Device) -> States:
+def _bucket(config: Config, bucket: BucketLayout, device: Device, shard: int) -> States:
     parallel, widths, sharing = config.parallel, Widths.of(config), Sharing.of(config, bucket.domain)
     kept, sharded = sharing.kept(bucket), sharing.weights_sharded
     weights = (kept if sharded else bucket.size) * widths.compute
@@ -144,7 +156,7 @@ def _bucket(config: Config, bucket: BucketLayout, device: Device) -> States:
     state_at = device if parallel.offload == "none" else "cpu"
     is_own_master = not bucket.trainable or (widths.accumulate == widths.compute and weights_at == state_at)
     master = 0 if is_own_master else kept * widths.accumulate
-    moments = kinds_of(bucket) * kept * widths.accumulate
+    moments = _state(config, bucket, shard) * widths.accumulate
     away = master + moments if parallel.offload == "disk" or state_at != device else 0
     compressed = _compressed(config, bucket) * widths.gradient
     return States(

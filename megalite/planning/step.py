@@ -6,26 +6,24 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
-from megalite.config.schema import ModelConfig
+from megalite.config.optimizers import MuonConfig
+from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
-from megalite.model.cost.steps import Share
+from megalite.model.cost.steps import Elementwise, Lookup, Product, Share, UnitCost
 from megalite.model.cost.units import Units
-from megalite.optimizer.state_kinds import ADAMW
+from megalite.optimizer.table import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
+from megalite.planning import orthogonalising
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group
 from megalite.planning.operations import OURS, Operations, Passes, Software
 from megalite.planning.pacing import ScheduleTime, pace
 
-COMMUNICATION_UNITS = 16
-"""Multiprocessors that NCCL's kernels take from computation while the two overlap."""
-SLOWEST = 0.95
-"""Speed of the slowest of many devices, for which all others wait, relative to a typical one: devices of one kind differ by 8 % on average
-(Sinha et al. 2022, "Not All GPUs Are Created Equal")."""
 STATE_BYTES = 4.0 * (1 + len(ADAMW))
 """The fp32 master weight and the optimizer's state of a parameter."""
 HOST_BYTES = 4.0 + 2 * STATE_BYTES + 4.0
@@ -74,7 +72,7 @@ class StepTime:
         tensor: exposed tensor-parallel communication.
         bubble: idle time in the pipeline, including the imbalance between the busiest rank and the others.
         gradients, weights: exposed data-parallel reduction and gathering.
-        optimizer: AdamW, and its transfers to the host and back.
+        optimizer: the optimizer, and its transfers to the host and back.
     """
 
     total: float
@@ -104,9 +102,11 @@ class Job:
     precision: str = "bf16"
     software: Software = OURS
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
+    muon: MuonConfig | None = None  # of a run with that optimizer
+    lora: LoraConfig | None = None  # adapters; all other weights are frozen
 
     def microbatches(self, choice: Choice) -> int:
-        return self.global_batch_size // (choice.dp * choice.micro_batch_size)
+        return int(self.global_batch_size // (choice.dp * choice.micro_batch_size))
 
     def tokens_per_second_per_gpu(self, choice: Choice, seconds: float) -> float:
         return self.global_batch_size * self.sequence_length / seconds / choice.gpus
@@ -114,14 +114,33 @@ class Job:
     def mfu(self, choice: Choice, seconds: float) -> tuple[float, float]:
         """Fraction of the device's dense peak: by PaLM's convention, which counts every pair of positions, and by the causal half only."""
         rate = self.tokens_per_second_per_gpu(choice, seconds) / self.device.peak(self.precision)
-        return rate * per_token(self.model, self.sequence_length).model, rate * per_token(self.model, self.sequence_length, "causal").model
+        palm, causal = (per_token(self.model, self.sequence_length, name, lora=self.lora).model for name in ("palm", "causal"))
+        return rate * palm, rate * causal
 
 
-def parameters(units: Units, layers: Sequence[int], embedding: bool, head: bool) -> float:
-    """Parameters of some layers on one tensor-parallel rank, optionally with those of the embedding and of the head's matrix."""
-    count = sum(units.layer(index).local_weights for index in layers)
-    count += units.embedding().local_weights if embedding else 0
-    return count + (sum(product.local_weights for product in units.head().products) if head else 0)
+class Parameters(NamedTuple):
+    """Numbers of parameters on one tensor-parallel rank: all, and those that are trained, adapters included."""
+
+    stored: float
+    trained: float
+
+    @classmethod
+    def of(cls, units: Units, layers: Sequence[int], embedding: bool, head: bool) -> Parameters:
+        """Those of some layers, optionally with those of the embedding and of the head's matrix."""
+        found = [cls._of(units.layer(index), units) for index in layers]
+        found += [cls._of(units.embedding(), units)] if embedding else []
+        if head:
+            found += [cls._of(UnitCost((replace(block, before=Elementwise()),)), units) for block in units.head().blocks]
+        return cls(sum(each.stored for each in found), sum(each.trained for each in found))
+
+    @classmethod
+    def _of(cls, unit: UnitCost, units: Units) -> Parameters:
+        adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.products)
+        stored = unit.local_weights + adapters
+        if not units.lora.rank:
+            return cls(stored, stored)
+        own = sum(step.local_weights for step in unit.steps if isinstance(step, Product | Lookup) and not step.frozen)
+        return cls(stored, own + adapters)
 
 
 def recomputed_share(recompute: str) -> float:
@@ -136,7 +155,7 @@ class Stepper:
 
     def __init__(self, job: Job):
         self.job, self.device = job, job.device
-        self.operations = Operations(job.device, job.model, job.precision, job.software)
+        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora)
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
         self.stages = functools.lru_cache(maxsize=None)(self._stages)
         self.filled = functools.lru_cache(maxsize=None)(self._filled)
@@ -184,7 +203,7 @@ class Stepper:
         """A lower bound of the step time: the pipeline's bound (`filled`), then the optimizer."""
         _, sizes, _ = self.stages(self.without_data(choice))
         alike = replace(choice, offload="none", zero=0 if choice.zero < 2 else choice.zero)
-        return self.filled(alike) + self._optimizer(choice, max(self._by_rank(choice, sizes)))
+        return self.filled(alike) + self._optimizer(choice, max(self._trained(choice, sizes)))
 
     def _filled(self, choice: Choice) -> float:
         """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and before their backwards."""
@@ -204,7 +223,7 @@ class Stepper:
 
     def _slow(self, choice: Choice) -> float:
         """Slowdown of computation on the slowest of many devices."""
-        return 1 / SLOWEST if choice.gpus > 1 and not self.device.cpu else 1.0
+        return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
 
     def _share(self, choice: Choice) -> Share:
         return Share(self.job.sequence_length, choice.micro_batch_size, choice.tp, choice.sequence_parallel)
@@ -216,7 +235,7 @@ class Stepper:
         """The part of a choice that determines a microbatch's passes through the stages; the rest is set to fixed values."""
         return replace(choice, dp=1, zero=0, offload="none", offload_parameters=False)
 
-    def _stages(self, choice: Choice) -> tuple[list[Passes], list[float], list[float]]:
+    def _stages(self, choice: Choice) -> tuple[list[Passes], list[Parameters], list[float]]:
         """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are recomputed forward kernels."""
         model, share = self.job.model, self._share(choice)
         split = self.layers_of_stages(choice.pp * choice.virtual_stages)
@@ -236,7 +255,7 @@ class Stepper:
                 total = total.plus(self.operations.head(share, choice.splits))
             passes.append(total)
             alone = stage == last and (not model.tie_word_embeddings or last > 0)
-            sizes.append(parameters(self.operations.units(share), own, stage == 0, alone))
+            sizes.append(Parameters.of(self.operations.units(share), own, stage == 0, alone))
         return passes, sizes, again
 
     def _by_rank(self, choice: Choice, values: Sequence[float]) -> list[float]:
@@ -259,17 +278,17 @@ class Stepper:
 
     # --- data parallelism --------------------------------------------------------------------------------------------------
 
-    def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[float]) -> tuple[list[Passes], list[float]]:
+    def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[Parameters]) -> tuple[list[Passes], list[float]]:
         """Passes with the exposed communication of ZeRO-2 and 3 per microbatch added, and its seconds per stage."""
         if choice.zero < 2 or (choice.dp == 1 and not choice.offload_parameters):
             return passes, [0.0] * len(passes)
         ranks, fabric = group(self.device, choice.dp, choice.tp, choice.gpus), self.operations.fabric
         slowed, waits = [], []
         for each, size, layers in zip(passes, sizes, self.layers_of_stages(len(passes)), strict=True):
-            reduce = layers * fabric.half(size / layers * self.job.gradient_bytes, ranks)
-            gather = layers * fabric.half(size / layers * self.operations.size, ranks) if choice.zero == 3 else 0.0
+            reduce = layers * fabric.half(size.trained / layers * self.job.gradient_bytes, ranks)
+            gather = layers * fabric.half(size.stored / layers * self.operations.size, ranks) if choice.zero == 3 else 0.0
             if choice.offload_parameters:  # its shard comes from the host first
-                gather += size * self.operations.size / choice.dp / self.device.host.bandwidth
+                gather += size.stored * self.operations.size / choice.dp / self.device.host.bandwidth
             forward = self._beside(each.forward, gather)
             backward = self._beside(each.backward + each.weight, gather + reduce)
             waits.append(forward + backward - each.total)
@@ -277,10 +296,10 @@ class Stepper:
         return slowed, waits
 
     def _beside(self, computation: float, communication: float) -> float:
-        """Both, overlapped: communication takes some multiprocessors while it runs. On a CPU they run one after the other."""
+        """Both, overlapped: communication slows computation down while it runs. On a CPU they run one after the other."""
         if self.device.cpu:
             return computation + communication
-        taken = min(computation, communication) * COMMUNICATION_UNITS / self.device.multiprocessors
+        taken = min(computation, communication) * self.device.constants.overlap
         return max(computation + taken, communication)
 
     def _reduction(self, choice: Choice, size: float, ranks: Group) -> tuple[float, float]:
@@ -296,17 +315,18 @@ class Stepper:
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
             return 0.0
-        table = parameters(self.operations.units(self._share(choice)), (), embedding=False, head=True) / (choice.dp if choice.zero else 1)
+        head = Parameters.of(self.operations.units(self._share(choice)), (), embedding=False, head=True)
+        table = head.trained / (choice.dp if choice.zero else 1)
         nodes = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
     def _behind(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[float]) -> tuple[float, float]:
         """Exposed time after the pipeline: gradients not yet reduced when the last rank ends, and weights not yet gathered when needed.
 
-        Reductions overlap with the last microbatch's backward and gathering with the next step's first forward; the last bucket, about a
-        layer, overlaps with nothing. A rank that ends before the last one has that much more time.
+        Reductions overlap with the last microbatch's backward and gathering with the next step's first forward, but for the unit that is
+        reduced last and needed first: the embedding or a layer. A rank that ends before the last one has that much more time.
         """
-        ranks, layers = group(self.device, choice.dp, choice.tp, choice.gpus), self._by_rank(choice, self.layers_of_stages(len(passes)))
+        ranks, ends = group(self.device, choice.dp, choice.tp, choice.gpus), self._ends(choice, held)
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
         forward = self._by_rank(choice, [each.forward for each in passes])
         hides = self.job.software.hides_gradients and not self.device.cpu
@@ -314,15 +334,27 @@ class Stepper:
         for rank in range(choice.pp):
             reduce, gather = self._reduction(choice, held[rank], ranks)
             window, ahead = (backward[rank], forward[rank] + timed.starts[rank]) if hides else (0.0, 0.0)
-            left = max(self._beside(window, reduce) - window, reduce / layers[rank])
+            left = max(self._beside(window, reduce) - window, reduce * ends[rank])
             gradients = max(gradients, left - (0.0 if self._in_turn(choice) else timed.ends[rank]))
-            weights = max(weights, gather - ahead)
+            weights = max(weights, gather - ahead, gather * ends[rank] - (timed.starts[rank] if hides else 0.0))
         return gradients + self._tied(choice), weights
+
+    def _ends(self, choice: Choice, held: list[float]) -> list[float]:
+        """For each rank, the fraction of its parameters in the unit that is reduced last and gathered first."""
+        stages = choice.pp * choice.virtual_stages
+        layers, units = self._by_rank(choice, self.layers_of_stages(stages)), self.operations.units(self._share(choice))
+        found = [1 / count for count in layers]
+        found[0] = max(found[0], Parameters.of(units, (), embedding=True, head=False).trained / held[0])
+        return found
+
+    def _trained(self, choice: Choice, sizes: list[Parameters]) -> list[float]:
+        """The parameters that each rank trains."""
+        return self._by_rank(choice, [size.trained for size in sizes])
 
     def _closed(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]) -> StepTime:
         """The step's time from the pipeline's, broken down for the busiest rank."""
         _, sizes, again = self.stages(self.without_data(choice))
-        held = self._by_rank(choice, sizes)
+        held = self._trained(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
         optimizer = self._optimizer(choice, max(held))
         pipeline = timed.longest_span if self._in_turn(choice) else timed.makespan
@@ -348,12 +380,24 @@ class Stepper:
         return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none"
 
     def _optimizer(self, choice: Choice, size: float) -> float:
-        """AdamW over the parameters that one rank updates, and the all-reduce of the gradient norm."""
+        """The update of the parameters that one rank updates, and the all-reduce of the gradient norm."""
         device = self.device
         own = size / (choice.dp if choice.zero else 1)
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
         if choice.offload == "none":
-            return stream(device, own * self.job.software.adam_bytes) + norm
+            return stream(device, own * self.job.software.adam_bytes) + norm + self._matrices(choice)
         wire = own * max(OFFLOAD_WIRE) / device.host.bandwidth if not device.cpu else 0.0
         disk = own * 2 * STATE_BYTES / device.disk if choice.offload == "disk" else 0.0  # read and written
         return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm
+
+    def _matrices(self, choice: Choice) -> float:
+        """Muon's iterations, and the way of the matrices to their owners and back, which overlaps with them."""
+        model, muon, ranks = self.job.model, self.job.muon, choice.dp * choice.tp
+        if muon is None:
+            return 0.0
+        layers = max(self._by_rank(choice, self.layers_of_stages(choice.pp * choice.virtual_stages)))
+        work = orthogonalising.seconds(model, muon, self.device, self.job.precision, layers, ranks)
+        if ranks == 1:
+            return work
+        own = layers * orthogonalising.matrix_elements(model) / ranks * (2 if muon.ns_dtype == "bf16" else 4)  # bytes
+        return self._beside(work, 2 * self.operations.fabric.half(own, group(self.device, ranks, 1, choice.gpus)))

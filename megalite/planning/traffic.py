@@ -21,12 +21,13 @@ from megalite.planning.activations import Activations
 from megalite.planning.experts import sent
 from megalite.planning.in_flight import NARROW
 from megalite.planning.memory import settled
+from megalite.planning.orthogonalising import exchange
 from megalite.planning.states import Sharing, Widths, matrices
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each rank of one pipeline rank sends per step over each axis."""
+    """Bytes that each rank of one pipeline rank sends per step over each axis; Muon's exchange, over dp and tp, counts with dp."""
 
     tp: int
     dp: int
@@ -56,7 +57,7 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
     messages = sum(action.is_send for action in schedule.actions[pp_rank])
     return Traffic(
         round(schedule.microbatches * sum(map(tensor.microbatch, own)) + tensor.step(buckets)),
-        round(_data(config, schedule, pp_rank, buckets)),
+        round(_data(config, schedule, pp_rank, buckets)) + exchange(config, buckets).sent,
         round(messages * tensor.sizes.message + _tied(config, schedule, buckets)),
         round(sent(config, own, schedule.microbatches)) if config.parallel.ep > 1 else 0,
     )

@@ -110,24 +110,34 @@ class Explanation:
 
 
 def load(run_dir: Path) -> dict[int, Rank]:
-    """The records of the latest start of a run."""
+    """The records of the latest start of a run; those of ranks that went on since then only if all did."""
     found = {}
     for path in sorted((run_dir / DIRECTORY).glob("rank_*.json")):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError, KeyError):
             each = json.loads(path.read_text(encoding="utf-8"))
             found[each["rank"]] = each
     if not found:
         return {}
     newest = max(found.values(), key=lambda each: float(each["time"]))["start"]
     own = {rank: each for rank, each in found.items() if each["start"] == newest}
+    own = {rank: each for rank, each in own.items() if not each.get("past")} or own
     ranks = {rank: _of_record(each, _flights(run_dir / DIRECTORY / f"collectives_{rank:05d}.json")) for rank, each in own.items()}
     for each in own.values():
         for key, seen in each["seen"].items():
-            if int(key) not in ranks or (seen["state"] != ALIVE and "lost" not in ranks[int(key)].place):
-                known = ranks.get(int(key), Rank(int(key), {}))
-                place = known.place or seen["place"]
-                ranks[int(key)] = replace(known, place=place, host=seen["host"], state=seen["state"])
+            known = _outdated(ranks.get(int(key)), seen["place"])
+            if known is None:
+                ranks[int(key)] = Rank(int(key), seen["place"], seen["host"], seen["state"])
+            elif seen["state"] != ALIVE and "lost" not in known.place:
+                ranks[int(key)] = replace(known, host=seen["host"], state=seen["state"])
     return ranks
+
+
+def _outdated(known: Rank | None, seen: Mapping[str, Any]) -> Rank | None:
+    """What is known of a rank, unless others have seen it in a later step or run of a plan than it was in when it left its record."""
+    if known is None or not seen:
+        return known
+    place = known.place
+    return None if (seen["step"], seen["runs"]) > (place["step"], place["runs"]) else known
 
 
 def _of_record(record: Mapping[str, Any], flights: Mapping[str, tuple[int, bool]]) -> Rank:
@@ -264,13 +274,19 @@ def _different_plans(ranks: Mapping[int, Rank]) -> tuple[int, str, str] | None:
                 continue
             other = ranks.get(line[int(found["peer"])])
             wanted = _counterpart(found, line.index(rank.rank))
-            if other is None or wanted in other.plan or rank.position[:3] != other.position[:3]:
+            if other is None or not other.plan or wanted in other.plan or not _in_the_same_run(rank, other):
                 continue
             why = (
                 f"its plan has no {wanted}, which action {number + 1} of rank {rank.rank}, {action}, needs: the ranks have different plans"
             )
             return other.rank, action, why
     return None
+
+
+def _in_the_same_run(rank: Rank, other: Rank) -> bool:
+    """Whether another rank is in the run of a plan in which this one is, or has just ended it: then its plan is that of the same run."""
+    ended = other.position[:2] == (rank.position[0], rank.position[1] + 1) and other.place.get("number") is None
+    return ended or other.position[:3] == rank.position[:3]
 
 
 def _culprit(ranks: Mapping[int, Rank], waits: Sequence[Wait]) -> int | None:

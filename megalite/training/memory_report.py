@@ -81,7 +81,7 @@ def places(trainer: Trainer) -> dict[str, int]:
 
 def formula(trainer: Trainer) -> ModelStates:
     """Bytes of this rank's model states as the planner computes them from the configuration."""
-    return planned(trainer.config, trainer.mesh.pp.rank, _device(trainer))
+    return planned(trainer.config, trainer.mesh.pp.rank, _device(trainer), trainer.mesh.shard.rank)
 
 
 def _device(trainer: Trainer) -> Device:
@@ -94,9 +94,9 @@ def planned_peak(trainer: Trainer) -> int:
     return estimate(trainer.config, world, _device(trainer), trainer.schedule, [rank])[0].total
 
 
-def planned(config: Config, pp_rank: int, device: Device) -> ModelStates:
-    """The planner's bytes of a pipeline rank between steps."""
-    found = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device)
+def planned(config: Config, pp_rank: int, device: Device, shard: int) -> ModelStates:
+    """The planner's bytes of a pipeline rank, with this index on the shard axis, between steps."""
+    found = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device, shard)
     return ModelStates(found.weights, found.gradients, found.master + found.moments, found.powersgd)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.build import parts as build
 from megalite.config.schema import Config
 from megalite.mesh import Mesh
-from megalite.optimizer.adamw import AdamW
+from megalite.optimizer import table as optimizers
 from megalite.parallel.sharding.offload import StateMemory
 from megalite.planning.states import Device, Sharing
 from megalite.training.memory_report import ModelStates, planned, states_of
@@ -63,7 +63,7 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
         with fake_process(rank, layout.world) if layout.world > 1 else nullcontext(), everything:
             mesh = Mesh(layout, **options)
             store = build.build_parts(config, mesh, "meta", state=_Nowhere(config, device)).store
-            found.append(states_of(store, AdamW(store, config.optimizer)))
+            found.append(states_of(store, optimizers.create(config, store)))
     return found
 
 
@@ -71,7 +71,8 @@ def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
     """Build these ranks and compare each part's bytes with the planner's. Raises Disagreement with the first part that differs."""
     layout = build.layout(config)
     for rank, found in zip(ranks, build_on_meta(config, ranks, device), strict=True):
-        expected = planned(config, layout.position(rank)["pp"], device)
+        place = layout.position(rank)
+        expected = planned(config, place["pp"], device, (place["dp"] * layout.cp + place["cp"]) % layout.shard)
         for part, own, theirs in zip(ModelStates._fields, found, expected, strict=True):
             if own != theirs:
                 raise Disagreement(f"rank {rank}: {part} take {own:,} bytes as built, but {theirs:,} as planned.")

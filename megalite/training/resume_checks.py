@@ -27,7 +27,7 @@ LENGTH = ("train.steps", "train.epochs", "train.tokens")
 
 
 def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
-    """Raise ConfigError if model, data or horizon differ from those of a checkpoint, unless `checkpoint.allow` lists the change."""
+    """Raise ConfigError if model, optimizer, data or horizon differ from a checkpoint's, unless `checkpoint.allow` lists the change."""
     from megalite.training.tokenizer_checks import check_resumed_tokenizer  # which a fresh start does not need
 
     saved = from_dict(state["config"])
@@ -39,6 +39,11 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     changed = [f"{name} was {saved_shape.get(name)}, is {shape[name]}" for name in shape if saved_shape.get(name) != shape[name]]
     if changed:
         raise ConfigError(f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run another run.name.")
+    if saved.optimizer.name != config.optimizer.name:
+        raise ConfigError(
+            f"optimizer.name = {config.optimizer.name}, but checkpoint.load = {directory} has the state of {saved.optimizer.name}. "
+            f"Set it to {saved.optimizer.name}, or start another run from the weights alone: model.init_from = {directory}."
+        )
     check_resumed_tokenizer(config, fingerprint, state, directory)
     if state["fingerprint"] != fingerprint and "data" not in allow:
         what = other_samples(config, saved)

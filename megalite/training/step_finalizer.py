@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megalite.optimizer.interface import Optimizer
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import NormReduction, clip_divisor, read_later, update_divisor
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.training.guard import Guard
+
+if TYPE_CHECKING:
+    from megalite.optimizer.interface import Optimizer
 
 
 @dataclass(frozen=True)

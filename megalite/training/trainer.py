@@ -25,7 +25,7 @@ from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh import Mesh
 from megalite.model.adapters import total_parameters
-from megalite.optimizer.adamw import AdamW
+from megalite.optimizer import table as optimizers
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
 from megalite.optimizer.schedule import learning_rate
@@ -80,7 +80,7 @@ class Trainer:
         with raise_on_all_ranks(mesh):
             self.parts = build.build_parts(config, mesh, self.device)
             self.store = self.parts.store
-            self.optimizer = AdamW(self.store, config.optimizer)
+            self.optimizer = optimizers.create(config, self.store)
         self.saver = Saver(mesh, config.checkpoint)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
         self.guard, self.faults = Guard(config.faults), Injection(config.faults.inject, mesh)
@@ -106,11 +106,11 @@ class Trainer:
             data,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
-            dp_rank=self.mesh.dp.rank,  # of dp, not of data (= dp · cp): the cp ranks of a replica read the same rows
-            dp_size=self.mesh.dp.size,
+            dp=self.mesh.coordinates["dp"],
             reset_positions=options.reset_positions,
             eod_mask_loss=options.eod_mask_loss,
             vocab_size=self.config.model.vocab_size,
+            make=build.microbatch_maker(self.config, self.mesh.cp),
             samples=samples,
         )
 

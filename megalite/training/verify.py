@@ -75,16 +75,23 @@ def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> di
     """Whole global tensors by name, on every rank: for small models, since each rank holds all of them in memory. Collective."""
     import torch.distributed as dist
 
-    own = [(part.name, part.global_shape, part.offsets, part.tensor.cpu().clone()) for part in trainer.optimizer.to_save(kinds)]
+    # As arrays of bytes, which pickle ten times faster than tensors do. NumPy has no bf16.
+    own = [(part.name, part.global_shape, part.offsets, *_to_bytes(part.tensor)) for part in trainer.optimizer.to_save(kinds)]
     gathered = [own]
     if trainer.mesh.world.size > 1:
         gathered = [own] * trainer.mesh.world.size
         dist.all_gather_object(gathered, own)
     found: dict[str, Tensor] = {}
-    for name, shape, offsets, tensor in (part for parts in gathered for part in parts):
-        whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
-        whole[tuple(slice(low, low + size) for low, size in zip(offsets, tensor.shape, strict=True))] = tensor
+    for name, shape, offsets, dtype, sizes, content in (part for parts in gathered for part in parts):
+        if name not in found:
+            found[name] = torch.full(shape, float("nan"), dtype=dtype)
+        rectangle = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+        found[name][rectangle] = torch.from_numpy(content).view(dtype).view(sizes)
     return found
+
+
+def _to_bytes(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Any]:
+    return tensor.dtype, tensor.shape, tensor.cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:

@@ -58,6 +58,7 @@ class Watchdog:
         self._limits = limits(self.timeout, nccl=False)
         self._lost_since: dict[int, float] = {}  # when a rank was first found lost or silent
         self._decided_since: float | None = None  # when a verdict that ends the run was first known here
+        self._said = False  # whether the present stall is reported
         self._over = Event()
 
     def __enter__(self) -> Watchdog:
@@ -70,6 +71,8 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
+        if error is None and self._said:
+            self._moves_again()
         if self.peers is not None:
             self._leave(self.peers, error)
 
@@ -92,15 +95,17 @@ class Watchdog:
     # ---- the thread
 
     def _watch(self) -> None:
-        seen, since, said = None, monotonic(), False
+        seen, since = None, monotonic()
         interval = min(LONGEST_LOOK, *([self.patience / 4] if self.patience else []), *([self.peers.beat_s] if self.peers else []))
         while not self._over.wait(interval):
             now = tuple(getattr(self.activity, name) for name in Activity.__slots__)
             if now != seen:
-                seen, since, said = now, monotonic(), False
+                seen, since = now, monotonic()
+                if self._said:
+                    self._moves_again()
             stood = monotonic() - since
-            if self.patience and not said and stood >= self.patience:
-                said = True
+            if self.patience and not self._said and stood >= self.patience:
+                self._said = True
                 self._report(stood)
             if self.peers is not None:
                 self._look(self.peers, stood)
@@ -114,7 +119,11 @@ class Watchdog:
             self._lost_since.clear()
             if self._awaits() and stood >= self._limits[1]:
                 _, peer, _ = self.activity.communication or ("", None, 0.0)
-                self._end(peers.origin(peer), f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}")
+                found = peers.origin(
+                    peer
+                )  # takes seconds, in which communication may have failed: then the training thread ends the process
+                if not self._over.is_set():
+                    self._end(found, f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}")
             return
         decided = peers.verdict is not None
         if verdict.rank not in self._lost_since:
@@ -138,10 +147,9 @@ class Watchdog:
         from megalite.launch.process import exit_after_failure
 
         message = f"rank {self.rank}: {what}{'' if verdict is None else f' ({verdict})'}"
-        self._record(verdict)
-        with suppress(Exception):
-            self._on_loss(message)
-        _abort()
+        for report in (lambda: self._record(verdict), lambda: self._on_loss(message), _abort):  # the first before the last: it reads them
+            with suppress(Exception):  # the process ends in any case
+                report()
         exit_after_failure(message)
 
     # ---- reports
@@ -157,6 +165,12 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         self._record(None)
 
+    def _moves_again(self) -> None:
+        """Mark this rank's record as past: it would explain a later hang wrongly."""
+        self._said, path = False, self.directory / f"rank_{self.rank:05d}.json"
+        with suppress(OSError, ValueError):
+            _replace(path, json.dumps({**json.loads(path.read_text()), "past": True}).encode())
+
     def _waits(self) -> str:
         """The rank's last action, the communication it awaits, and when that times out."""
         what, peer, since = self.activity.communication or ("nothing", None, time())
@@ -168,10 +182,10 @@ class Watchdog:
 
     def _place(self) -> dict[str, Any]:
         """Where this rank is, as plain data: `launch.peers.Place`."""
-        activity, plan = self.activity, self.activity.plan
+        activity, plan, action = self.activity, self.activity.plan, self.activity.action  # each once: the rank may go on meanwhile
         what, peer, since = activity.communication or (None, None, time())
-        number = plan.index(activity.action) if activity.action in plan else None
-        place = {"step": activity.step, "runs": activity.runs, "action": str(activity.action), "number": number, "actions": len(plan)}
+        number = plan.index(action) if action in plan else None
+        place = {"step": activity.step, "runs": activity.runs, "action": str(action), "number": number, "actions": len(plan)}
         return {**place, "since": since, **({"waits": what, "peer": peer} if activity.waiting else {})}
 
     def _record(self, verdict: Verdict | None) -> None:

@@ -8,13 +8,12 @@ goes through command lines, so that nothing but that promise has to stay.
 from __future__ import annotations
 
 import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 ROOT, KEPT = Path(__file__).parents[2], Path(__file__).parent / "first_format"
 CHECKPOINT, SAVED, STEPS = KEPT / "step_00000003", 3, 6
@@ -42,21 +41,17 @@ def write_tokens(prefix: Path) -> None:
     prefix.with_suffix(".json").write_text(json.dumps({"vocab_size": VOCABULARY, "eos": EOS}))
 
 
-def python(*arguments: str, cwd: Path = ROOT) -> str:
-    paths = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # fp64 is for CPUs
-    command = [sys.executable, *arguments]
-    ended = subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout
-    return ended.stdout
+def python(*words: str, ranks: int = 1, cwd: Path = ROOT) -> str:
+    succeeded, output = forked.run(words, ranks, cwd, {"CUDA_VISIBLE_DEVICES": ""})  # fp64 is for CPUs
+    assert succeeded, output
+    return output
 
 
 def train(directory: Path, world: int, options: dict[str, object]) -> list[dict]:
     """Run pretrain.py in a directory; the lines of its metrics."""
     write_tokens(directory / "tokens")
-    launcher = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     given = [part for option, value in options.items() for part in (f"--{option}", str(value).lower() if value is True else str(value))]
-    python(*launcher, str(ROOT / "pretrain.py"), "--config", str(KEPT / "config.yaml"), *given, cwd=directory)
+    python(str(ROOT / "pretrain.py"), "--config", str(KEPT / "config.yaml"), *given, ranks=world, cwd=directory)
     return lines_of(directory / "runs" / "first" / "metrics.jsonl")
 
 

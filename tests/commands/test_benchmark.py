@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bubble, checkpoint, comm, overhead, plan, prepare, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, overhead, pairs, plan, prepare, report, scaling, step
 from benchmarks.command import main
-from benchmarks.ours import linear_shapes, step_products
+from benchmarks.ours import step_products
 from benchmarks.preparing import measured
 from benchmarks.scaling_run import measure
 from megalite.build import parts as build
@@ -23,10 +24,28 @@ from megalite.config.load import from_dict
 from megalite.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planning.hardware import Link, find
+from megalite.training.product_choice import linear_shapes
+from tests import forked
 from tests.commands.jobs import measure_steps
 from tests.distributed.support.pool import RankPool
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def launch_forked(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int) -> dict[str, Any]:
+    """As `report.launch`, from the process that has imported torch."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file, result = Path(scratch, "spec.json"), Path(scratch, "result.json")
+        file.write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
+        succeeded, output = forked.run(["-m", module, str(file)], ranks)
+        assert succeeded, output
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+@pytest.fixture
+def launched_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "launch", launch_forked)
 
 
 @pytest.fixture
@@ -54,6 +73,7 @@ def check_surroundings(content: dict[str, Any], tmp_path: Path) -> None:
     assert str(tmp_path) not in text and str(Path.home()) not in text and "/tmp" not in text
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_step_compares_with_transformers_under_both_settings(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("step", "--precision", "fp32")
     check_surroundings(content, tmp_path)
@@ -77,6 +97,7 @@ def test_step_compares_with_transformers_under_both_settings(run: Callable[..., 
 
 
 def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """The one whose processes, of one run alone and of one under torchrun, start as for a user."""
     content = run("overhead")
     check_surroundings(content, tmp_path)
     assert [(row["model"], row["layout"], row["ranks"]) for row in content["results"]] == [("gpt", "one process", 1), ("llama", "TP2", 2)]
@@ -84,8 +105,28 @@ def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[...
         tokens = row["config"]["global_batch_size"] * row["config"]["sequence_length"]
         assert row["tokens_per_second"] == pytest.approx(tokens / (median(row["step_ms"][0]) / 1e3))
         assert 0 < row["share_of_products"] == pytest.approx(row["tokens_per_second"] / row["product_tokens_per_second"])
+        assert min(row[part] for part in ("waiting_ms", "sockets_ms", "calls_ms")) >= 0 and row["bytes_ms"] > 0
+        assert row["floor_share"] == pytest.approx((row["products_ms"] + row["bytes_ms"]) / row["ms_per_step"])
 
 
+@pytest.mark.usefixtures("launched_forked")
+def test_peers_are_compared_round_by_round_next_to_a_run_against_itself(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    content = run("peers", "nanogpt")
+    check_surroundings(content, tmp_path)
+    rows = content["results"]
+    assert [(row["run"], row["products"]) for row in rows] == [
+        (name, products) for products in ("MKL", "oneDNN") for name in ("megalite", "nanogpt", "megalite again")
+    ]
+    own, peer, _ = rows[:3]
+    assert own["ratio"] == 1 and peer["ratio"] == pytest.approx(median(peer["step_ms"][0]) / median(own["step_ms"][0]))
+
+
+def test_a_ratio_is_the_median_over_pairs() -> None:
+    own, other = ([{"seconds": [value]} for value in values] for values in ([1.0, 2.0, 10.0], [1.5, 2.0, 20.0]))
+    assert pairs.compared(own, other)["ratio"] == 1.5, "a slow round slows both sides of its pair"
+
+
+@pytest.mark.usefixtures("launched_forked")
 def test_comm_compares_with_the_peers_that_shard_the_same(run: Callable[..., dict[str, Any]]) -> None:
     content = run("comm")
     rows = content["results"]
@@ -96,6 +137,7 @@ def test_comm_compares_with_the_peers_that_shard_the_same(run: Callable[..., dic
     assert [target["met"] for target in comm.targets([fast, slow, slow, fast])] == [True, True, False, False]
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_checkpoint_compares_with_torch_save(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("checkpoint")
     check_surroundings(content, tmp_path)
@@ -124,6 +166,7 @@ def test_preparation_stands_beside_what_others_do(run: Callable[..., dict[str, A
     assert [(target["measured"], target["met"]) for target in prepare.targets(rows)] == [(1.2, True), (0.9, False), (0.9, True)]
 
 
+@pytest.mark.usefixtures("launched_forked")
 def test_bubble_stands_beside_what_the_simulator_predicts(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     content = run("bubble")
     check_surroundings(content, tmp_path)

@@ -128,8 +128,6 @@ def test_a_configuration_keeps_its_options(capsys):
     assert tree["data"]["train"] == {"a": 0.5, "b": 0.5} and "precision" not in tree["train"]
     assert tree["optimizer"]["warmup_steps"] == 200 and printed.count("prepare") == 2
     assert "optimizer.warmup_steps = 200 exceeds train.steps = 10" in refusal(capsys, "--from", "own.yaml", "--force", "--steps", "10")
-    Path("adapters.yaml").write_text(OWN + "lora: {rank: 8}")
-    assert "lora.rank = 8 is not planned for" in refusal(capsys, "--from", "adapters.yaml", "--force")
 
 
 @pytest.mark.parametrize("warmup", [500, "5%"])

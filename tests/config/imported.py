@@ -35,7 +35,7 @@ def load(path: Path, options: dict[str, Any]) -> Config:
     ours |= {"train.micro_batch_size": 1} | ({} if "train.epochs" in options else {"train.steps": 10_000})
     ours["train.global_batch_size"] = dp * options.get("train.micro_batch_size", 1)
     words = [f"--{option}={value}" for option, value in ours.items() if option not in options]
-    world = dp * options.get("parallel.tp", 1) * options.get("parallel.pp", 1)
+    world = dp * options.get("parallel.tp", 1) * options.get("parallel.pp", 1) * options.get("parallel.cp", 1)
     return load_config(["--config", str(path), *words], world_size=world)
 
 

@@ -170,6 +170,14 @@ def test_packing_is_on_if_either_key_is(plain, neat):
     assert options["data.packing"] is (plain or neat)
 
 
+@pytest.mark.parametrize(("project", "choice"), [("axolotl", {"optimizer": "muon"}), ("llama-factory", {"use_muon": True})])
+def test_muon_of_one_rate_updates_as_much_as_adamw(project, choice):
+    start = {"axolotl": {"base_model": "m"}, "llama-factory": {"model_name_or_path": "m", "finetuning_type": "full"}}[project]
+    options, _ = judged(project, start | {"learning_rate": 3e-4} | choice)
+    assert options["optimizer.name"] == "muon" and options["muon.adjust_lr"] == "match_rms_adamw"
+    assert options["muon.lr"] == options["optimizer.lr"] == 3e-4
+
+
 def test_references_of_torchtune_are_followed():
     component = {"_component_": "torch.optim.AdamW", "lr": "${lr}"}
     content = {"lr": "${base_lr}", "base_lr": 3e-4, "optimizer": component, "output_dir": "${root}/out", "root": "/r", "dtype": "${gone}"}

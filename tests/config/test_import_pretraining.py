@@ -113,10 +113,11 @@ def test_torchtitans_mesh_and_batch(tmp_path, capsys):
     [
         ({"global_batch_size": "64"}, {"train.global_batch_size": 64}, "open", "training.dataset"),
         ({"data_parallel_shard_degree": "1"}, {"parallel.zero": 0, "parallel.dp": 1}, "open", "training.dataset"),
-        ({"context_parallel_degree": "2"}, {"parallel.zero": 3}, "lost", "parallelism.context_parallel_degree"),
+        ({"context_parallel_degree": "2"}, {"parallel.zero": 3, "parallel.cp": 2}, "open", "training.dataset"),
         ({"flavor": '"9B"'}, {"parallel.zero": 3}, "lost", "model.flavor"),
         ({"flavor": '"debugmodel"'}, {"model.intermediate_size": 768, "model.vocab_size": 2048}, "approximate", "model.flavor"),
-        ({"name": '"Muon"'}, {"optimizer.lr": 3e-4}, "lost", "optimizer.name"),
+        ({"name": '"Muon"'}, {"optimizer.lr": 3e-4, "optimizer.name": "muon"}, "approximate", "optimizer.name"),
+        ({"name": '"Lion"'}, {"optimizer.lr": 3e-4}, "lost", "optimizer.name"),
         ({"expert_parallel_degree": "2"}, {"parallel.zero": 3}, "lost", "parallelism.expert_parallel_degree"),
     ],
     ids=str,
@@ -124,7 +125,7 @@ def test_torchtitans_mesh_and_batch(tmp_path, capsys):
 def test_torchtitans_values(tmp_path, capsys, changes, expected, kind, key):
     text = titan(**changes)
     if "name" in changes:
-        text = TITAN.replace('name = "AdamW"', 'name = "Muon"')
+        text = TITAN.replace('name = "AdamW"', f"name = {changes['name']}")
     if "global_batch_size" in changes:
         text = TITAN.replace("seq_len", "global_batch_size = 64\nseq_len")
     (tmp_path / "run.toml").write_text(text)
@@ -224,7 +225,7 @@ def test_values_that_megatron_computes(tmp_path, capsys):
     assert options(fsdp)["parallel.zero"] == 3
     (tmp_path / "a.bin").touch(), (tmp_path / "a.idx").touch()
     assert options(f"--data-path 2 {tmp_path}/a")["data.train"] == {f"{tmp_path}/a": 2.0}
-    assert options("--context-parallel-size 2 --micro-batch-size 1 --global-batch-size 4").get("parallel.cp") is None
+    assert options("--context-parallel-size 2 --micro-batch-size 1 --global-batch-size 4")["parallel.cp"] == 2
 
 
 @pytest.mark.parametrize("project", PROJECTS)

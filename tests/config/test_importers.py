@@ -201,8 +201,8 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
     ),
     "Accelerate, FSDP2 with tensor and context parallel": (
         fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4},
-        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.dp": 2, "parallel.dp_shard": 2},
-        {"parallelism_config.parallelism_config_cp_size", "gradient_accumulation_steps"},
+        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.cp": 2, "parallel.dp": 2, "parallel.dp_shard": 2},
+        {"gradient_accumulation_steps"},
     ),
     "Accelerate, HSDP": (
         fsdp(version=2, reshard_after_forward=True) | sizes(dp_replicate=2, dp_shard=2, tp=2),
@@ -398,6 +398,18 @@ def test_the_learning_rate_is_the_schedules_where_that_has_one():
     assert options("WarmupCosineLR", cos_min_ratio=0.1)["optimizer.min_lr"] == pytest.approx(2e-5)
 
 
+def test_muon_has_rates_of_its_own():
+    """As in DeepSpeed: muon_lr and adam_lr replace lr for the tensors of each."""
+
+    def options(**params: Any) -> dict[str, Any]:
+        found = convert({"optimizer": {"type": "Muon", "params": params}}).options
+        return {name: value for name, value in found.items() if name.startswith(("muon.", "optimizer."))}
+
+    assert options(lr=2e-2, momentum=0.9) == {"optimizer.name": "muon", "optimizer.lr": 2e-2, "muon.lr": 2e-2, "muon.momentum": 0.9}
+    assert options(lr=1.0, muon_lr=2e-2, adam_lr=3e-4) == {"optimizer.name": "muon", "optimizer.lr": 3e-4, "muon.lr": 2e-2}
+    assert options(weight_decay=0.2) == {"optimizer.name": "muon", "optimizer.weight_decay": 0.2, "muon.weight_decay": 0.2}
+
+
 def test_what_the_file_leaves_to_deepspeeds_defaults_is_said():
     """Defaults that are not ours are taken over; a logarithmic warm-up can not be; those that change nothing go without a word."""
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 50}}
@@ -431,12 +443,12 @@ def test_a_deepspeed_file_is_read_from_beside_the_file_that_names_it(tool, tmp_p
 
 
 def test_the_batch_and_the_sharding_of_parallelism_config_are_kept_or_named():
-    """Ranks of a tp or cp group read the same rows: 8 processes are 2 data-parallel ranks, as where cp is left out."""
+    """Ranks of a tp or cp group read the same rows: 8 processes are 2 data-parallel ranks."""
     content = fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4}
     found = convert(content)
     assert (found.options["parallel.dp"], found.options["parallel.dp_shard"], found.options["parallel.tp"]) == (2, 2, 2)
     why = {remark.key: remark.why for remark in found.remarks if remark.kind == "lost"}
-    assert "4 processes, not 8: the same batch" in why["parallelism_config.parallelism_config_cp_size"]
+    assert found.options["parallel.cp"] == 2
     formula = "set train.global_batch_size to train.micro_batch_size * 4 * 2"
     assert formula in why["gradient_accumulation_steps"]
     nested = fsdp(version=2, gradient_accumulation_steps=4)["fsdp_config"] | {"gradient_accumulation_steps": 4}

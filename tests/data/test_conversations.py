@@ -16,6 +16,7 @@ from megalite.config.schema import DataConfig
 from megalite.data.dataset import Dataset, build
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.loader import Loader
+from megalite.layout import AxisPlace
 
 S = 10
 SIZES = [4, 11, 2, 6, 5, 3, 1, 8, 7]
@@ -109,7 +110,7 @@ def test_validation_blends_and_lists_keep_conversations_whole(chats):
     assert [d.samples_per_epoch for d in uneven] == [3, 1], "half of 18 tokens would cut the third"
     blend = data({a: 2.0, b: 1.0})
     assert blend.chat and [int(blend[i][0, 0]) >= 50 for i in range(6)].count(True) == 2
-    loader = Loader(blend, global_batch_size=3, micro_batch_size=3, dp_rank=0, dp_size=1, samples=2)
+    loader = Loader(blend, global_batch_size=3, micro_batch_size=3, dp=AxisPlace(0, 1), samples=2)
     (microbatch,) = loader.step(0)
     loader.close()
     assert microbatch.tokens.shape == microbatch.targets.shape == microbatch.document_start.shape == (S, 3)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megalite.data.dataset import Dataset
 from megalite.data.indexed import DataError
 from megalite.data.loader import IGNORE_INDEX, Loader
+from megalite.layout import AxisPlace
 
 EOS = 9
 
@@ -37,7 +38,7 @@ def load():
     made = []
 
     def make(dataset: Dataset, **options) -> Loader:
-        sizes = {"global_batch_size": 1, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
+        sizes = {"global_batch_size": 1, "micro_batch_size": 1, "dp": AxisPlace(0, 1)}
         made.append(Loader(dataset, **sizes | options))
         return made[-1]
 
@@ -53,7 +54,7 @@ def test_layout_never_changes_the_sequence(dp, micro, accumulation, first):
     size = dp * micro * accumulation
     seen = []
     for rank in range(dp):
-        loader = Loader(Fixed(), global_batch_size=size, micro_batch_size=micro, dp_rank=rank, dp_size=dp)
+        loader = Loader(Fixed(), global_batch_size=size, micro_batch_size=micro, dp=AxisPlace(rank, dp))
         microbatches = loader.step(first)
         loader.close()
         assert len(microbatches) == accumulation
@@ -62,7 +63,7 @@ def test_layout_never_changes_the_sequence(dp, micro, accumulation, first):
             assert microbatch.samples.tolist() == expected
             assert microbatch.tokens.tolist() == [[100 * s + t for s in expected] for t in range(4)]
             assert microbatch.targets.tolist() == [[100 * s + t + 1 for s in expected] for t in range(4)]
-            assert microbatch.positions.tolist() == [[t] for t in range(4)] and microbatch.starts == (0,)
+            assert microbatch.positions.tolist() == [[t] for t in range(4)] and microbatch.runs == ((0, 4),)
             seen += expected
     assert sorted(seen) == list(range(first, first + size))
 
@@ -94,12 +95,25 @@ def test_document_start(load, row, starts):
     assert microbatch.targets.T.tolist() == [row[1:]], "positions reset, every target still counts"
 
 
+@pytest.mark.parametrize("rows", [[0], [1, 2], [3, 0, 1, 2]], ids=str)
+def test_boundaries_equal_document_starts(load, rows):
+    """Offsets in the tokens of all rows, one row after the other, as kernels for documents of any length take them."""
+    chosen = [ROWS[row] for row in rows]
+    (microbatch,) = load(Fixed(chosen), reset_positions=True, global_batch_size=len(rows), micro_batch_size=len(rows)).step(0)
+    offsets, longest = microbatch.boundaries
+    firsts = [(row, start) for row, given in enumerate(STARTS[row] for row in rows) for start in sorted(set(given))]
+    assert offsets.tolist() == [5 * row + start for row, start in firsts] + [5 * len(rows)]
+    assert offsets.dtype == torch.int32 and longest == max(offsets.diff()).item()
+    starts = torch.repeat_interleave(offsets[:-1], offsets.diff()).view(len(rows), 5) - 5 * torch.arange(len(rows)).unsqueeze(1)
+    assert torch.equal(starts.T, microbatch.document_start), "each token is in the document that its start says"
+
+
 @pytest.mark.parametrize(("row", "targets"), list(zip(ROWS, MASKED, strict=True)))
 def test_eod_mask(load, row, targets):
     (microbatch,) = load(Fixed([row]), eod_mask_loss=True).step(0)
     assert microbatch.targets.T.tolist() == [targets]
     assert microbatch.tokens.T.tolist() == [row[:-1]]
-    assert microbatch.document_start is None
+    assert microbatch.document_start is None and microbatch.boundaries is None
 
 
 @pytest.mark.parametrize("samples", range(1, 10))
@@ -109,7 +123,7 @@ def test_validation_epoch(load, samples, dp):
     dataset = Fixed()
     counted = []
     for rank in range(dp):
-        loader = load(dataset, global_batch_size=4, micro_batch_size=2, dp_rank=rank, dp_size=dp, samples=samples)
+        loader = load(dataset, global_batch_size=4, micro_batch_size=2, dp=AxisPlace(rank, dp), samples=samples)
         for batch in loader.epoch():
             assert len(batch) == 2 // dp
             for microbatch in batch:

@@ -116,7 +116,7 @@ def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: An
     assert not (tmp_path / "run" / "traces" / "profile_rank_00000.json").exists()
     assert "steps 3 to 4 are recorded" in printed and "1f1b, steps 3 to 4: bubble_fraction" in printed
     last = printed.splitlines()[-2]
-    assert last.startswith("step time ") and " measured (median); bubble " in last, printed
+    assert last.startswith("step time ") and " measured (median), " in last and "%; bubble " in last, printed
     predicted = json.loads((tmp_path / "run" / "prediction.json").read_text())
     assert f"step time {predicted['step_time_s']:.4g} s predicted" in last
     assert f"bubble {predicted['bubble_fraction']:.1%} predicted" in last

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from megalite.batch import IGNORE_INDEX
 from megalite.model.parameters import padded_vocabulary
-from tests.distributed.support import jobs_parts
+from tests.distributed.support import jobs_parts, layouts
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.layouts import Case
 
@@ -23,7 +23,7 @@ def prefix(tmp_path_factory) -> str:
 
 
 def world(layout: Case) -> int:
-    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+    return layouts.world({**SINGLE, **layout})
 
 
 # ---- loss
@@ -76,6 +76,7 @@ EVALUATED: dict[str, tuple[Case, int]] = {  # layout, global batch
     "tp2-sp": ({"tp": 2, "sequence_parallel": True}, 4),
     "pp4": ({"pp": 4, "schedule": "gpipe"}, 8),
     "tp2-pp2-dp2": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, 8),
+    "cp2-pp2": ({"cp": 2, "context": "gather", "pp": 2}, 8),
 }
 
 

@@ -119,7 +119,7 @@ def reshardings(ranks, prefix, tmp_path_factory):
 
 @pytest.mark.parametrize("number", range(len(resharding.LAYOUTS)))
 def test_restored_tensors_are_the_same_bits_and_no_sample_is_lost(number, reshardings):
-    """Each layout loads what the one before it has saved; `make test-matrix` runs all thirty pairs, with ten steps each."""
+    """Each layout loads what the one before it has saved; `make test-matrix` runs all pairs, with ten steps each."""
     names = list(resharding.LAYOUTS)
     reshardings.prove(names[number - 1], names[number])
 

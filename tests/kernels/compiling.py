@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "kernels" / "megalite_kernels").glob("*_triton.py"))
 MODULES = [path.stem for path in SOURCES if "\ndef _variant(" in path.read_text()]  # another holds what the kernels of several share
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
-TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma", "gfx942": "v_mfma"}
-"""Instructions. Hopper has Ampere's too, which is the better one for tiles of fewer than 64 rows."""
-MULTIPLY = ("attention_triton",)
+TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.sync", "gfx942": "v_mfma"}
+"""Instructions. Hopper and Blackwell have Ampere's too, which is the one for tiles of fewer than 64 rows."""
+MULTIPLY = ("attention_triton", "attention_part_triton")
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
 PROCESSES = 2
 DOCUMENT = ROOT / "docs" / "kernels.md"

@@ -8,7 +8,7 @@ import faulthandler
 from unittest import mock
 
 import torch
-from megalite_kernels import activation, adamw, attention, cross_entropy, dispatch, grad_norm, norm, rotary
+from megalite_kernels import activation, adamw, attention, cross_entropy, dispatch, grad_norm, norm, ordered_sum, rotary
 from megalite_kernels.launch import Variant
 from torch import Tensor
 
@@ -134,11 +134,21 @@ def grad_norm_triton() -> None:
     torch.testing.assert_close(total, x[-LAST:].double().square().sum())
 
 
+def ordered_sum_triton() -> None:
+    """Three parts: the last one starts beyond 2³¹ elements."""
+    count = 2**30 + 64
+    parts, total = torch.empty(3, count, dtype=torch.bfloat16), torch.empty(count)
+    parts[:, -LAST:] = torch.randn(3, LAST)
+    ordered_sum.ordered_sum(parts, total)
+    torch.testing.assert_close(total[-LAST:], parts[:, -LAST:].double().sum(0).float())
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     torch.manual_seed(7)
     interpret_last_programs()
     dispatch.select("triton")
-    for case in (activation_triton, adamw_triton, attention_triton, cross_entropy_triton, grad_norm_triton, norm_triton, rotary_triton):
+    cases = activation_triton, adamw_triton, attention_triton, cross_entropy_triton, grad_norm_triton, norm_triton
+    for case in (*cases, ordered_sum_triton, rotary_triton):
         case()
         print(case.__name__, flush=True)

@@ -1,29 +1,45 @@
-"""When attention takes the kernels that come with torch; their values need a GPU."""
+"""Which implementation attention takes on a GPU, and the calls of those that come with torch; their values need a GPU."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from megalite_kernels import attention as module
-from megalite_kernels import attention_library
+from megalite_kernels import attention_library, attention_routes, device_routes, dispatch
 from megalite_kernels.attention import attention, attention_backward
+from megalite_kernels.attention_routes import BY_NAME, ROUTES, Call
 from megalite_kernels.dropout import AttentionDropout
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.data.documents import boundaries
 from tests.kernels.accuracy import assert_as_accurate
 from tests.kernels.test_attention import autograd, inputs
+
+NONE = {"window": None, "document_start": None, "softcap": None, "dropout": None, "boundaries": None}
+KNOWN = {"document_start": torch.zeros(128, 2), "boundaries": (torch.tensor([0, 128, 256], dtype=torch.int32), 128)}
 
 
 @pytest.fixture
 def can_use(monkeypatch):
-    """What torch says that it can run, and on what: set by a test, as no GPU may be there to ask."""
-    can = {"cudnn": True, "flash": True, "architecture": "sm_90"}
-    monkeypatch.setattr(attention_library.cuda, "can_use_cudnn_attention", lambda parameters: can["cudnn"])
-    monkeypatch.setattr(attention_library.cuda, "can_use_flash_attention", lambda parameters: can["flash"])
-    monkeypatch.setattr(attention_library, "architecture", lambda device: can["architecture"])
+    """What torch says that it can run, on what, and what was measured there: set by a test, as no GPU may be there to ask."""
+    can = {"cudnn": True, "flash": True, "architecture": "sm_90", "triton": True, "measured": device_routes.DeviceRoutes()}
+    monkeypatch.setattr(attention_routes.cuda, "can_use_cudnn_attention", lambda parameters: can["cudnn"])
+    monkeypatch.setattr(attention_routes.cuda, "can_use_flash_attention", lambda parameters: can["flash"])
+    monkeypatch.setattr(attention_routes, "architecture", lambda device: can["architecture"])
+    monkeypatch.setattr(attention_routes, "takes_triton", lambda x: can["triton"])
+    monkeypatch.setattr(attention_routes, "measured", lambda device: can["measured"])
     return can
 
 
-def fake(sequence=128, batch=2, heads=4, kv_heads=2, dim=64):
-    return tuple(torch.empty(sequence, batch, count, dim, dtype=torch.bfloat16, device="cuda") for count in (heads, kv_heads, kv_heads))
+def fake(sequence=128, batch=2, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16):
+    return tuple(torch.empty(sequence, batch, count, dim, dtype=dtype, device="cuda") for count in (heads, kv_heads, kv_heads))
+
+
+def routed(sizes=None, **options):
+    with FakeTensorMode():
+        return module._route(*fake(**(sizes or {})), **NONE | options)
 
 
 @pytest.mark.parametrize(
@@ -32,13 +48,13 @@ def fake(sequence=128, batch=2, heads=4, kv_heads=2, dim=64):
         ({}, "cudnn"),
         ({"architecture": "sm_80"}, "flash"),
         ({"cudnn": False}, "flash"),
-        ({"cudnn": False, "flash": False}, None),
+        ({"cudnn": False, "flash": False}, "triton"),
+        ({"cudnn": False, "flash": False, "triton": False}, "reference"),
     ],
 )
 def test_cudnn_on_hopper_else_flash_where_torch_can(can, expected, can_use):
     can_use |= can
-    with FakeTensorMode():
-        assert attention_library.library(*fake()) == expected
+    assert routed() == expected
 
 
 @pytest.mark.parametrize(
@@ -48,48 +64,101 @@ def test_cudnn_on_hopper_else_flash_where_torch_can(can, expected, can_use):
         ({"dim": 160}, "flash"),  # cuDNN may have a forward pass for it, and no backward pass
         ({"sequence": 200}, "flash"),  # older versions read what lies behind such a sequence, newer ones have returned NaN for dq
         ({"sequence": 256}, "cudnn"),
-        ({"dim": 12}, None),
-        ({"sequence": 0}, None),
-        ({"batch": 0}, None),
+        ({"dim": 12}, "triton"),
+        ({"dim": 264}, "reference"),
+        ({"dtype": torch.float32}, "reference"),  # Triton's products would not use tensor cores
+        ({"sequence": 0}, "triton"),
+        ({"batch": 0}, "triton"),
     ],
     ids=str,
 )
 def test_what_torch_would_refuse_or_get_wrong_when_called_directly(sizes, expected, can_use):
-    with FakeTensorMode():
-        assert attention_library.library(*fake(**sizes)) == expected
+    assert routed(sizes) == expected
 
 
 def test_not_on_the_cpu_nor_in_a_deterministic_run(can_use, monkeypatch):
-    assert attention_library.library(*(torch.ones(4, 1, 1, 8) for _ in range(3))) is None
+    assert module._route(*(torch.ones(4, 1, 1, 8) for _ in range(3)), **NONE) == "reference"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with FakeTensorMode():
-        assert attention_library.library(*fake()) is None
+    can_use["measured"] = device_routes.DeviceRoutes("a", plain="flash", documents="flash_varlen")
+    assert routed() == routed(**KNOWN) == "triton"
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": 8}, {"document_start": torch.zeros(128, 2)}, {"softcap": 30.0}, {"dropout": AttentionDropout(1, torch.arange(2), 0.1)}],
+    [{"window": 8}, KNOWN, {"softcap": 30.0}, {"dropout": AttentionDropout(1, torch.arange(2), 0.1)}],
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
-def test_what_they_do_not_know_goes_elsewhere(options, kernels, can_use, monkeypatch):
-    monkeypatch.setattr(module, "takes_triton", lambda x: kernels == "triton")
-    given = {"window": None, "document_start": None, "softcap": None, "dropout": None}
-    with FakeTensorMode():
-        q, k, v = fake()
-        assert module._route(q, k, v, *(given | options).values()) == kernels
-        assert module._route(q, k, v, *given.values()) == "cudnn"
+def test_what_they_do_not_know_goes_elsewhere(options, kernels, can_use):
+    can_use["triton"] = kernels == "triton"
+    assert routed(**options) == kernels
+    assert routed() == "cudnn"
 
 
-def test_wide_heads_and_fp32_on_a_gpu_take_the_reference(can_use, monkeypatch):
-    can_use |= {"cudnn": False, "flash": False}
-    monkeypatch.setattr(module, "takes_triton", lambda x: True)
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.for_documents], ids=lambda route: route.name)
+def test_documents_take_a_guarded_route_only_where_it_was_measured_to_be_the_fastest(route, can_use, monkeypatch):
+    monkeypatch.setattr(attention_routes.importlib.util, "find_spec", lambda name: name)
+    attention_routes._fa3_missing.cache_clear()
+    can_use["measured"] = device_routes.DeviceRoutes("a", documents=route.name)
+    assert routed(**KNOWN) == route.name and routed() == "cudnn"
+    assert routed(**KNOWN, softcap=30.0) == "triton"
+    assert routed(**KNOWN | {"boundaries": None}) == "triton"
+    assert routed(**KNOWN, window=8) == (route.name if route.windows else "triton")
+    attention_routes._fa3_missing.cache_clear()
+
+
+def test_why_a_route_runs_is_said_in_one_line(can_use):
     with FakeTensorMode():
-        routes = [
-            module._route(*(torch.empty(4, 1, 1, dim, dtype=dtype, device="cuda") for _ in range(3)), None)
-            for dim, dtype in ((256, torch.float16), (264, torch.float16), (64, torch.float32))
-        ]
-    assert routes == ["triton", "reference", "reference"]
+        q, k, v = fake(sequence=200)
+        assert attention_routes.describe(Call(q, k, v)) == (
+            "attention: flash; not cudnn (200 positions are no multiple of 128); no routes were measured on this device"
+        )
+        can_use["measured"] = device_routes.DeviceRoutes("NVIDIA X", plain="flash", documents="fa3_varlen")
+        assert attention_routes.describe(Call(q, k, v)) == "attention: flash, measured to be the fastest on NVIDIA X"
+        (line,) = attention_routes.describe(Call(q, k, v, documents=True, boundaries=True)).splitlines()
+    assert line.startswith("attention with documents: triton; not fa3_varlen (")
+
+
+# ---- the file of a device
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(device_routes, "DIRECTORY", tmp_path)
+    return tmp_path / "nvidia-h100-80gb-hbm3.json"
+
+
+def test_the_routes_of_a_device_are_read(file, monkeypatch):
+    file.write_text(json.dumps({"attention": {"plain": "flash", "documents": "flash_varlen"}, "weight_grad": "mm_add", "measured": {}}))
+    found = device_routes.read("NVIDIA H100 80GB HBM3")
+    assert found == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", "flash", "flash_varlen", "mm_add")
+    assert device_routes.read("another") == device_routes.DeviceRoutes("another")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    for kernels, counts in (("auto", True), ("torch", False)):
+        dispatch.select(kernels)
+        device_routes._of_device.cache_clear()
+        assert (device_routes.measured(torch.device("cuda:0")) == found) == counts
+    device_routes._of_device.cache_clear()
+    assert device_routes.measured(torch.device("cpu")) == device_routes.DeviceRoutes()
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"attention": {"plain": "flash_varlen"}}', "has plain = flash_varlen: no such route"),  # it is for documents
+        ('{"attention": {"documents": "cudnn"}}', "has documents = cudnn: no such route"),
+        ('{"weight_grad": "cublas"}', "has weight_grad = cublas: no such route"),
+        ("[1]", "cannot be read"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_wrong_changes_nothing_and_is_named(text, words, file):
+    file.write_text(text)
+    found = device_routes.read("NVIDIA H100 80GB HBM3")
+    assert found == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", problem=found.problem) and words in str(found.problem)
+
+
+# ---- the calls
 
 
 @pytest.mark.parametrize("chosen", ["cudnn", "flash"])
@@ -105,18 +174,102 @@ def test_their_signatures(chosen, can_use):
         assert saved[0].shape[:3] == (2, 4, 128)
 
 
+class ByDefinition(TorchDispatchMode):
+    """torch's operations over documents of any length, on the CPU: named arguments as in their schemas, values by the reference."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name, kwargs = operation._schema.name, kwargs or {}
+        if name not in OVERLOADED:
+            return operation(*args, **kwargs)
+        self.called.append(name)
+        names = [argument.name for argument in operation._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        q, k, v = (given[each].unsqueeze(1) for each in ("query", "key", "value"))
+        offsets = given["cum_seq_q"]
+        assert torch.equal(offsets, given["cum_seq_k"]) and offsets.dtype == torch.int32 and q.shape[0] == int(offsets[-1])
+        assert given["max_q"] == given["max_k"] == int(offsets.diff().max())
+        assert given["is_causal"] and given["dropout_p"] == 0.0
+        left = given.get("window_size_left")
+        options = {"scale": given["scale"], "window": None if left is None else left + 1}
+        lengths = offsets.diff()
+        options["document_start"] = torch.repeat_interleave(offsets[:-1].long(), lengths).unsqueeze(1)
+        if "grad_out" not in given:
+            out, _ = attention(q, k, v, recompute=True, **options)
+            rest = [torch.zeros(1) for _ in operation._schema.returns[1:]]
+            rest[0] = torch.full((1,), 7.0)  # as the log-sum-exp
+            return (out.squeeze(1), *rest)
+        assert given["logsumexp"].item() == 7.0
+        out = given["out"].unsqueeze(1)
+        found = attention_backward(given["grad_out"].unsqueeze(1), q, k, v, out, (), recompute=True, **options)
+        return tuple(x.squeeze(1) for x in found)
+
+
+OVERLOADED = [f"aten::_{kind}_attention_{part}" for kind in ("flash", "cudnn") for part in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name, window", [("flash_varlen", None), ("flash_varlen", 3), ("cudnn_varlen", None)])
+def test_documents_are_given_by_their_boundaries(name, window, batch, monkeypatch):
+    """Rows to tokens and back, and every argument by its name in the schema, against the reference over rows."""
+    sequence = 12
+    q, k, v, dout = inputs(sequence, batch, 4, 2, 8, torch.float64)
+    starts = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 8, 8, 8, 8], [0] * 12, [0] * 6 + [6] * 6])[:batch]
+    options = {"scale": 0.3, "window": window, "document_start": starts.T.contiguous()}
+    out, saved = attention(q, k, v, **options)
+    expected = out, *attention_backward(dout, q, k, v, out, saved, **options)
+    calls = BY_NAME[name].calls
+    given = attention_library.Options(0.3, window, boundaries(starts.numpy()))
+    with ByDefinition() as mode:
+        out, saved = calls.forward(q, k, v, given)
+        found = out, *calls.backward(dout, q, k, v, out, saved, given)
+    assert [each.split("_")[1] for each in mode.called] == [name.split("_")[0]] * 2
+    for got, true in zip(found, expected, strict=True):
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-12)
+
+
+# ---- on a GPU
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("chosen", ["cudnn", "flash"])
 def test_as_accurate_as_the_definition(chosen, monkeypatch):
     if chosen == "flash":
-        monkeypatch.setattr(attention_library.cuda, "can_use_cudnn_attention", lambda parameters: False)
+        monkeypatch.setattr(attention_routes.cuda, "can_use_cudnn_attention", lambda parameters: False)
     host = inputs(256 if chosen == "cudnn" else 200, 2, 4, 2, 64, torch.bfloat16)
     q, k, v, dout = (x.to("cuda") for x in host)
-    if attention_library.library(q, k, v) != chosen:
+    if module._route(q, k, v, **NONE) != chosen:
         pytest.skip(f"torch does not run {chosen} here")
     out, saved = attention(q, k, v, scale=0.125)
     found = out, *attention_backward(dout, q, k, v, out, saved, scale=0.125)
     torchs = autograd(*host, scale=0.125)
     exact = autograd(*(x.double() for x in host[:3]), host[3], scale=0.125)
+    for got, true, of_torch in zip(found, exact, torchs, strict=True):
+        assert_as_accurate(got.cpu(), true, of_torch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.for_documents], ids=lambda route: route.name)
+def test_documents_as_accurate_as_the_definition(route, batch):
+    host = inputs(256, batch, 4, 2, 64, torch.bfloat16)
+    starts = torch.zeros(batch, 256, dtype=torch.int64)
+    starts[:, 70:], starts[-1, 200:] = 70, 200
+    q, k, v, dout = (x.to("cuda") for x in host)
+    offsets, longest = boundaries(starts.numpy())
+    call = Call(q, k, v, documents=True, boundaries=True)
+    if (reason := route.refusal(call)) is not None:
+        pytest.skip(f"{route.name}: {reason}")
+    options = attention_library.Options(0.125, None, (offsets.to("cuda"), longest))
+    route.calls.prepare()
+    out, saved = route.calls.forward(q, k, v, options)
+    found = out, *route.calls.backward(dout, q, k, v, out, saved, options)
+    known = {"scale": 0.125, "document_start": starts.T.contiguous()}
+    torchs = autograd(*host, **known)
+    exact = autograd(*(x.double() for x in host[:3]), host[3], **known)
     for got, true, of_torch in zip(found, exact, torchs, strict=True):
         assert_as_accurate(got.cpu(), true, of_torch)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.launch import Variant
 from torch import Tensor
 
@@ -83,6 +84,18 @@ def of_attention(module: Any) -> Calls:
         yield (f"dq {label}", f"dk dv {label}"), partial(module.flash_attention_backward, q, q, k, k, q, lse, dim**-0.5, *options)
 
 
+def of_attention_part(module: Any) -> Calls:
+    """The same tiles, for two runs on each side."""
+    starts, dropout = torch.zeros(ROWS, BATCH, dtype=torch.int64), AttentionDropout(7, torch.zeros(BATCH, dtype=torch.int64), 0.1)
+    everything, documents = ("softcap window documents dropout", 1024, starts, 30.0, dropout), ("documents", None, starts, None, None)
+    for dim, (kind, *options) in ((80, everything), (256, everything), (64, documents), (128, documents)):
+        q, k = (torch.empty(ROWS, BATCH, heads, dim, dtype=BF16) for heads in (8, 2))
+        lse, label, runs = torch.empty(ROWS, BATCH, 8), f"bf16 {dim} channels {kind}, runs", ((0, 2), (9, 1))
+        yield (f"forward {label}",), partial(module.flash_attention_part, q, k, k, runs, runs, dim**-0.5, *options)
+        call = partial(module.flash_attention_part_backward, q, q, k, k, lse, lse, runs, runs, dim**-0.5, *options)
+        yield (f"dq {label}", f"dk dv {label}"), call
+
+
 def of_cross_entropy(module: Any) -> Calls:
     """Padded vocabularies."""
     targets, lse, scale = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(2, ROWS), torch.ones(())
@@ -138,6 +151,7 @@ def of_ordered_sum(module: Any) -> Calls:
 LISTS = {
     "activation_triton": of_activation,
     "adamw_triton": of_adamw,
+    "attention_part_triton": of_attention_part,
     "attention_triton": of_attention,
     "cross_entropy_triton": of_cross_entropy,
     "grad_norm_triton": of_grad_norm,

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from megalite_kernels import attention_routes
+from megalite_kernels.device_routes import DeviceRoutes
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megalite.commands.train import left_out
-from megalite.config.schema import Config, ConfigError
+from megalite.config.load import from_dict
+from megalite.config.schema import ConfigError
 from megalite.launch.environment import on_one_gpu
 from megalite.launch.process import choose_device
+from megalite.training.kernel_choice import attention_route
 from tests.distributed.support.configs import write_tokens
 
 # Ends the process where torch is about to be imported: no device can have been touched before.
@@ -71,14 +75,22 @@ def test_ranks_that_share_a_gpu_are_named():
     assert on_one_gpu(found) == ["ranks 0, 3 have the same GPU of a"]
 
 
-def test_lengths_that_leave_cudnn_out_are_named():
-    config = Config()
-    config.data.sequence_length = 1000
-    assert left_out(config, torch.device("cpu")) == []
-    (line,) = left_out(config, torch.device("cuda"))
-    assert line.endswith("data.sequence_length = 1000 is no multiple of 128")
-    config.data.sequence_length = 1024
-    assert left_out(config, torch.device("cuda")) == []
+def test_the_report_names_attentions_implementation_and_why_not_a_faster_one(monkeypatch):
+    config = from_dict({"model": {"preset": "tiny"}, "data": {"sequence_length": 200}, "train": {"precision": "bf16"}})
+    assert attention_route(config, torch.device("cpu"), documents=False) == []
+    for name, allowed in (("can_use_cudnn_attention", True), ("can_use_flash_attention", False)):
+        monkeypatch.setattr(torch.backends.cuda, name, lambda parameters, allowed=allowed: allowed)
+    monkeypatch.setattr(attention_routes, "measured", lambda device: DeviceRoutes())
+    monkeypatch.setattr(attention_routes, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(attention_routes, "takes_triton", lambda x: True)
+    with FakeTensorMode():
+        (line,) = attention_route(config, torch.device("cuda"), documents=False)
+        (documents,) = attention_route(config, torch.device("cuda"), documents=True)
+    assert line == (
+        "attention: triton; not cudnn (200 positions are no multiple of 128); not flash (torch refuses it); "
+        "no routes were measured on this device"
+    )
+    assert documents == "attention with documents: triton; no routes were measured on this device"
 
 
 def environment(config: Path, **given: str) -> dict[str, str | None]:

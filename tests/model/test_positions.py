@@ -58,22 +58,23 @@ def test_the_end_of_a_row_has_the_logits_that_it_has_in_the_row(model: dict[str,
         starts[FIRST:], starts[FIRST + 9 :, 1] = FIRST, FIRST + 9
     unseen = FIRST if documents else FIRST + LLAMA["num_hidden_layers"] * (WINDOW - 1)
     whole = logits(stage, Microbatch.of(tokens, tokens, samples, starts))
-    end = logits(stage, Microbatch.of(tokens[FIRST:], tokens[FIRST:], samples, starts if starts is None else starts[FIRST:], (FIRST,)))
+    its = starts if starts is None else starts[FIRST:]
+    end = logits(stage, Microbatch.of(tokens[FIRST:], tokens[FIRST:], samples, its, [(FIRST, LENGTH - FIRST)]))
     torch.testing.assert_close(end[unseen - FIRST :], whole[unseen:], rtol=1e-12, atol=1e-12)
     if not documents and ("position" in model or "attention_dropout" in model):  # logits do not show how far everything is rotated
         elsewhere = logits(stage, Microbatch.of(tokens[FIRST:], tokens[FIRST:], samples))
         assert (elsewhere - end).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("starts", [(FIRST,), (0, 30), (10, 20)], ids=str)
-def test_tables_of_parts_are_those_of_the_row_and_made_once(starts: tuple[int, ...]):
+@pytest.mark.parametrize("runs", [((FIRST, 20),), ((0, 10), (30, 10)), ((10, 5), (20, 15))], ids=str)
+def test_tables_of_parts_are_those_of_the_row_and_made_once(runs: tuple[tuple[int, int], ...]):
     stage = stage_of(**SCALED)
     tokens, samples = rows()
     whole = stage.forward_state(Microbatch.of(tokens, tokens, samples), step=0, training=False).rotary
     part = tokens[:20]
-    made, again = (stage.forward_state(Microbatch.of(part, part, samples, starts=starts), 0, False).rotary for _ in range(2))
+    made, again = (stage.forward_state(Microbatch.of(part, part, samples, runs=runs), 0, False).rotary for _ in range(2))
     assert whole is not None and made is not None and again is not None
-    its = [position for start in starts for position in range(start, start + 20 // len(starts))]
+    its = [position for start, length in runs for position in range(start, start + length)]
     for ours, theirs, same in zip(made, whole, again, strict=True):
         assert torch.equal(ours, theirs[its])
         assert ours is same

@@ -19,6 +19,7 @@ from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import describe, predicted_bubble, stage_costs
 from megalite.monitoring.rank_times import compare
 from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.planning.hardware import find
 from tests.monitoring.test_metrics import example
 
 F, B, W = (Action(kind, 0, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT))
@@ -222,9 +223,13 @@ def test_the_predicted_bubble_is_that_of_the_schedule_and_its_stages() -> None:
 
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     assert describe([9.0, 1.0, 3.0, 2.0], [0.9, 0.2, 0.4], 1.5, 0.25) == [
-        "step time 1.5 s predicted, 2 s measured (median); bubble 25.0% predicted, 30.0% measured"
+        "step time 1.5 s predicted, 2 s measured (median), +33.3%; bubble 25.0% predicted, 30.0% measured"
     ]
     assert describe([9.0], [], None, 0.25) == ["bubble 25.0% predicted, not measured"]
+    assert describe([2.0], [], 2.0, None, find("h100")) == [
+        "step time 2 s predicted for h100 (1.818 to 2.2 s in 80 % of published runs), 2 s measured (median), +0.0%"
+    ]
+    assert "predicted for l40s, 2 s" in describe([2.0], [], 2.0, None, find("l40s"))[0]
     assert describe([9.0], [0.1], None, None) == []
 
 

@@ -30,8 +30,11 @@ DORA = {"rank": 4, "ranks": {"o": 2}, "dora": True, "modules_to_save": ["embeddi
 GPT2 = {"norm": "layer", "gated_mlp": False, "position": "learned", "attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
 
 
-def tree(*, model: Options = None, train: Options = None, lora: Options = None, **parallel: Any) -> dict[str, dict[str, Any]]:
+def tree(
+    *, model: Options = None, train: Options = None, lora: Options = None, optimizer: str = "adamw", **parallel: Any
+) -> dict[str, dict[str, Any]]:
     return {
+        "optimizer": {"name": optimizer},
         "model": {**MODEL, **(model or {})},
         "lora": lora or {},
         "parallel": {"dp": 1, "bucket_mb": 0.02, **parallel},
@@ -111,6 +114,9 @@ BUILT = {
     "adapters": {"dp": 2, "tp": 2, "lora": LORA},
     "adapters, ZeRO-3": {"dp": 2, "zero": 3, "offload": "cpu", "lora": SOME},
     "DoRA, tied": {"pp": 2, "dp": 2, "tp": 2, "lora": DORA, "model": {"tie_word_embeddings": True}},
+    "Muon": {"dp": 4, "tp": 2, "optimizer": "muon"},
+    "Muon, ZeRO-3, groups": {"dp": 4, "zero": 3, "dp_shard": 2, "model": {"tie_word_embeddings": True}, "optimizer": "muon"},
+    "Muon, a copy of the state": {"pp": 2, "dp": 2, "schedule": "zb-h2", "optimizer": "muon"},
     "fp16, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved", "train": {"precision": "fp16"}},
 }
 

@@ -80,6 +80,8 @@ class Recorder:
 
     def train(self, run: Run, checkpoint: Path | None) -> dict[str, Any]:
         config = run.config()
+        if "fp32_products" in (self.tree / "megalite" / "config" / "schema.py").read_text():  # else the tree computes with oneDNN anyhow
+            config["train"]["fp32_products"] = "onednn"
         if checkpoint is not None:
             config["checkpoint"]["load"] = str(checkpoint.resolve())
             config["run"]["dir"] = "resumed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megalite.build import parts as build
 from megalite.config.load import from_dict
+from megalite.training import step_finalizer
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
@@ -26,22 +28,20 @@ def trainer_of(directory: Path, device: str, precision: str, train: dict[str, An
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of what `Tensor.cpu` read. That alone may wait while the sync debug mode raises elsewhere."""
+    """The shapes of what the host reads: by `read_later`, which waits for its own copy only, or by `Tensor.cpu`, which waits for all."""
     found: list[torch.Size] = []
-    cpu = Tensor.cpu
+    later, cpu = step_finalizer.read_later, Tensor.cpu
 
-    def read(self: Tensor) -> Tensor:
-        found.append(self.shape)
-        mode = torch.cuda.get_sync_debug_mode() if self.is_cuda else 0
-        if self.is_cuda:
-            torch.cuda.set_sync_debug_mode("default")
-        try:
-            return cpu(self)
-        finally:
-            if self.is_cuda:
-                torch.cuda.set_sync_debug_mode(mode)
+    def noted(x: Tensor) -> Callable[[], Tensor]:
+        found.append(x.shape)
+        return later(x)
 
-    monkeypatch.setattr(Tensor, "cpu", read)
+    def waits(x: Tensor) -> Tensor:
+        found.append(x.shape)
+        return cpu(x)
+
+    monkeypatch.setattr(step_finalizer, "read_later", noted)
+    monkeypatch.setattr(Tensor, "cpu", waits)
     return found
 
 

@@ -130,6 +130,23 @@ def test_a_rank_that_left_no_record(pipeline: Run, state: str) -> None:
     assert found.instead == f"{state}; last known in step 7, F1.2"
 
 
+def test_a_rank_that_others_have_seen_later_than_it_wrote(pipeline: Run) -> None:
+    """Its record is of a stall in an earlier step, after which it went on and was killed."""
+    place = {"step": STEP, "runs": RUNS, "action": "F1.2", "number": 5, "actions": 16}
+    pipeline.leave(2, READING, place={"step": 3, "runs": 2}, traffic={"all_reduce data": 2}, frames=["loader.py:1 in step"])
+    ended = {"state": "its process has ended", "host": "node2", "place": place}
+    pipeline.leave(0, "B0.0", "pipeline message RB0.0<1", 2, seen={2: ended})
+    found = pipeline.explained()
+    assert found.culprit == 2 and found.instead == f"its process has ended; last known in step {STEP}, F1.2, action 6 of 16"
+
+
+def test_a_record_that_is_none_is_left_out(pipeline: Run) -> None:
+    pipeline.leave(0, "B0.0", "pipeline message RB0.0<1", 2)
+    for rank, text in ((1, "[]"), (2, "{}"), (3, '{"rank": ')):
+        (pipeline.directory / "stalls" / f"rank_{rank:05d}.json").write_text(text)
+    assert list(load(pipeline.directory)) == [0]
+
+
 def test_devices_that_wait(tmp_path: Path) -> None:
     """Where no host waits, the flight records tell: rank 1 has not started the third collective of the group."""
     run = Run(tmp_path, dp=2)

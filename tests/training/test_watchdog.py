@@ -1,5 +1,6 @@
 """What counts as progress, on one rank: docs/faults.md."""
 
+import json
 from pathlib import Path
 from threading import Event
 
@@ -7,8 +8,10 @@ import pytest
 
 from megalite.activity import Activity
 from megalite.config.schema import Config, TrainConfig
+from megalite.launch import process
 from megalite.mesh import Layout, Mesh
 from megalite.training import watchdog
+from megalite.training.hang import load
 
 
 class Looks:
@@ -43,3 +46,56 @@ def test_a_long_validation_of_equal_batches_is_no_stall(moving: bool, tmp_path: 
     assert (tmp_path / "stalls").exists() == (not moving)
     if not moving:
         assert (tmp_path / "stalls" / "rank_00000.txt").read_text().count("rank 0: no progress for 8 s") == 1
+
+
+def test_a_record_of_a_rank_that_goes_on_is_past(tmp_path: Path) -> None:
+    """`megalite explain` reads it only if no rank hangs any more."""
+    mesh = Mesh(Layout())
+    mesh.activity.action = "F0.0"
+    dog = watchdog.Watchdog(Config(), mesh, tmp_path)
+    dog.patience = 0.04
+    path, moved = tmp_path / "stalls" / "rank_00000.json", Event()
+    with dog:
+        while not path.exists():
+            moved.wait(0.01)
+        assert not json.loads(path.read_text()).get("past")
+        mesh.activity.runs += 1
+        while not json.loads(path.read_text()).get("past"):
+            moved.wait(0.01)
+            mesh.activity.runs += 1
+    assert load(tmp_path)[0].place["action"] == "F0.0", "all ranks went on"
+    other = json.loads(path.read_text()) | {"rank": 1, "past": False}
+    path.with_name("rank_00001.json").write_text(json.dumps(other))
+    assert list(load(tmp_path)) == [1]
+
+
+class Moving(Activity):
+    """A rank that leaves its plan while another thread looks."""
+
+    __slots__ = ("reads",)
+
+    @property
+    def action(self) -> str:
+        self.reads = getattr(self, "reads", 0) + 1
+        return "F0.0" if self.reads == 1 else "reduction"
+
+    @action.setter
+    def action(self, value: str) -> None:
+        pass
+
+
+def test_a_place_is_read_at_once(tmp_path: Path) -> None:
+    mesh = Mesh(Layout())
+    mesh.activity = Moving()
+    mesh.activity.plan = ["F0.0", "B0.0"]
+    place = watchdog.Watchdog(Config(), mesh, tmp_path)._place()
+    assert (place["action"], place["number"]) == ("F0.0", 0)
+
+
+def test_a_report_that_fails_does_not_keep_a_rank_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+    monkeypatch.setattr(watchdog, "_write_flight_record", lambda path: 1 / 0)
+    monkeypatch.setattr(process, "exit_after_failure", ended.append)
+    dog = watchdog.Watchdog(Config(), Mesh(Layout()), tmp_path, on_loss=lambda message: 1 / 0)
+    dog._end(None, "ends")
+    assert ended == ["rank 0: ends"]

@@ -6,7 +6,22 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config.importers.batch import Batch
-from megalite.config.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, never, only, rounded, sets, word
+from megalite.config.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    lost,
+    never,
+    only,
+    optimizer,
+    rounded,
+    sets,
+    word,
+)
 
 NAME = "DeepSpeed"
 BATCH = Batch("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -110,7 +125,7 @@ TABLE: Table = {
     "communication_data_type": sets(
         "parallel.reduce_dtype", {"FP32": "wide", "BF16": "bf16", "BFP16": "bf16"}, "parallel.reduce_dtype is wide (fp32) or bf16"
     ),
-    "optimizer.type": only("ADAM ADAMW", "AdamW is the only optimizer here: set optimizer.* for it", "AdamW is the optimizer here"),
+    "optimizer.type": optimizer("ADAM ADAMW"),
     f"{ADAM}lr": Row(_learning_rate, "optimizer.lr"),
     **{f"{ADAM}{key}": sets(f"optimizer.{key}") for key in ("betas", "eps")},
     f"{ADAM}weight_decay": Row(_weight_decay, "optimizer.weight_decay"),
@@ -143,17 +158,39 @@ TABLE: Table = {
     "prescale_gradients": only("FALSE", DIVIDED),
     "gradient_predivide_factor": only("1", DIVIDED),
     "sparse_gradients": only("FALSE", "gradients are dense"),
-    **each("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", never("there is one optimizer, and every stage has it")),
+    **each("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", never("every stage has every optimizer")),
     "dataloader_drop_last": never("the data is an endless stream, and every batch is full"),
     "tensor_parallel.autotp_size": only("0 1", "set parallel.tp, and parallel.dp to the ranks that are left"),
 }
 
 
+def _muon_lr(value: Any, source: Source) -> Verdict:
+    """The rate of all tensors, but for those that adam_lr or muon_lr is for."""
+    rest = {option: value for key, option in (("adam_lr", "optimizer.lr"), ("muon_lr", "muon.lr")) if source.get(ADAM + key) is None}
+    return honoured(rest) if rest else harmless("adam_lr and muon_lr replace it")
+
+
+DECAYS = ("optimizer.weight_decay", "muon.weight_decay")
+MUON: Table = {
+    f"{ADAM}lr": Row(_muon_lr, "muon.lr"),
+    f"{ADAM}muon_lr": sets("muon.lr"),
+    f"{ADAM}adam_lr": sets("optimizer.lr"),
+    f"{ADAM}momentum": sets("muon.momentum"),
+    f"{ADAM}weight_decay": Row(
+        lambda value, _: honoured({"optimizer.weight_decay": value, "muon.weight_decay": value}), "muon.weight_decay"
+    ),
+}
+"""Rows of the parameters of Muon, which updates the matrices, and of the Adam beside it."""
+
+
 def table(source: Source) -> Table:
-    """The rows for this file's keys: parameters of optimizers other than Adam are lost, and keys of sections that are off are harmless."""
+    """The rows for this file's keys. Parameters of optimizers other than Adam and Muon are lost; keys of sections that are off are
+    harmless."""
     rows, name = dict(TABLE), source.get("optimizer.type", "AdamW")
+    if word(name) == "MUON":
+        rows |= MUON
     for key in source.leaves:
-        if key.startswith(ADAM) and word(name) not in ("ADAM", "ADAMW"):
+        if key.startswith(ADAM) and word(name) not in ("ADAM", "ADAMW", "MUON"):
             rows[key] = Row(lambda value, _: lost(f"it is meant for {name}: set optimizer.* for AdamW"))
         section = next((part for part in _sections(key) if source.word(f"{part}.enabled", part not in OFF) == "FALSE"), None)
         if section:

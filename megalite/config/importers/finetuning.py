@@ -114,7 +114,15 @@ def optimizer(value: Any, source: Source) -> Verdict:
         return harmless("AdamW is the optimizer here")
     if name.startswith(("ADAMW", "PAGED_ADAMW")):
         return lost("AdamW's moments are fp32: parallel.offload moves them off the device")
-    return lost("AdamW is the only optimizer here: set optimizer.* for it")
+    if name == "MUON":
+        return honoured(muon(source))
+    return lost("optimizer.name is adamw or muon: set optimizer.* for the nearest")
+
+
+def muon(source: Source) -> dict[str, Any]:
+    """Muon as axolotl and LLaMA-Factory run it: one rate for all tensors, with updates of matrices as large as AdamW's."""
+    rate = source.number("learning_rate")
+    return {"optimizer.name": "muon", "muon.adjust_lr": "match_rms_adamw"} | ({} if rate is None else {"muon.lr": rate})
 
 
 def betas(first: str, second: str) -> Row:

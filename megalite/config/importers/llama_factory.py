@@ -122,9 +122,10 @@ TABLE: Table = {
     "use_rslora": _adapter(finetuning.RSLORA),
     **each(
         "",
-        "loraplus_* pissa_* use_galore use_apollo use_badam use_muon use_adam_mini use_llama_pro",
+        "loraplus_* pissa_* use_galore use_apollo use_badam use_adam_mini use_llama_pro",
         missing("AdamW trains, adapters start at zero"),
     ),
+    "use_muon": Row(lambda value, source: honoured(finetuning.muon(source)) if value is True else harmless("it is off"), "optimizer.name"),
     "create_new_adapter": missing("one adapter is trained"),
     "pure_bf16": missing("master weights are fp32: train.precision: bf16"),
     "dataset": Row(_datasets, "data.train"),

@@ -297,7 +297,7 @@ TABLE: Table = {
     "lr-warmup-fraction": Row(_warmup_fraction, "optimizer.warmup_steps"),
     "lr-warmup-init": only("0", "warm-up starts at 0"),
     **each("decoupled-", "lr min-lr", missing("embedding and head have the same rate as the rest: optimizer.lr")),
-    "optimizer": only("ADAM", "AdamW is the only optimizer here: set optimizer.* for it", "AdamW is the optimizer here"),
+    "optimizer": only("ADAM", "set optimizer.name: muon for Muon, and muon.*; else AdamW, optimizer.*", "AdamW is the optimizer here"),
     **each("", "adam-beta1 adam-beta2", Row(_betas, "optimizer.betas")),
     "adam-eps": sets("optimizer.eps"),
     "weight-decay": sets("optimizer.weight_decay"),

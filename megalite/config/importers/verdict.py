@@ -110,6 +110,12 @@ def only(words: str, why: str, here: str = "it is so here") -> Row:
     return Row(lambda value, source: harmless(here) if word(value) in words.split() else lost(why))
 
 
+def optimizer(adams: str, roughly: str = "") -> Row:
+    """The row of the optimizer's name, which is Muon or one of these names of AdamW."""
+    others = sets("optimizer.name", {"MUON": "muon"}, "optimizer.name is adamw or muon: set optimizer.* for the nearest", roughly)
+    return Row(lambda value, source: harmless("AdamW is the default") if word(value) in adams.split() else others.judge(value, source))
+
+
 def never(reason: str) -> Row:
     """A row for a key that is harmless with any value."""
     return Row(lambda value, source: harmless(reason))

@@ -2,13 +2,26 @@
 
 from collections.abc import Callable, Sequence
 
-from megalite.config.rule import Rule, RuleContext, around, divisors
+from megalite.config.rule import Rule, RuleContext, around, describe_legal, divisors
 
 
 def legal_tp(c: RuleContext) -> list[int]:
     """Tensor-parallel sizes that the model allows: whole heads, key-value heads split or replicated evenly, feed-forward split evenly."""
     kv = c.model.kv_heads
     return [tp for tp in divisors(c.model.num_attention_heads) if c.model.intermediate_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
+
+
+def legal_ulysses(c: RuleContext) -> list[int]:
+    """Context-parallel sizes with which each rank attends with whole heads, and key-value heads are split or repeated evenly."""
+    tp, heads = c.parallel.tp, c.model.num_attention_heads
+    kv = max(c.model.kv_heads // tp, 1)  # on one tp rank
+    return [cp for cp in divisors(heads // tp) if kv % cp == 0 or cp % kv == 0]
+
+
+def _heads_for_ulysses(c: RuleContext) -> str:
+    heads = f"heads / tp = {c.model.num_attention_heads // c.parallel.tp}"
+    kv = f"key-value heads / tp = {max(c.model.kv_heads // c.parallel.tp, 1)}"
+    return f"does not fit {heads} and {kv}: under parallel.context = ulysses each rank attends with whole heads of every sequence"
 
 
 def _example_partition(c: RuleContext) -> str:
@@ -112,6 +125,13 @@ _EXPERTS = (
         legal=lambda c: [tp for tp in legal_tp(c) if (c.model.shared_expert_intermediate_size or 0) % tp == 0],
     ),
     Rule(
+        "Muon has no experts",
+        "optimizer.name",
+        lambda c: c.optimizer.name == "muon" and c.model.num_experts,
+        message="does not support {model.num_experts}: it would take the stacked experts of a layer for one matrix",
+        legal="Set it to adamw.",
+    ),
+    Rule(
         "PowerSGD has no experts",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.model.num_experts,
@@ -146,16 +166,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_parallel divides the sequence",
         "data.sequence_length",
-        lambda c: c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp,
+        lambda c: c.parallel.cp == 1 and c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp,  # parts are padded
         message="is not a multiple of {parallel.tp}, as parallel.sequence_parallel needs",
         legal=lambda c: around(c.data.sequence_length, c.parallel.tp),
     ),
     Rule(
-        "cp is one",
+        "ulysses divides heads",
         "parallel.cp",
-        lambda c: c.parallel.cp != 1,
-        message="is not supported yet: ring attention is planned",
-        legal="Legal value: 1. To spread a long sequence, use parallel.tp with parallel.sequence_parallel.",
+        lambda c: c.parallel.context == "ulysses" and c.parallel.cp not in legal_ulysses(c),
+        message=_heads_for_ulysses,
+        legal=lambda c: f"{describe_legal(c.parallel.cp, legal_ulysses(c))} Or set parallel.context to gather or ring.",
     ),
     Rule(
         "virtual stages belong to the schedule",
@@ -225,9 +245,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "dp_shard divides dp",
         "parallel.dp_shard",
-        lambda c: c.parallel.dp_shard and c.dims.dp % c.parallel.dp_shard,
-        message="does not divide {parallel.dp}: each group holds whole shards",
-        legal=lambda c: divisors(c.dims.dp),
+        lambda c: c.parallel.dp_shard and c.dims.data % c.parallel.dp_shard,
+        message=lambda c: f"does not divide dp * cp = {c.dims.dp} * {c.dims.cp} = {c.dims.data}: each group holds whole shards",
+        legal=lambda c: divisors(c.dims.data),
     ),
     Rule(
         "dp_shard shares something",

@@ -101,6 +101,12 @@ class Product:
         """Elements on this rank."""
         return self.outputs * self.inputs
 
+    def local_adapter_weights(self, tp: int) -> float:
+        """Elements of the adapters on this rank: one factor is split like the product, the other is replicated."""
+        first = self.adapter_rank * self.inputs
+        second = self.adapter_weights - first * (1 if self.split == "outputs" else tp)
+        return first + second / (tp if self.split == "outputs" else 1) + self.adapter_outputs
+
     @property
     def flops(self) -> int:
         """FLOPs of the forward, over all tp ranks."""

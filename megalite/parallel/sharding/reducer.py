@@ -79,8 +79,10 @@ class GradientReducer:
         self.log, self.comm_dtype, self.powersgd = log, comm_dtype, powersgd
         self.buckets: list[GradientBucket] = []
         self._at = mesh.coordinates
-        axes = (mesh.shard, mesh.replicate, *mesh.expert_split)
-        self._takes_memory = comm_dtype is not None or not all(map(reduces_in_place, axes))
+        # A reduction that allocates buffers must leave little room for others. On NCCL in another dtype two of them: the second one starts
+        # while the device still adds the first one's parts. On gloo one, whose buffers are as large as all ranks' parts.
+        in_place = all(map(reduces_in_place, (mesh.shard, mesh.replicate, *mesh.expert_split)))
+        self._most_in_flight = 1 if not in_place else 2 if comm_dtype is not None else None
         self._in_flight: deque[Reduction] = deque()
         self._partial: list[Tensor] = []  # views of `owned` that are partial over tp, summed after the backward
         self._replicated: list[Tensor] = []  # views of `owned` of key-value heads that several tp ranks hold, summed over these
@@ -147,8 +149,8 @@ class GradientReducer:
             self.powersgd.confirm(applied)
 
     def _start(self, bucket: GradientBucket, rounds: Rounds) -> None:
-        if self._takes_memory and bucket.compression is None:
-            self.make_room(in_flight=0)  # a reduction that allocates buffers runs alone, so that peak memory has one set of them
+        if self._most_in_flight is not None and bucket.compression is None:
+            self.make_room(in_flight=self._most_in_flight - 1)
         reduction = Reduction(f"reduce {self.buckets.index(bucket)}", rounds, self.log)
         reduction.start()
         self._in_flight.append(reduction)

@@ -17,6 +17,7 @@ SINGLE = {
     "tp": 1,
     "pp": 1,
     "dp": 1,
+    "cp": 1,
     "schedule": "1f1b",
     "zero": 0,
     "offload": "none",
@@ -60,6 +61,7 @@ def config_of(case: Case, prefix: str, precision: str = "fp32", **changes: dict[
         },
         "parallel": {
             **{option: case[option] for option in ("tp", "pp", "dp", "zero", "offload", "sequence_parallel")},
+            **{option: case[option] for option in ("cp", "context", "dp_shard") if option in case and case["cp"] > 1},
             "schedule": schedule,
             "virtual_stages": virtual_stages,
             "bucket_mb": 0.02,  # several buckets, so that reductions start at different times

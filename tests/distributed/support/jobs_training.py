@@ -35,14 +35,14 @@ def numbers(results: list[StepResult]) -> dict[str, Any]:
     return {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
 
 
-def train_and_save(context: Any, config: dict[str, Any], before: int, after: int) -> dict[str, Any]:
+def train_and_save(context: Any, config: dict[str, Any], before: int, after: int, kinds: Sequence[str] = STATE) -> dict[str, Any]:
     """Train, save, and train on: what is saved, and the numbers of both halves (rank 0 adds weights and moments at the end)."""
     trainer = make_trainer(context, config)
     try:
         results = [trainer.step() for _ in range(before)]
         directory = trainer.save()
         results += [trainer.step() for _ in range(after)]
-        return {"directory": str(directory), **numbers(results), "tensors": global_tensors(trainer, STATE)}
+        return {"directory": str(directory), **numbers(results), "tensors": global_tensors(trainer, kinds)}
     finally:
         trainer.close()
 
@@ -61,14 +61,14 @@ def train_and_save_each(context: Any, config: dict[str, Any], steps: Sequence[in
         trainer.close()
 
 
-def resume(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+def resume(context: Any, config: dict[str, Any], steps: int, kinds: Sequence[str] = STATE) -> dict[str, Any]:
     """A fresh trainer that starts from what `checkpoint.load` names."""
     trainer = make_trainer(context, config)
     try:
         place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.finalizer.skipped}
-        started = global_tensors(trainer, STATE)
+        started = global_tensors(trainer, kinds)
         results = [trainer.step() for _ in range(steps)]
-        return {"place": place, "started": started, **numbers(results), "tensors": global_tensors(trainer, STATE)}
+        return {"place": place, "started": started, **numbers(results), "tensors": global_tensors(trainer, kinds)}
     finally:
         trainer.close()
 
@@ -156,7 +156,9 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
         traffic = dict(mesh.traffic)
     finally:
         trainer.close()
-    observed = Counter(event.name for event in recorded.function_events if event.name.startswith("c10d::"))
+    assert recorded.kineto_results is not None
+    names = [event.name() for event in recorded.kineto_results.events()]  # `function_events` makes a tree of them, which takes long
+    observed = Counter(name for name in names if name.startswith("c10d::"))
     if shared is not None:
         observed["published"] = shared.published - before
     expected: Counter[str] = Counter()

@@ -62,7 +62,7 @@ def is_legal(case: Case) -> bool:
 
 
 def world(case: Case) -> int:
-    return int(case["tp"] * case["pp"] * case["dp"])
+    return int(case["tp"] * case["pp"] * case["dp"] * case.get("cp", 1))
 
 
 def global_batch(case: Case) -> int:

@@ -77,7 +77,8 @@ def draw(seed: int, files: Files) -> Draw:
     random = Random(seed)
     options = legal_options(random, files)
     options |= _lora(Random(f"adapters of {seed}"), options["model.gated_mlp"])
-    world = options["parallel.tp"] * options["parallel.pp"] * options["parallel.dp"]
+    options |= _context(Random(f"context of {seed}"), options)
+    world = options["parallel.tp"] * options["parallel.pp"] * options["parallel.dp"] * options["parallel.cp"]
     if random.random() < 0.2:
         del options["parallel.dp"]
     legal = random.random() < LEGAL_SHARE
@@ -156,6 +157,15 @@ def _lora(random: Random, gated: bool) -> Options:
         "lora.dora": random.choice((False, True)),
         "lora.modules_to_save": random.choice((None, ["embedding"], ["embedding", "head", "norms"])),
     }
+
+
+def _context(random: Random, options: Options) -> Options:
+    """Options of context parallelism, on the ranks that are left."""
+    tp, heads, kv = options["parallel.tp"], options["model.num_attention_heads"], options["model.num_key_value_heads"]
+    cp = random.randint(1, 8 // (tp * options["parallel.pp"] * options["parallel.dp"]))
+    kv = max((kv or heads) // tp, 1)
+    whole = heads // tp % cp == 0 and (kv % cp == 0 or cp % kv == 0)
+    return {"parallel.cp": cp, "parallel.context": random.choice(("gather", "ring", *(["ulysses"] if whole else [])))}
 
 
 SCALINGS = (

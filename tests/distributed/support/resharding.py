@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from collections import Counter
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from megalite.optimizer.adamw import STATE
 from megalite.training.verify import global_tensors
+from tests.distributed.support import layouts
 from tests.distributed.support.configs import SINGLE, config_of
 from tests.distributed.support.jobs_training import make_trainer
 from tests.distributed.support.layouts import Case
@@ -24,6 +26,8 @@ LAYOUTS: dict[str, Case] = {
     "tp4": {"tp": 4, "microbatches": 2},
     "pp4-interleaved": {"pp": 4, "schedule": "interleaved-2", "microbatches": 4},
     "dp3-zero3": {"dp": 3, "zero": 3, "microbatches": 2},
+    "cp4-ring": {"cp": 4, "context": "ring", "zero": 1, "microbatches": 2},
+    "dp4": {"dp": 4, "zero": 1, "microbatches": 2},
     "tp2-sequence": {"tp": 2, "sequence_parallel": True, "microbatches": 2},
     "one process": {"microbatches": 2},
 }
@@ -32,8 +36,7 @@ SAVED_AFTER = 3
 
 
 def world(layout: str) -> int:
-    case = {**SINGLE, **LAYOUTS[layout]}
-    return case["tp"] * case["pp"] * case["dp"]
+    return layouts.world({**SINGLE, **LAYOUTS[layout]})
 
 
 def configuration(layout: str, prefix: str, directory: Path, steps: int, load: str) -> dict[str, Any]:
@@ -62,15 +65,19 @@ def train(context: Any, config: dict[str, Any], until: int) -> dict[str, Any]:
 
 def _consumed(trainer: Any) -> list[tuple[int, int]]:
     """The samples of the next step over all ranks, each with a sum of its tokens."""
-    rows = []
+    rows, mesh = [], trainer.mesh
     for microbatch in trainer.loader.step(trainer.samples):
-        weighted = microbatch.tokens * torch.arange(1, len(microbatch.tokens) + 1).unsqueeze(1)
-        rows += list(zip(microbatch.samples.tolist(), weighted.sum(0).tolist(), strict=True))
+        weighted = microbatch.tokens * (microbatch.positions + 1)
+        if mesh.tp.rank == mesh.pp.rank == 0:  # the others of a replica read the same; of cp ranks each reads a part of the row
+            rows += list(zip(microbatch.samples.tolist(), weighted.sum(0).tolist(), strict=True))
     gathered = [rows]
     if trainer.mesh.world.size > 1:
         gathered = [rows] * trainer.mesh.world.size
         dist.all_gather_object(gathered, rows)
-    return sorted({row for own in gathered for row in own})
+    sums: Counter[int] = Counter()
+    for sample, weight in chain.from_iterable(gathered):
+        sums[sample] += weight
+    return sorted(sums.items())
 
 
 class Resharding:

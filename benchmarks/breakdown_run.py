@@ -1,0 +1,128 @@
+"""Where a training step's time goes on a CPU, measured by the ranks of the step themselves: the floor, and what is above it.
+
+    products    the step's matrix products alone, at its own shapes, all ranks at once (`ours.step_products`)
+    bytes       every other operation's tensors, read and written once, over the bandwidth that all ranks at once reach for its size
+    waiting     time in which a rank waits for messages of others, the pipeline's bubble included
+    sockets     processor time of gloo's threads; on cores that are shared it takes the place of computation
+    calls       operations of a step, times the time of a call of torch on one number
+    rest        what is left: Python, and what operations take beyond their bytes
+
+The floor is products + bytes: a step that only multiplied, and read and wrote each tensor once, at the rates of this machine. Where ranks
+share cores, products and bandwidth are measured in the same way, so both have their share. Figures are means over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.measure import timed
+from megalite.mesh import Mesh
+from megalite.training.trainer import Trainer
+
+PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv"})
+WITHOUT_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "detach"})
+SIZES = tuple(1 << power for power in range(14, 27, 2))  # bytes of a measured pass: 16 KB to 64 MB
+
+
+class Passes(TorchDispatchMode):
+    """Counts the operations and notes the bytes of each that is no product, view or allocation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.calls += 1
+        name = function.overloadpacket.__name__
+        if name not in PRODUCTS and name not in WITHOUT_WORK and not function.is_view:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)]
+            self.sizes.append(sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()))
+        return found
+
+
+def measure(trainer: Trainer, seconds: float, product_seconds: float) -> dict[str, float]:
+    """Milliseconds of each part of a step of `seconds`, whose products alone take `product_seconds`. Collective; runs two steps."""
+    waits = _Waits(trainer)
+    sockets = _socket_seconds()
+    trainer.step()
+    waiting, sockets = waits.finish(), _socket_seconds() - sockets
+    with Passes() as passes:
+        trainer.step()
+    bandwidth = _bandwidth(trainer.mesh)
+    bytes_s = sum(size / next(rate for limit, rate in bandwidth if size <= limit) for size in passes.sizes)
+    number = torch.zeros(1)
+    call = min(timed(lambda: number.add_(1.0), 10, 200))
+    own = [product_seconds, bytes_s, waiting, sockets, passes.calls * call]
+    products, passing, waiting, sockets, calls = _mean(own, trainer.mesh)
+    parts = {"products_ms": products, "bytes_ms": passing, "waiting_ms": waiting, "sockets_ms": sockets, "calls_ms": calls}
+    above = seconds - products - passing - waiting - calls
+    return {name: 1e3 * value for name, value in (parts | {"rest_ms": above}).items()} | {"floor_share": (products + passing) / seconds}
+
+
+class _Waits:
+    """Sums the times between the start and the end of this rank's waits."""
+
+    def __init__(self, trainer: Trainer):
+        self._activity, self._since, self._total = trainer.mesh.activity, 0.0, 0.0
+        self._before = self._activity.listeners
+        self._activity.listeners = (*self._before, self._changed)
+
+    def _changed(self, _: Any) -> None:
+        if self._activity.waiting:
+            self._since = perf_counter()
+        elif self._since:
+            self._total += perf_counter() - self._since
+            self._since = 0.0
+
+    def finish(self) -> float:
+        self._activity.listeners = self._before
+        return self._total
+
+
+def _socket_seconds() -> float:
+    """Processor time of gloo's threads so far; 0 where the system does not tell."""
+    total = 0.0
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError, ValueError):
+            if "gloo" in (task / "comm").read_text():
+                total += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return total
+
+
+def _bandwidth(mesh: Mesh) -> list[tuple[float, float]]:
+    """(largest bytes of a pass, bytes per second) in ascending order, of additions in place that all ranks make at once."""
+    found = []
+    for size in SIZES:
+        repeats = max((1 << 27) // size // 8, 2)
+        if mesh.world.size > 1:
+            torch.distributed.barrier()
+        found.append(size * repeats / sum(timed(_addition(size), 1, repeats)))
+    limits = [(low * high) ** 0.5 for low, high in pairwise(SIZES)]  # a pass has the rate of the nearest size
+    return list(zip([*limits, inf], found, strict=True))
+
+
+def _addition(size: int) -> Callable[[], object]:
+    """x += y, of two tensors that together have `size` bytes."""
+    x, y = torch.zeros(size // 8), torch.ones(size // 8)
+    return lambda: x.add_(y)
+
+
+def _mean(values: list[float], mesh: Mesh) -> list[float]:
+    """The means over the ranks. Collective."""
+    summed = torch.tensor(values, dtype=torch.float64)
+    if mesh.world.size > 1:
+        torch.distributed.all_reduce(summed)
+    return [value / mesh.world.size for value in summed.tolist()]

@@ -1,0 +1,75 @@
+"""Part 5: bandwidth and latency of the links: host and device, and collectives and messages by size, beside what the planner assumes.
+
+Two ranks that share a GPU are never measured: nothing connects them that training would use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from benchmarks import report
+from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
+from megalite.planning.hardware import Device, find, found_as
+from megalite.planning.links import Fabric, group
+
+LIMIT_S = 60.0
+ASSUMED_ON_CPU = "h100"  # what the rehearsal compares with, so that the comparison runs
+
+
+def rows(scene: Scene) -> Iterator[Row]:
+    device = found_as(scene.gpus[0]) if scene.gpus else find(ASSUMED_ON_CPU)
+    if scene.gpus:
+        yield from _host(device)
+    else:
+        yield absent("host and device", "there is no GPU")
+    if len(scene.gpus) == 1:
+        yield absent("collectives", "there is one GPU")
+        return
+    yield from _collectives(scene, device)
+
+
+def _host(device: Device | None) -> Iterator[Row]:
+    """Copies between pinned or pageable memory and the device, alone and both ways at once, and on the device."""
+    from benchmarks import host_copies
+
+    assumed = f", assumed {device.host.bandwidth / 1e9:,.1f}" if device else ""
+    for name, act in host_copies.COPIES.items():
+        yield guarded(name, "measurement", partial(_copy, name, act, assumed if "pinned" in name else ""))
+
+
+def _copy(name: str, act: Any, assumed: str) -> Row:
+    figures = act()
+    return row(name, "measured", f"{figures['gbs']:,.1f} GB/s{assumed}, {figures['latency_us']:.1f} µs", **figures)
+
+
+def _collectives(scene: Scene, device: Device | None) -> Iterator[Row]:
+    ranks = len(scene.gpus) or 2
+    sizes = [1 << 10, 1 << 14, 1 << 18] if scene.rehearse else [1 << power for power in (12, 16, 20, 24, 28)]
+    spec = {"device": scene.device, "sizes": sizes}
+    limit = min(LIMIT_S, scene.left - 3.0)
+    found = report.launch("benchmarks.first_light.exchange_rank", spec, ranks=ranks, threads=1, limit_s=limit)
+    for name, measured in found.items():
+        if "error" in measured:
+            yield row(name, "missing", measured["error"])
+            continue
+        yield _by_size(name, measured["sizes"], ranks, device)
+
+
+def _by_size(name: str, measured: list[dict[str, float]], ranks: int, device: Device | None) -> Row:
+    """The bandwidth of the bus, as nccl-tests counts it, and the times that the planner assumes."""
+    for each in measured:
+        each["assumed_us"] = 1e6 * assumed(name, each["bytes"], ranks, device) if device else None  # type: ignore[assignment]
+    largest, smallest = measured[-1], measured[0]
+    beside = f", assumed {largest['assumed_us']:,.0f} µs" if device else ""
+    at_most = f"{largest['bytes'] / 2**20:,.2f} MiB: {largest['gbs']:,.2f} GB/s, {largest['us']:,.0f} µs{beside}"
+    return row(name, "measured", f"{at_most}; smallest {smallest['us']:,.0f} µs", ranks=ranks, sizes=measured)
+
+
+def assumed(name: str, size: float, ranks: int, device: Device) -> float:
+    """The planner's seconds. It has no all-to-all, in which each rank sends as much as in half an all-reduce."""
+    fabric, members = Fabric(device), group(device, ranks, 1)
+    if name == "message":
+        return fabric.send(size, ranks)
+    return fabric.all_reduce(size, members) if name == "all-reduce" else fabric.half(size, members)

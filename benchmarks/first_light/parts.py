@@ -1,0 +1,42 @@
+"""The parts of first-light in order. A part may use the time that the parts before it have left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LONG = 3.0  # times the short limits, without --short
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part, which runs in a process of its own.
+
+    Attributes:
+        module: of benchmarks.first_light, with a function `rows` of a Scene.
+        short_s: its share of the eight minutes of --short; rehearsal_s: its limit in a rehearsal, far above what it takes.
+        proves: whether it must end: one that hangs has failed. Other parts then lack measurements.
+    """
+
+    name: str
+    heading: str
+    module: str
+    short_s: float
+    rehearsal_s: float
+    proves: bool = False
+
+
+PARTS = (
+    Part("machine", "Versions, topology, clocks, known troubles", "machine", 25, 60),
+    Part("values", "Kernels against float64, tests marked gpu", "values", 110, 120, proves=True),
+    Part("step", "A training step, and routes of its largest operations", "step", 115, 120),
+    Part("layouts", "Layouts against one process", "layouts", 110, 180, proves=True),
+    Part("links", "Links and collectives", "exchange", 30, 60),
+    Part("kernels", "Speed of the kernels", "speeds", 60, 90),
+    Part("predictions", "Predicted and measured", "predictions", 30, 60),
+)
+NAMES = tuple(part.name for part in PARTS)
+
+
+def limit(part: Part, *, rehearse: bool, short: bool) -> float:
+    """Seconds."""
+    return part.rehearsal_s if rehearse else part.short_s * (1.0 if short else LONG)

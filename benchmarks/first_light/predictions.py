@@ -1,0 +1,70 @@
+"""Part 7: the planner's predictions beside what was measured: every step of part 3, from the table's device and from a calibration.
+
+The calibration measures products, bandwidth, attention, loss, links and the cost of a call, none of which is a training step; with
+--calibrate it is written as a device file for `megalite plan --gpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plan
+from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
+from megalite.config.load import from_dict
+from megalite.config.schema import Config
+from megalite.planning import predicting
+from megalite.planning.hardware import Device, read_device
+
+RESERVE_S = 5.0
+
+
+def rows(scene: Scene) -> Iterator[Row]:
+    found: dict[str, Any] = {}
+    yield guarded("calibration", "measurement", partial(_calibrated, scene, found))
+    steps = [step for step in scene.earlier.get("step", ()) if "config" in step]
+    if not steps:
+        yield absent("predicted steps", "the part step has measured none")
+    device = read_device("calibrated", found) if found else None
+    for step in steps:
+        yield guarded(f"{step['name']}: time", "measurement", partial(_step, step, device))
+        if step["peak_gib"]:
+            ratio = step["predicted_gib"] / step["peak_gib"]
+            detail = f"measured {step['peak_gib']:,.3g} GiB, predicted {step['predicted_gib']:,.3g} (× {ratio:.2f})"
+            yield row(f"{step['name']}: memory", "measured", detail, ratio=ratio)
+
+
+def _calibrated(scene: Scene, found: dict[str, Any]) -> Row:
+    found |= plan.calibrate(smoke=scene.rehearse, limit_s=scene.left - RESERVE_S)
+    forward, backward = found["attention_gflops"]
+    said = [
+        f"{found['sustained']:.0%} of the peak" if scene.gpus else f"{found['tflops']['fp32'] * 1e3:,.0f} GFLOP/s in fp32",
+        f"memory {found['memory_gbs']:,.0f} GB/s",
+        f"attention {forward / 1e3:,.1f} and {backward / 1e3:,.1f} TFLOP/s",
+        f"link {found['within']['gbs']:,.2f} GB/s",
+    ]
+    if scene.calibrate:
+        plan.write_device(Path(scene.calibrate), found)
+        said.append("the device file is written")
+    return row("calibration", "measured", ", ".join(said), device=found)
+
+
+def configuration(step: Row) -> Config:
+    """The configuration of a measured step, without its data."""
+    return from_dict({**step["config"], "data": {"sequence_length": step["sequence_length"]}})
+
+
+def _step(step: Row, device: Device | None) -> Row:
+    """Measured and predicted seconds. Documents are not modelled: attention counts as if rows were whole."""
+    measured = step["seconds"]
+    predictions = {
+        "calibration": predicting.step_seconds(configuration(step), device) if device else None,
+        "table": step["predicted_seconds"],
+    }
+    ratios = {name: seconds / measured for name, seconds in predictions.items() if seconds is not None}
+    said = [f"{1e3 * (predictions[name] or 0):,.1f} ms by the {name} (× {ratio:.2f})" for name, ratio in ratios.items()]
+    detail = f"measured {1e3 * measured:,.1f} ms, predicted {', '.join(said) or 'by nothing: the device is unknown'}"
+    whole = "; documents are not modelled" if step["documents"] else ""
+    return row(f"{step['name']}: time", "measured", detail + whole, measured=measured, predicted=predictions, ratios=ratios)

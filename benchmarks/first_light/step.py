@@ -1,0 +1,136 @@
+"""Part 3: a training step of some layers of Llama 3 8B, with and without documents, and with several GPUs on simple layouts.
+
+Each is a process of its own: MFU, peak memory beside the planner's, the most expensive kernels, the device's idle time. The routes of
+attention and of the weight gradient's product follow (`routes.py`). If they change the route of documents, that step is measured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import gpu_step, report
+from benchmarks.first_light import routes
+from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
+from megalite.config.load import from_dict
+from megalite.planning import memory, predicting
+from megalite.planning.hardware import found_as
+
+LONGEST_S = 90.0
+ROUTES_S = 45.0  # left for the routes
+LAYERS = {75: 6, 38: 2, 0: 1}  # of 8B: GiB of the device → layers that fit with embedding, head and optimizer
+DOCUMENT = 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step. parallel: sizes of the layout; document: tokens of each document."""
+
+    name: str
+    parallel: dict[str, int]
+    document: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.parallel.get("tp", 1) * self.parallel.get("dp", 1)
+
+
+def rows(scene: Scene) -> Iterator[Row]:
+    documents = Case("a step with documents", {}, 4 if scene.rehearse else DOCUMENT)
+    with TemporaryDirectory(prefix="megalite_first_light_") as scratch:
+        for case in (Case("a step", {}), documents, *_of_several(len(scene.gpus))):
+            yield from measured(case, scene, Path(scratch))
+        before = routes.table_of(scene)
+        yield from routes.rows(scene)
+        after = routes.table_of(scene)
+        if before.get("attention") != after.get("attention"):
+            yield from measured(replace(documents, name="a step with documents, by the fastest routes"), scene, Path(scratch))
+
+
+def _of_several(gpus: int) -> list[Case]:
+    if gpus < 2:
+        return []
+    return [Case(f"a step with tp {gpus}", {"tp": gpus}), Case(f"a step with dp {gpus}, ZeRO-2", {"dp": gpus, "zero": 2})]
+
+
+def measured(case: Case, scene: Scene, scratch: Path) -> Iterator[Row]:
+    """The step's row, and one for its kernels."""
+    found: dict[str, Any] = {}
+    yield guarded(case.name, "measurement", partial(_measured, case, scene, scratch, found))
+    if profile := found.get("profile"):
+        yield _kernels(case, profile)
+
+
+def _measured(case: Case, scene: Scene, scratch: Path, found: dict[str, Any]) -> Row:
+    limit = min(LONGEST_S, scene.left - ROUTES_S)
+    if limit < 15.0:
+        raise TimeoutError("no time was left")
+    config = configuration(case, scene, scratch)
+    spec = {"config": config, "device": scene.device, "matmul": None, "profile": True, "product_steps": 0}
+    spec |= {"warmup_steps": scene.sized(3, 1), "steps": scene.sized(6, 2), "peak_size": scene.sized(8192, 128)}
+    threads = 1 if scene.rehearse else max(1, report.cores() // case.ranks)
+    found |= report.launch("benchmarks.ours", spec, ranks=case.ranks, threads=threads, limit_s=limit)
+    figures = gpu_step.figures(config, found)
+    return row(case.name, "measured", _in_words(figures | _memory(config, found, scene), found), **_figures(config, figures, found, scene))
+
+
+def configuration(case: Case, scene: Scene, scratch: Path) -> dict[str, Any]:
+    shape = gpu_step.SHAPES[1]
+    if scene.gpus:
+        import torch
+
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+        shape = replace(shape, layers=next(layers for least, layers in LAYERS.items() if gib >= least))
+    made = shape.config(scratch, scene.rehearse, case.document)
+    replicas = case.parallel.get("dp", 1)
+    made["parallel"] |= case.parallel | {"sequence_parallel": "tp" in case.parallel}
+    made["train"] |= {"global_batch_size": shape.batch * replicas, "precision": "fp32" if scene.rehearse else "bf16"}
+    return made
+
+
+def _memory(config: dict[str, Any], found: dict[str, Any], scene: Scene) -> dict[str, float | None]:
+    """Peak of allocated memory, and the planner's for the fullest rank, in GiB."""
+    made = from_dict(config)
+    world = made.parallel.tp * (made.parallel.dp or 1)
+    predicted = max(rank.total for rank in memory.estimate(made, world, scene.device))
+    peak = found["peak_allocated"] or found["peak_rss_above_import"]
+    return {"peak_gib": peak / 2**30 if peak else None, "predicted_gib": predicted / 2**30}
+
+
+def _figures(config: dict[str, Any], figures: dict[str, Any], found: dict[str, Any], scene: Scene) -> dict[str, Any]:
+    device = found_as(found["device"]) if found["device"] else None
+    seconds = predicting.step_seconds(from_dict(config), device) if device else None
+    profile = found.get("profile") or {}
+    return {
+        **figures,
+        **_memory(config, found, scene),
+        "seconds": median(found["seconds"]),
+        "predicted_seconds": seconds,
+        "idle": profile.get("idle"),
+        "config": {name: value for name, value in config.items() if name not in ("run", "data")},
+        "sequence_length": config["data"]["sequence_length"],
+        "documents": config["data"]["reset_positions"],
+    }
+
+
+def _in_words(figures: dict[str, Any], found: dict[str, Any]) -> str:
+    said = [f"{figures['ms_per_step']:,.1f} ms, {figures['tokens_per_second']:,.0f} tokens/s"]
+    if figures["mfu"] is not None:
+        said.append(f"MFU {figures['mfu']:.1%} (causal {figures['mfu_causal']:.1%})")
+    if figures["peak_gib"] is not None:
+        said.append(f"peak {figures['peak_gib']:,.2f} GiB, predicted {figures['predicted_gib']:,.2f}")
+    idle = (found.get("profile") or {}).get("idle")
+    return ", ".join([*said, *([f"idle {idle:.1%}"] if idle is not None else [])])
+
+
+def _kernels(case: Case, profile: dict[str, Any]) -> Row:
+    name = f"kernels of {case.name}"
+    if not profile["kernels"]:
+        return absent(name, "the profiler saw no kernel, which needs permission to use CUPTI")
+    top = "; ".join(f"{each['name'][:60]} {each['us'] / 1e3:,.2f} ms ({each['share']:.0%})" for each in profile["kernels"][:5])
+    return row(name, "measured", top, **profile)

@@ -1,0 +1,257 @@
+"""Part 2: every kernel against float64, from the same inputs, and the tests marked gpu.
+
+A kernel must be about as near to float64 as the plain torch reference of the same precision (`tests/kernels/accuracy.py`). In a rehearsal
+Triton's interpreter runs the kernels, in fp32 or fp16: its bf16 is not a GPU's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+from zlib import crc32
+
+import torch
+from megalite_kernels import activation, adamw, attention, cross_entropy, dispatch, grad_norm, norm, ordered_sum, rotary
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
+from megalite.parallel.spec import ParamSpec, Segment
+from megalite.parallel.weight import Weight
+from megalite.parallel.weight_grad_queue import WeightGradQueue
+from tests.kernels.accuracy import assert_as_accurate
+
+EPS = 1e-5
+TESTS = ("tests/kernels", "tests/training/test_gpu_step.py", "tests/distributed/test_offload.py")
+REHEARSED = ("tests/training/test_gpu_step.py",)
+OUTCOME = re.compile(r"(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|ERROR|SKIPPED) )?(tests/\S+::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$")
+
+Compute = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One operation.
+
+    Attributes:
+        inputs: float64 on the CPU, and integers.
+        compute: the operation through the function that the model calls.
+        peer: torch's own computation of the same, where the reference rounds less often than any kernel can.
+        rehearsed: the precision in a rehearsal.
+    """
+
+    name: str
+    inputs: Callable[[Scene], Sequence[Tensor]]
+    compute: Compute
+    peer: Compute | None = None
+    rehearsed: torch.dtype = torch.float32
+
+
+def rows(scene: Scene) -> Iterator[Row]:
+    if scene.rehearse:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, which the first kernel does
+    for check in CHECKS:
+        dtypes = (check.rehearsed,) if scene.rehearse else (torch.bfloat16, torch.float32)
+        for dtype in dtypes if find_spec("triton") else ():
+            name = f"{check.name}, {str(dtype).removeprefix('torch.')}"
+            yield guarded(name, "proof", partial(compared, check, name, dtype, scene))
+    if find_spec("triton") is None:
+        yield absent("kernels against float64", "triton is not installed")
+    yield from suite(scene)
+
+
+def compared(check: Check, name: str, dtype: torch.dtype, scene: Scene) -> Row:
+    """Run an operation by its kernel, by its reference, and in float64. Raises AssertionError if the kernel is less accurate."""
+    torch.manual_seed(crc32(check.name.encode()))
+    host = [x.to(dtype) if x.is_floating_point() else x for x in check.inputs(scene)]
+
+    def results(kernels: str, compute: Compute, wide: bool = False) -> list[Tensor]:
+        dispatch.select(kernels)
+        try:
+            given = [x.to(scene.device, torch.float64 if wide and x.is_floating_point() else x.dtype, copy=True) for x in host]
+            return list(compute(*given))
+        finally:
+            dispatch.select("torch")
+
+    exact = results("torch", check.compute, wide=True)
+    kernel, reference = results("triton", check.compute), results("torch", check.peer or check.compute)
+    worst = 0.0
+    for got, true, near in zip(kernel, exact, reference, strict=True):
+        assert_as_accurate(got.to(near.dtype), true.double(), near)
+        worst = max(worst, ((got.double() - true).norm() / true.double().norm().clamp(min=1e-30)).item())
+    how = "interpreted" if scene.rehearse else "compiled"
+    return row(name, "passed", f"{how}; relative error {worst:.1e}", error=worst)
+
+
+# ---- the operations
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def _wide(scene: Scene) -> tuple[int, int]:
+    """Rows and columns."""
+    return scene.sized(1000, 6), scene.sized(4096, 96)
+
+
+def _rms_norm(x: Tensor, branch: Tensor, weight: Tensor, dy: Tensor) -> Sequence[Tensor]:
+    total, y, rstd = norm.add_rms_norm(x, branch, weight, EPS)
+    dx, dweight = norm.rms_norm_backward(dy, total, weight, rstd, 0.0, x)
+    return y, dx, dweight
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor) -> Sequence[Tensor]:
+    y, mean, rstd = norm.layer_norm(x, weight, bias, EPS)
+    return y, *norm.layer_norm_backward(dy, x, weight, mean, rstd, 0.0)[:2]
+
+
+def _activation(gate_up: Tensor, dh: Tensor) -> Sequence[Tensor]:
+    return activation.gated_forward(gate_up, "silu"), activation.gated_backward(dh, gate_up, "silu")[1]
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Sequence[Tensor]:
+    width = logits.shape[1]
+    statistics = cross_entropy.statistics(logits, targets, 0, width, -100, False)
+    loss, lse = cross_entropy.combine(statistics[None], targets, -100, 0.0, 0.0, width)
+    return loss, cross_entropy.gradient_(logits, targets, lse, 0.5, 0, width, -100, 0.0, 0.0, width)
+
+
+def _rotary(packed: Tensor) -> Sequence[Tensor]:
+    tables = rotary.rotary_tables(torch.arange(packed.shape[0]), 64, 5e5, None, packed.dtype, packed.device)
+    q, k, v = rotary.split_rotary(packed, 4, 2, 64, *tables)
+    return q, k, rotary.split_rotary_backward(q, k, v, *tables)
+
+
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Sequence[Tensor]:
+    p, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (p, m, v))
+    state = [p, m, v.square()]
+    scale = torch.full((), 2.0, device=p.device)
+    options: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    adamw.adamw_([state[0]], [g.to(state[0].dtype)], [state[1]], [state[2]], step=3, grad_scale=scale, **options)
+    return state
+
+
+def _squares(x: Tensor) -> Sequence[Tensor]:
+    """In fp32: the reference's error in float64 may be 0 by chance."""
+    return (grad_norm.squared_sum([x]).to(torch.promote_types(x.dtype, torch.float32)),)
+
+
+def _ordered_sum(parts: Tensor) -> Sequence[Tensor]:
+    total = torch.empty(parts.shape[1], dtype=torch.promote_types(parts.dtype, torch.float32), device=parts.device)
+    ordered_sum.ordered_sum(parts, total)
+    return (total,)
+
+
+def _weight_gradient(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
+    """Two microbatches into an accumulator whose content is undefined before."""
+    spec = ParamSpec("head.weight", 1, (Segment("head.weight", (left.shape[1], inputs.shape[1])),))
+    wide = torch.promote_types(left.dtype, torch.float32)
+    tensor = torch.zeros(left.shape[1], inputs.shape[1], dtype=left.dtype, device=left.device)
+    weight = Weight(spec, tensor, wide, WeightGradQueue())
+    weight.grad = torch.full_like(tensor, torch.nan, dtype=wide)
+    weight.begin_step(2, 1)
+    for _ in range(2):
+        weight.add_product(left, inputs)
+    assert weight.grad is not None
+    return (weight.grad,)
+
+
+def _exact_product(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
+    wide = torch.promote_types(left.dtype, torch.float32)
+    return (2 * (left.to(wide).t() @ inputs.to(wide)),)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor) -> Sequence[Tensor]:
+    options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "document_start": starts[0] if starts else None}
+    out, saved = attention.attention(q, k, v, **options)
+    return out, *attention.attention_backward(dout, q, k, v, out, saved, **options)
+
+
+def _attention_by_definition(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor) -> Sequence[Tensor]:
+    """Scores, softmax and sums in the inputs' precision."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    by_head = [x.permute(1, 2, 0, 3) for x in leaves]
+    group, position = q.shape[2] // k.shape[2], torch.arange(q.shape[0], device=q.device)
+    key, value = (x.repeat_interleave(group, 1) for x in by_head[1:])
+    hidden = (position > position[:, None])[None]
+    if starts:
+        hidden = hidden | (position < starts[0].T[:, :, None])
+    scores = (by_head[0] @ key.mT * q.shape[-1] ** -0.5).masked_fill(hidden.unsqueeze(1), -torch.inf)
+    out = (scores.softmax(-1) @ value).permute(2, 0, 1, 3)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def _attention_inputs(documents: bool, scene: Scene) -> Sequence[Tensor]:
+    length, heads, dim = scene.sized(512, 32), scene.sized(8, 2), scene.sized(128, 16)
+    found = [_randn(length, 2, count, dim) for count in (heads, heads // 2, heads // 2, heads)]
+    starts = (torch.arange(length) // 24 * 24).unsqueeze(1).expand(-1, 2).contiguous()
+    return [*found, *([starts] if documents else [])]
+
+
+CHECKS = (
+    Check("weight gradient, summed", lambda scene: [_randn(n, m) for n, m in [_wide(scene)] * 2], _weight_gradient, _exact_product),
+    Check("residual and RMSNorm", lambda s: [_randn(*_wide(s)), _randn(*_wide(s)), _randn(_wide(s)[1]), _randn(*_wide(s))], _rms_norm),
+    Check("LayerNorm", lambda s: [_randn(*_wide(s)), _randn(_wide(s)[1]), _randn(_wide(s)[1]), _randn(*_wide(s))], _layer_norm),
+    Check("SwiGLU", lambda s: [_randn(_wide(s)[0], 2 * _wide(s)[1]), _randn(*_wide(s))], _activation),
+    Check("cross-entropy", lambda s: [_randn(*_wide(s)), torch.arange(_wide(s)[0]) % _wide(s)[1]], _cross_entropy),
+    Check("rotary embedding", lambda s: [_randn(s.sized(500, 8), 2, 8 * 64)], _rotary),
+    Check("AdamW", lambda s: [_randn(s.sized(100_000, 500)) for _ in range(4)], _adamw),
+    Check("gradient norm", lambda s: [_randn(s.sized(1_000_003, 700))], _squares),
+    Check("ordered sum", lambda s: [_randn(3, s.sized(100_000, 500))], _ordered_sum),
+    Check("attention", partial(_attention_inputs, False), _attention, _attention_by_definition, torch.float16),
+    Check("attention with documents", partial(_attention_inputs, True), _attention, _attention_by_definition, torch.float16),
+)
+
+
+# ---- the tests of the checkout
+
+
+def suite(scene: Scene) -> Iterator[Row]:
+    """`pytest -m gpu`: a row for the number that passed, and one for each failure."""
+    if find_spec("pytest") is None or find_spec("hypothesis") is None:
+        yield absent("pytest -m gpu", "pytest or hypothesis is not installed")
+        return
+    workers = min(8, report.cores() // 2)
+    parallel = ["-n", str(workers)] if workers > 1 and find_spec("xdist") else ["-p", "no:xdist"]
+    options = ["-m", "gpu", "-v", "--color=no", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-o", "addopts="]
+    command = [sys.executable, "-m", "pytest", *options, *parallel, *(REHEARSED if scene.rehearse else TESTS)]
+    limit = max(scene.left - 5.0, 20.0)
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            subprocess.run(command, cwd=report.ROOT, stdout=output, stderr=output, timeout=limit, check=False)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+        output.seek(0)
+        yield from outcomes(output.read(), late, limit)
+
+
+def outcomes(text: str, late: bool, limit: float) -> Iterator[Row]:
+    """What pytest's verbose output says, also where it was ended at the limit."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if (match := OUTCOME.fullmatch(line.strip())) and (outcome := match[1] or match[3]):
+            found.setdefault(match[2].partition(" - ")[0], outcome)
+    reasons = dict(re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.+?) - (.+)$", text, re.MULTILINE))
+    count = {outcome: sum(each == outcome for each in found.values()) for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    summary = ", ".join(f"{number} {outcome.lower()}" for outcome, number in count.items() if number)
+    if not found:
+        yield row("pytest -m gpu", "failed", "it printed no test", output=text[-3000:])
+        return
+    if not count["PASSED"] and not count["FAILED"] and not count["ERROR"]:
+        yield absent("pytest -m gpu", f"{summary or 'no test ran'}: no GPU")
+        return
+    bad = {name for name, outcome in found.items() if outcome in ("FAILED", "ERROR")}
+    yield row("pytest -m gpu", "failed" if bad else "passed", summary, counts=count)
+    yield from (row(name.removeprefix("tests/"), "failed", reasons.get(name, "see its traceback")[:300]) for name in sorted(bad))
+    if late:
+        yield row("the rest of pytest -m gpu", "missing", f"it did not end within {limit:.0f} s")

@@ -1,0 +1,174 @@
+"""Predicts each table of published.yaml by constants that are fitted without it (leave one table out), and fits the constants to all.
+
+    python -m benchmarks.held_out           about 100 s of CPU; writes results/held_out.json and the tables of docs/planner.md
+
+The fit is least squares of the logarithms of predicted / measured speed, linear around the present constants, with each constant drawn to
+its published value by the uncertainty of its source (`start` and `spread` in published.yaml). Rows of one table share their conditions and
+so their errors: a table counts as at most six rows. Run it again with the constants that it prints until they no longer move.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks import effects, published
+from benchmarks.published import Comparison, Table
+
+RESULTS = Path(__file__).with_name("results") / "held_out.json"
+NOISE = 0.06  # of a row: what remains between prediction and measurement when the constants are right
+MOST_ROWS = 6  # that a table counts as
+STEP = 1.05  # by which a constant is changed to find how predictions depend on it
+COVERED = 0.8
+OF_DEVICE = {"a100": ("hopper", "limited", "older_attention"), "h100": ("ampere",)}
+"""Device → constants on which its tables do not depend."""
+
+
+class Fit:
+    """The dependence of every row on every constant, around the present constants."""
+
+    def __init__(self) -> None:
+        tree = published.read_published()
+        self.at, self.prior = published.fitted(), tree["constants"]
+        self.gpus = {key: table["gpu"] for key, table in tree["tables"].items()}
+        now = published.compare(self.at)
+        self.keys = [table.key for table in now for _ in table.rows]
+        self.deviations = logarithms(now)
+        self.slopes = np.array([self._slope(name) for name in self.prior]).T
+        counts = [self.keys.count(key) for key in self.keys]
+        self.weights = np.array([math.sqrt(min(count, MOST_ROWS) / count) / NOISE for count in counts])
+
+    def _slope(self, name: str) -> np.ndarray[Any, Any]:
+        depends = [key for key, gpu in self.gpus.items() if name not in OF_DEVICE[gpu]]
+        found = np.zeros(len(self.keys))
+        changed = logarithms(published.compare(self.at | {name: self.at[name] * STEP}, depends))
+        mask = np.array([key in depends for key in self.keys])
+        found[mask] = (changed - self.deviations[mask]) / math.log(STEP)
+        return found
+
+    def without(self, key: str | None) -> dict[str, float]:
+        """The constants fitted to all tables but one."""
+        mask = np.array([each != key for each in self.keys])
+        spread = np.array([row["spread"] for row in self.prior.values()])
+        away = np.array([math.log(self.at[name] / row["start"]) for name, row in self.prior.items()])
+        rows = np.vstack([self.slopes[mask] * self.weights[mask, None], np.diag(1 / spread)])
+        wanted = np.concatenate([-self.deviations[mask] * self.weights[mask], -away / spread])
+        moved = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+        return {name: self.at[name] * math.exp(by) for name, by in zip(self.prior, moved, strict=True)}
+
+
+def logarithms(tables: Sequence[Table]) -> np.ndarray[Any, Any]:
+    return np.array([math.log1p(row.deviation) for table in tables for row in table.rows])
+
+
+def quantile(groups: Sequence[Sequence[float]], share: float) -> float:
+    """The value below which a share of all values lies, if each group counts alike."""
+    weighted = sorted((value, 1 / len(group)) for group in groups for value in group)
+    wanted, passed = share * sum(weight for _, weight in weighted), 0.0
+    for value, weight in weighted:
+        passed += weight
+        if passed >= wanted:
+            return value
+    return weighted[-1][0]
+
+
+def errors(table: Table) -> list[float]:
+    return [abs(math.log1p(row.deviation)) for row in table.rows]
+
+
+def differences(table: Table) -> list[float]:
+    """Errors of the ratio of two rows of the same model under different layouts."""
+    pairs = combinations(table.rows, 2)
+    return [abs(math.log1p(a.deviation) - math.log1p(b.deviation)) for a, b in pairs if layout(a) != layout(b)]
+
+
+def layout(row: Comparison) -> tuple[object, ...]:
+    return tuple(value for name, value in asdict(row.choice).items() if name != "dp")
+
+
+def run() -> dict[str, Any]:
+    """Fit, predict each table by the constants fitted without it, and take effects out one at a time."""
+    fit = Fit()
+    constants = {key: fit.without(key) for key in fit.gpus}
+    tables = [published.compare(values, [key])[0] for key, values in constants.items()]
+    widths = {table.key: quantile([errors(other) for other in tables if other is not table], COVERED) for table in tables}
+    everything = fit.without(None)
+    return {
+        "constants": {"all": everything, "without": constants},
+        "interval": quantile(list(map(errors, tables)), COVERED),
+        "alike": quantile([found for table in tables if (found := differences(table))], COVERED),
+        "tables": {table.key: _as_data(table, widths[table.key], fit.gpus[table.key]) for table in tables},
+        "effects": effects.measured(everything),
+    }
+
+
+def _as_data(table: Table, width: float, gpu: str) -> dict[str, Any]:
+    rows = [
+        {"name": row.name, "gpus": row.choice.gpus, "measured": row.measured, "predicted": row.predicted, "deviation": row.deviation}
+        for row in table.rows
+    ]
+    return {"title": table.title, "gpu": gpu, "unit": table.unit, "interval": width, "rows": rows}
+
+
+def covered(table: Mapping[str, Any]) -> list[bool]:
+    """Whether each row's measurement lies in the interval of its prediction."""
+    return [abs(math.log1p(row["deviation"])) <= table["interval"] for row in table["rows"]]
+
+
+def summary(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Rows, median and worst deviation, shares within 8 and 20 %, and within the interval."""
+    found = [row["deviation"] for table in tables for row in table["rows"]]
+    inside = [each for table in tables for each in covered(table)]
+    shares = [sum(abs(value) <= limit for value in found) / len(found) for limit in (0.08, 0.2)] + [sum(inside) / len(inside)]
+    return str(len(found)), f"{median(map(abs, found)):.1%}", f"{max(found, key=abs):+.1%}", *(f"{share:.0%}" for share in shares)
+
+
+def document(content: Mapping[str, Any]) -> str:
+    """Markdown: each table's held-out errors, the constants, and the effects."""
+    tables, prior = content["tables"], published.read_published()["constants"]
+    lines = [
+        "| table | rows | median | worst | within 8 % | within 20 % | in the interval | interval |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for table in tables.values():
+        lines.append(f"| {' | '.join((table['title'], *summary([table])))} | ±{table['interval']:.0%} |")
+    for name, chosen in (
+        ("all", tables.values()),
+        *((gpu.upper(), [t for t in tables.values() if t["gpu"] == gpu]) for gpu in ("h100", "a100")),
+    ):
+        lines.append(f"| **{name}** | {' | '.join(summary(list(chosen)))} | |")
+    beyond = [
+        f"| {table['title']} | {row['name']} | {row['gpus']} | {row['deviation']:+.1%} |"
+        for table in tables.values()
+        for row in table["rows"]
+        if abs(row["deviation"]) > 0.2
+    ]
+    lines += ["", "Beyond 20 %:", "", "| table | row | GPUs | deviation of speed |", "|---|---|---|---|", *(beyond or ["| none | | | |"])]
+    lines += ["", "| constant | published value | fitted to all | without one table | what it is |", "|---|---|---|---|---|"]
+    for name, row in prior.items():
+        values = [each[name] for each in content["constants"]["without"].values()]
+        moved = f"{min(values):.3g} to {max(values):.3g}"
+        lines.append(
+            f"| {name} | {row['start']:g} ± {row['spread']:.0%} | {content['constants']['all'][name]:.3g} | {moved} | {row['source']} |"
+        )
+    return "\n".join([*lines, "", *effects.table(content["effects"])])
+
+
+def main() -> None:
+    """Write the results and the page."""
+    content = run()
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    published.write_between("held_out", document(content))
+    print(json.dumps(content["constants"]["all"]), f"interval {content['interval']:.3f}, alike {content['alike']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""megalite beside others at equal settings: ratios of alternating runs, with megalite against itself next to them.
+
+A 25M Llama beside transformers, nanoGPT's small character model beside a GPT written out in plain torch, and data parallelism on four ranks
+beside DDP with ZeroRedundancyOptimizer and FSDP2. Both sides of a pair compute their products with the same library. Give `--rounds 10` for
+ten pairs, and the peers by name where all of them take too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import comm, overhead, pairs, report, step
+
+PEERS = ("transformers", "nanogpt", "ddp", "fsdp2")
+SETTINGS = {"MKL": "highest", "oneDNN": "medium"}
+COLUMNS = {"peer": "peer", "run": "run", "products by": "products", "ranks": "ranks", "ms/step": "ms_per_step:,.1f", **pairs.COLUMNS}
+
+
+@dataclass
+class Run:
+    """One side of a pair, with one result per round."""
+
+    name: str
+    module: str
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Comparison:
+    """megalite, megalite again, and a peer, on one configuration."""
+
+    peer: str
+    products: str
+    config: dict[str, Any]
+    steps: tuple[int, int]  # warm-up, timed
+    ranks: int = 1
+    runs: list[Run] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        module = {"transformers": "benchmarks.peer", "nanogpt": "benchmarks.written_out"}.get(self.peer, "benchmarks.sharded_peer")
+        own = "benchmarks.ours"
+        self.runs = [Run("megalite", own), Run(self.peer, module), Run(f"megalite {pairs.AGAIN}", own)]
+
+    def measure(self, number: int, threads: int) -> None:
+        """One round. Every second one is in the opposite order."""
+        warmup, steps = self.steps
+        spec = {"warmup_steps": warmup, "steps": steps, "product_steps": 0, "peak_size": 64, "config": self.config, "peer": self.peer}
+        for run in self.runs[:: 1 if number % 2 else -1]:
+            threads_each = threads if self.ranks == 1 else 1
+            made = {**spec, "matmul": SETTINGS[self.products]}
+            run.results.append(report.launch(run.module, made, ranks=self.ranks, threads=threads_each))
+
+    def rows(self) -> list[dict[str, Any]]:
+        own = self.runs[0].results
+        return [
+            {
+                "peer": self.peer,
+                "run": run.name,
+                "products": self.products,
+                "ranks": self.ranks,
+                "ms_per_step": 1e3 * median(value for result in run.results for value in result["seconds"]),
+                **pairs.compared(own, run.results),
+                "step_ms": [[1e3 * value for value in result["seconds"]] for result in run.results],
+            }
+            for run in self.runs
+        ]
+
+
+def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None], peers: Sequence[str] = PEERS) -> dict[str, Any]:
+    """Run everything and return the figures with the conditions they depend on."""
+    with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
+        compared = [each for peer in peers for each in comparisons(peer, smoke, Path(scratch))]
+        for number in range(1, rounds + 1):
+            for each in compared:
+                progress(f"round {number} of {rounds}: {each.peer}, products by {each.products}")
+                each.measure(number, threads)
+    rows = [row for each in compared for row in each.rows()]
+    configs = {each.peer: {name: each.config[name] for name in ("model", "train", "parallel")} for each in compared}
+    return {"threads": threads, "protocol": {"rounds": rounds}, "config": configs, "results": rows, "targets": []}
+
+
+def comparisons(peer: str, smoke: bool, scratch: Path) -> list[Comparison]:
+    """A peer's comparisons: one for each library on one process; on several ranks, where products count less, oneDNN's alone."""
+    if peer == "transformers":
+        config = step.config_of(*((step.SMOKE_MODEL, 2) if smoke else (step.MODEL, 4)), scratch)
+        return [Comparison(peer, products, config, (1, 2) if smoke else (1, 3)) for products in SETTINGS]
+    if peer == "nanogpt":
+        config = overhead.config_of(overhead.runs(smoke)[0], scratch)
+        return [Comparison(peer, products, config, (1, 2) if smoke else (20, 60)) for products in SETTINGS]
+    model, length, ranks = (step.SMOKE_MODEL, 16, 2) if smoke else (step.MODEL, 64, comm.RANKS)
+    config = comm.config_of(model, length, ranks, scratch)
+    config["parallel"] |= {"zero": 1 if peer == "ddp" else 3}
+    return [Comparison(peer, "oneDNN", config, (1, 2) if smoke else (2, 6), ranks)]

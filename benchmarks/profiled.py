@@ -1,0 +1,56 @@
+"""The kernels of a training step by time, and how long the device is idle, from torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+STEPS = 2
+MOST = 20  # kernels in the list
+
+
+def look(step: Callable[[], object], device: str) -> dict[str, Any]:
+    """Run and profile `STEPS` steps.
+
+    Returns the most expensive kernels (on a CPU: operations), with their times for one step, and the share of the time between the first
+    kernel's start and the last one's end in which no kernel ran (None on a CPU).
+    """
+    on_gpu = device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as recorded:
+        for _ in range(STEPS):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = [event for event in recorded.events() if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in events]
+    own_cpu_time = [(event.name, event.self_cpu_time_total) for event in events]
+    listed, total = by_time([(name, end - start) for name, start, end in spans] if on_gpu else own_cpu_time)
+    return {"kernels": listed, "kernel_us": total, "idle": idle(spans) if on_gpu else None}
+
+
+def by_time(times: Iterable[tuple[str, float]]) -> tuple[list[dict[str, Any]], float]:
+    """The most expensive names with calls and microseconds of one step, and the microseconds of all."""
+    sums: dict[str, list[float]] = {}
+    for name, us in times:
+        found = sums.setdefault(name, [0.0, 0.0])
+        found[0] += 1 / STEPS
+        found[1] += us / STEPS
+    total = sum(us for _, us in sums.values())
+    ordered = sorted(sums.items(), key=lambda item: -item[1][1])[:MOST]
+    return [{"name": name, "calls": calls, "us": us, "share": us / total if total else 0.0} for name, (calls, us) in ordered], total
+
+
+def idle(spans: Iterable[tuple[str, float, float]]) -> float | None:
+    """The share of the whole time in which none of the spans (name, start, end) runs; None without spans."""
+    ordered = sorted((start, end) for _, start, end in spans)
+    if not ordered or ordered[0][0] == max(end for _, end in ordered):
+        return None
+    busy, reached = 0.0, ordered[0][0]
+    for start, end in ordered:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return 1.0 - busy / (reached - ordered[0][0])

@@ -1,0 +1,210 @@
+"""Attention of some positions of a sequence to some others, with the log-sum-exp by which results for several parts of the keys combine.
+
+    lse = log Σ_keys exp(s)        out = Σ_keys (exp(s − lse) ∘ keep) · v        scores s, keep and visibility as in `attention`
+
+Queries and keys are given as runs of consecutive positions, (start, length) each, in ascending order. A query that sees none of the keys
+has out = 0 and lse = −inf. Two results of one query for two sets of keys are one for their union (`merge`):
+
+    lse = log(exp(lse₁) + exp(lse₂))        out = exp(lse₁ − lse) · out₁ + exp(lse₂ − lse) · out₂
+
+Backward takes lse and δ = Σ_dim dout∘out of *all* keys, with which its p = exp(s − lse) and ds = p ∘ (dp − δ) are those of the whole:
+gradients for parts of the keys add up to those for all. Results are in at least fp32, so that they can be merged and added.
+
+The reference processes queries in blocks, each with only the keys that some query of the block can see. On a GPU flash attention runs
+(`attention_part_triton`), in 16 bits and for heads of up to WIDEST channels.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows
+from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.dropout import AttentionDropout
+
+Runs = Sequence[tuple[int, int]]
+
+
+class _Block(NamedTuple):
+    """Some queries of one run, and the consecutive keys of one run that any of them sees."""
+
+    rows: slice  # of the queries among all of them
+    columns: slice  # of the keys
+    queries: range  # their positions
+    keys: range
+    hidden: Tensor | None  # [1 or B, 1, queries, 1, keys]; None: all of them see all
+
+
+def _blocks(queries: Runs, keys: Runs, window: int | None, document_start: Tensor | None, device: torch.device) -> Iterator[_Block]:
+    row = 0
+    for start, length in queries:
+        for first in range(start, start + length, BLOCK):
+            positions = range(first, min(first + BLOCK, start + length))
+            rows = slice(row, row + len(positions))
+            starts = None if document_start is None else document_start[rows]
+            yield from _visible_keys(positions, rows, keys, window, starts, device)
+            row = rows.stop
+
+
+def _visible_keys(
+    queries: range, rows: slice, keys: Runs, window: int | None, starts: Tensor | None, device: torch.device
+) -> Iterator[_Block]:
+    """starts: [queries, B]."""
+    first = max(queries.start - window + 1, 0) if window else 0
+    if starts is not None and starts.is_cpu:  # on a GPU reading the value would synchronize
+        first = max(first, int(starts.min()))
+    column = 0
+    for start, length in keys:
+        seen = range(max(start, first), min(start + length, queries.stop))
+        if len(seen):
+            columns = slice(column + seen.start - start, column + seen.stop - start)
+            yield _Block(rows, columns, queries, seen, _hidden(queries, seen, window, starts, device))
+        column += length
+
+
+def _hidden(queries: range, keys: range, window: int | None, starts: Tensor | None, device: torch.device) -> Tensor | None:
+    whole = keys.stop <= queries.start + 1 and (not window or queries.stop - 1 - keys.start < window)
+    if whole and starts is None:
+        return None
+    i = torch.arange(queries.start, queries.stop, device=device)[:, None, None]
+    j = torch.arange(keys.start, keys.stop, device=device)
+    hidden = j > i  # [queries, 1, keys]
+    if window:
+        hidden = hidden | (j <= i - window)
+    hidden = hidden.unsqueeze(0)
+    if starts is not None:
+        hidden = hidden | (j < starts.T[:, :, None, None])
+    return hidden.unsqueeze(1)
+
+
+class _Problem:
+    """The steps common to forward and backward of one call; matrices are rows of `attention._rows`."""
+
+    def __init__(self, q: Tensor, k: Tensor, scale: float, softcap: float | None, dropout: AttentionDropout | None):
+        self.heads, self.kv_heads = q.shape[2], k.shape[2]
+        self.group, self.softcap = self.heads // self.kv_heads, softcap
+        self.dropout = dropout if dropout is not None and dropout.p else None
+        self.query, self.key = _rows(q, self.kv_heads, scale), _rows(k, self.kv_heads)
+
+    def rows(self, block: _Block) -> slice:
+        return slice(block.rows.start * self.group, block.rows.stop * self.group)
+
+    def by_head(self, x: Tensor, block: _Block) -> Tensor:
+        """[B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
+        return x.view(-1, self.kv_heads, len(block.queries), self.group, len(block.keys))
+
+    def scores(self, block: _Block) -> Tensor:
+        """Masked and capped scores, [B·kv_heads, queries·g, keys]."""
+        scores = torch.bmm(self.query[:, self.rows(block)], self.key[:, block.columns].transpose(1, 2))
+        if self.softcap:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        if block.hidden is not None:
+            self.by_head(scores, block).masked_fill_(block.hidden, -torch.inf)
+        return scores
+
+    def drop(self, x: Tensor, block: _Block) -> Tensor:
+        """x ∘ keep; with dropout a new tensor, else x itself."""
+        if self.dropout is None:
+            return x
+        keep = self.dropout.scale(self.heads, block.queries, block.keys, x.dtype)  # [B, heads, queries, keys]
+        return self.by_head(x, block).mul(keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3)).view(x.shape)
+
+
+def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge a result for other keys into one, in place: out and other [..., D], lse and other_lse [...], −inf where nothing was seen."""
+    total = torch.logaddexp(lse, other_lse)
+    at = torch.where(total == -torch.inf, 0, total)  # −inf − (−inf) would be NaN
+    out.mul_((lse - at).exp_().unsqueeze(-1)).add_(other * (other_lse - at).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def _takes_flash(q: Tensor) -> bool:
+    """As in `attention`: not in fp32, whose products would not use tensor cores."""
+    return takes_triton(q) and q.shape[-1] <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
+
+
+def attention_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Runs,
+    keys: Runs,
+    *,
+    scale: float,
+    window: int | None = None,
+    document_start: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: AttentionDropout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [Sq, B, hq, D] and lse [Sq, B, hq], in at least fp32.
+
+    q [Sq, B, hq, D] at the positions of `queries`; k, v [Sk, B, hk, D] at those of `keys`; document_start [Sq, B] is the position of the
+    first token of each query's document. The position offset of `dropout` is added to all positions.
+    """
+    if _takes_flash(q):
+        from megalite_kernels.attention_part_triton import flash_attention_part
+
+        return flash_attention_part(q, k, v, tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout)
+    problem = _Problem(q, k, scale, softcap, dropout)
+    value, query = _rows(v, problem.kv_heads), problem.query
+    out = torch.zeros_like(query)
+    lse = query.new_full(query.shape[:2], -torch.inf)
+    for block in _blocks(queries, keys, window, document_start, q.device):
+        rows, scores = problem.rows(block), problem.scores(block)
+        part = torch.logsumexp(scores, -1)
+        probabilities = scores.sub_(torch.where(part == -torch.inf, 0, part).unsqueeze(-1)).exp_()
+        merge_(out[:, rows], lse[:, rows], torch.bmm(problem.drop(probabilities, block), value[:, block.columns]), part)
+    like = q.new_empty(q.shape, dtype=out.dtype)
+    return _heads(out, like, problem.kv_heads), _heads(lse.unsqueeze(-1), like[..., :1], problem.kv_heads).squeeze(-1)
+
+
+def delta(dout: Tensor, out: Tensor) -> Tensor:
+    """δ = Σ_dim dout∘out, [S, B, heads] in at least fp32, of the output for all keys."""
+    accumulate_dtype = torch.promote_types(out.dtype, torch.float32)
+    return (dout.to(accumulate_dtype) * out.to(accumulate_dtype)).sum(-1)
+
+
+def attention_part_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    queries: Runs,
+    keys: Runs,
+    *,
+    scale: float,
+    window: int | None = None,
+    document_start: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: AttentionDropout | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """These keys' part of dq [Sq, B, hq, D], and these queries' part of dk and dv [Sk, B, hk, D], in at least fp32.
+
+    lse, delta [Sq, B, hq]: of all keys that the queries see. Other arguments as in `attention_part`.
+    """
+    if _takes_flash(q):
+        from megalite_kernels.attention_part_triton import flash_attention_part_backward
+
+        options = tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout
+        return flash_attention_part_backward(dout, q, k, v, lse, delta, *options)
+    problem = _Problem(q, k, scale, softcap, dropout)
+    kv_heads, query, key = problem.kv_heads, problem.query, problem.key
+    value, grad = _rows(v, kv_heads), _rows(dout, kv_heads)
+    log_sum, inner = (_rows(x.unsqueeze(-1), kv_heads) for x in (lse, delta))  # [B·kv_heads, Sq·g, 1]
+    dquery, dkey, dvalue = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for block in _blocks(queries, keys, window, document_start, q.device):
+        rows, columns, scores = problem.rows(block), block.columns, problem.scores(block)
+        probabilities = (scores - log_sum[:, rows]).exp_()  # 0 where hidden
+        dvalue[:, columns].baddbmm_(problem.drop(probabilities, block).transpose(1, 2), grad[:, rows])
+        dscores = problem.drop(torch.bmm(grad[:, rows], value[:, columns].transpose(1, 2)), block).sub_(inner[:, rows]).mul_(probabilities)
+        if softcap:
+            dscores.mul_(scores.masked_fill_(probabilities == 0, 0).div_(softcap).square_().neg_().add_(1))
+        dquery[:, rows].baddbmm_(dscores, key[:, columns])
+        dkey[:, columns].baddbmm_(dscores.transpose(1, 2), query[:, rows])
+    found = zip((dquery, dkey, dvalue), (q, k, v), (scale, 1.0, 1.0), strict=True)
+    dq, dk, dv = (_heads(rows, x.new_empty(x.shape, dtype=rows.dtype), kv_heads, factor) for rows, x, factor in found)
+    return dq, dk, dv

@@ -1,0 +1,355 @@
+"""Flash attention of runs of queries to runs of keys: `attention_part.attention_part` and its backward without a score matrix in memory.
+
+The mathematics, the loops with and without a mask, and the tiles are those of `attention_triton`. What differs: a tile lies in one run of
+positions, found in a table by its number (first position, first row, end of the run's rows); a program loops over the runs of the other
+side (first position, first row, length), and skips what it cannot see of each; and backward is given δ.
+
+log-sum-exps are natural logarithms, −inf for a query that sees none of the keys. Results are fp32.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite_kernels import attention_triton
+from megalite_kernels.attention_triton import (
+    _A,
+    _C,
+    _FARTHEST,
+    _LOG2E,
+    _PROBES,
+    Tile,
+    _capped,
+    _exponent,
+    _first_key,
+    _keeps,
+    _length,
+    _load,
+    _mix,
+    _place,
+    _row_hash,
+    _tables,
+    _target,
+    _visible,
+)
+from megalite_kernels.dropout import AttentionDropout
+from megalite_kernels.launch import Variant, architecture
+
+Runs = tuple[tuple[int, int], ...]
+
+_LN2 = tl.constexpr(math.log(2))
+_COLUMNS = tl.constexpr(3)  # of both tables
+
+
+@triton.jit
+def _row_of(table, number):
+    """Row `number` of a table."""
+    at = table + number * _COLUMNS
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def _key_edges(
+    first, length, first_key,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """For a tile of queries and a run of keys: the begin of the keys that any query sees, begin and end of those that need no mask, and
+    the end. All, `first` and `first_key` too, are counted from the begin of the run; the queries may be before it."""
+    low, unmasked = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+    if WINDOW:
+        low = tl.maximum(low, first - WINDOW + 1)
+        unmasked = tl.maximum(unmasked, first + QUERIES - WINDOW)
+    if DOCUMENTS:
+        low = tl.maximum(low, tl.min(first_key))
+        unmasked = tl.maximum(unmasked, tl.max(first_key))
+    high = tl.maximum(tl.minimum(first + QUERIES, length), 0)
+    begin = tl.minimum(low, high) // KEYS * KEYS
+    high = tl.where(low < high, high, begin)
+    if APART:
+        seen_by_all = tl.maximum(tl.minimum(first + 1, high), 0) // KEYS * KEYS
+        left = tl.maximum(tl.minimum(tl.cdiv(unmasked, KEYS) * KEYS, seen_by_all), begin)
+        right = tl.maximum(seen_by_all, left)
+        return begin, left, right, tl.maximum(high, right)
+    return begin, begin, begin, high
+
+
+@triton.jit
+def _query_edges(
+    first, length, starts, d_s, position,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """For a tile of keys and a run of queries: the begin of the queries that see any of it, begin and end of those that need no mask, and
+    the end. All, `first` too, are counted from the begin of the run; `position` is that of the first key, `starts` those of the run."""
+    begin, high, unmasked = tl.minimum(tl.maximum(first, 0), length) // QUERIES * QUERIES, length, length
+    if WINDOW:
+        high = tl.minimum(high, tl.maximum(first + KEYS - 1 + WINDOW, 0))
+        unmasked = tl.minimum(unmasked, tl.maximum(first + WINDOW, 0) // QUERIES * QUERIES)
+    if DOCUMENTS:
+        seeing, seeing_all = tl.zeros([_PROBES], tl.int32), tl.zeros([_PROBES], tl.int32)
+        for tile in range(0, tl.cdiv(length, QUERIES), _PROBES):
+            query = (tile + tl.arange(0, _PROBES)) * QUERIES
+            last, exists = tl.minimum(query + QUERIES, length) - 1, query < length
+            early = tl.load(starts + query.to(tl.int64) * d_s, mask=exists, other=0)
+            late = tl.load(starts + last.to(tl.int64) * d_s, mask=exists, other=0)
+            seeing += (exists & (early < position + KEYS)).to(tl.int32)
+            seeing_all += (exists & (late <= position)).to(tl.int32)
+        high = tl.minimum(high, tl.sum(seeing) * QUERIES)
+        unmasked = tl.minimum(unmasked, tl.sum(seeing_all) * QUERIES)
+    high = tl.maximum(high, begin)
+    if first >= length:  # all keys are after the run
+        high = begin
+    if APART:
+        left = tl.minimum(tl.cdiv(tl.maximum(first + KEYS - 1, 0), QUERIES) * QUERIES, high)
+        left = tl.maximum(left, begin)
+        return begin, left, tl.maximum(tl.minimum(unmasked, high), left), high
+    return begin, begin, begin, high
+
+
+@triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
+def _forward(
+    q, k, v, out, lse, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
+    key, first_head, first_position,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))  # tiles that see the most keys start first
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    heads, batch = tl.num_programs(1), tl.num_programs(2)
+    query_lane, lane = tl.arange(0, QUERIES), tl.arange(0, KEYS)
+    query = first + query_lane
+    k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
+    q_tile = _load(q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
+    first_key = _first_key(starts + row * d_b, first_row + query_lane, limit, d_s, DOCUMENTS)
+    if P > 0:
+        query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
+        head_hash = (first_head + head.to(tl.int32) + 1) * _A
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
+    total = tl.zeros([QUERIES], tl.float32)
+    result = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for run in range(count):
+        start, base, length = _row_of(runs, run)
+        edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
+        for masked in tl.static_range(0 if APART else 1, 2):
+            for step in range(0, _length(edges, masked), KEYS):
+                at = _place(edges, step, masked)
+                k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
+                x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
+                if masked:
+                    seen = _visible(query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS)
+                    x = tl.where(seen & (at + lane < length)[None, :], x, -float("inf"))
+                larger = tl.maximum(largest, _exponent(tl.max(x, 1), SCALE, SOFTCAP))
+                p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - larger[:, None])
+                shrink = tl.exp2(largest - larger)
+                total = total * shrink + tl.sum(p, 1)
+                if P > 0:
+                    key_hash = _mix((first_position + start + at + lane) * _C + head_hash)
+                    p = tl.where(_keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), p, 0.0)
+                v_tile = _load(v, base + at, v_s, base + length, KEYS, DIM, WIDTH, not masked)
+                result = tl.dot(p.to(v_tile.dtype), v_tile, result * shrink[:, None])
+                largest = larger
+    sees = total > 0
+    total = tl.where(sees, total, 1.0)
+    result = result / (total * (1 - P))[:, None]
+    to, exists = _target(out + (row * heads + head) * DIM, first_row, batch * heads * DIM, limit, QUERIES, DIM, WIDTH)
+    tl.store(to, result, mask=exists)
+    log_sum = tl.where(sees, (largest + tl.log2(total)) * _LN2, -float("inf"))
+    at_query = (row * heads + head) * size + first_row + query_lane
+    tl.store(lse + at_query, log_sum, mask=first_row + query_lane < limit)
+
+
+@triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
+def _backward_queries(
+    q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
+    key, first_head, first_position,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    heads, batch = tl.num_programs(1), tl.num_programs(2)
+    line, own = batch * heads * DIM, (row * heads + head) * DIM  # of dout and dq
+    query_lane, lane = tl.arange(0, QUERIES), tl.arange(0, KEYS)
+    query = first + query_lane
+    k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
+    q_tile = _load(q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
+    grad = _load(dout + own, first_row, line, limit, QUERIES, DIM, WIDTH, False)
+    at_query, exists_query = (row * heads + head) * size + first_row + query_lane, first_row + query_lane < limit
+    shift = tl.load(lse + at_query, mask=exists_query, other=0.0) * _LOG2E
+    inner = tl.load(delta + at_query, mask=exists_query, other=0.0)
+    first_key = _first_key(starts + row * d_b, first_row + query_lane, limit, d_s, DOCUMENTS)
+    if P > 0:
+        query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
+        head_hash = (first_head + head.to(tl.int32) + 1) * _A
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    result = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for run in range(count):
+        start, base, length = _row_of(runs, run)
+        edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
+        for masked in tl.static_range(0 if APART else 1, 2):
+            for step in range(0, _length(edges, masked), KEYS):
+                at = _place(edges, step, masked)
+                k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
+                v_tile = _load(v, base + at, v_s, base + length, KEYS, DIM, WIDTH, not masked)
+                x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
+                p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[:, None])
+                if masked:
+                    seen = _visible(query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS)
+                    p = tl.where(seen & (at + lane < length)[None, :], p, 0.0)
+                dp = tl.dot(grad, tl.trans(v_tile))
+                if P > 0:
+                    key_hash = _mix((first_position + start + at + lane) * _C + head_hash)
+                    dp = tl.where(_keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), dp * (1 / (1 - P)), 0.0)
+                ds = p * (dp - inner[:, None])
+                if SOFTCAP > 0:
+                    ds = ds * (1.0 - x * x)
+                result = tl.dot(ds.to(k_tile.dtype), k_tile, result)
+    to, exists = _target(dq + own, first_row, line, limit, QUERIES, DIM, WIDTH)
+    tl.store(to, result * SCALE, mask=exists)
+
+
+@triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
+def _backward_keys(
+    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
+    key, first_head, first_position,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    first, first_row, limit = _row_of(tiles, tl.program_id(0))
+    kv_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    heads, batch = tl.num_programs(1) * GROUP, tl.num_programs(2)
+    keys, lane = first + tl.arange(0, KEYS), tl.arange(0, QUERIES)
+    k_tile = _load(k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, False)
+    v_tile = _load(v + row * v_b + kv_head * v_h, first_row, v_s, limit, KEYS, DIM, WIDTH, False)
+    starts += row * d_b
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
+    dv_tile = tl.zeros([KEYS, WIDTH], tl.float32)
+    sample = tl.load(samples + row) if P > 0 else 0
+    for run in range(count):
+        start, base, length = _row_of(runs, run)
+        edges = _query_edges(first - start, length, starts + base.to(tl.int64) * d_s, d_s, first, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
+        for masked in tl.static_range(0 if APART else 1, 2):
+            visits = tl.cdiv(_length(edges, masked), QUERIES)
+            for step in range(GROUP * visits):  # heads of the group, one after the other
+                head, at = kv_head * GROUP + step // visits, _place(edges, step % visits * QUERIES, masked)
+                query, its_row = start + at + lane, base + at + lane
+                q_tile = _load(q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, False)
+                grad = _load(dout + (row * heads + head) * DIM, base + at, batch * heads * DIM, base + length, QUERIES, DIM, WIDTH, False)
+                at_query = (row * heads + head) * size + its_row
+                shift = tl.load(lse + at_query, mask=at + lane < length, other=0.0) * _LOG2E
+                inner = tl.load(delta + at_query, mask=at + lane < length, other=0.0)
+                x = _capped(tl.dot(k_tile, tl.trans(q_tile)), SCALE, SOFTCAP)
+                p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[None, :])
+                if masked:
+                    first_key = _first_key(starts, its_row, base + length, d_s, DOCUMENTS)
+                    p = tl.where(_visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0)
+                dp = tl.dot(v_tile, tl.trans(grad))
+                kept = p
+                if P > 0:
+                    key_hash = _mix((first_position + keys) * _C + (first_head + head.to(tl.int32) + 1) * _A)
+                    keep = _keeps(_row_hash(sample, key, first_position + query)[None, :], key_hash[:, None], THRESHOLD)
+                    kept = tl.where(keep, p, 0.0)
+                    dp = tl.where(keep, dp * (1 / (1 - P)), 0.0)
+                dv_tile = tl.dot(kept.to(grad.dtype), grad, dv_tile)
+                ds = p * (dp - inner[None, :])
+                if SOFTCAP > 0:
+                    ds = ds * (1.0 - x * x)
+                dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
+    line, own_key = batch * tl.num_programs(1) * DIM, (row * tl.num_programs(1) + kv_head) * DIM  # of dk and dv
+    to, exists = _target(dk + own_key, first_row, line, limit, KEYS, DIM, WIDTH)
+    tl.store(to, dk_tile * SCALE, mask=exists)
+    to, exists = _target(dv + own_key, first_row, line, limit, KEYS, DIM, WIDTH)
+    tl.store(to, dv_tile * (1 / (1 - P)), mask=exists)
+
+
+_KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_keys}
+
+
+def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
+    """The tile from the table: of the kernel for runs if it has one of its own."""
+    own = f"{kernel} runs heavy" if heavy else f"{kernel} runs"
+    return attention_triton._tile(target, own if own in _tables()[target] else kernel, width, heavy)
+
+
+@functools.cache
+def _variant(kernel: str, target: str, *shape) -> Variant:
+    """`attention_triton._variant` with the kernel of this file."""
+    constants = attention_triton._variant(kernel, target, *shape).constants
+    tile = _tile(target, kernel, constants["WIDTH"], bool(constants["SOFTCAP"] or constants["P"]))
+    return Variant(_KERNELS[kernel], {**constants, "QUERIES": tile.queries, "KEYS": tile.keys}, tile.warps, tile.stages)
+
+
+@functools.lru_cache(maxsize=256)
+def _tile_table(runs: Runs, tile: int, device: torch.device) -> Tensor:
+    """Of each tile: its first position, its first row, and the end of its run's rows. In ascending order of positions."""
+    found, row = [], 0
+    for start, length in runs:
+        found += [(start + offset, row + offset, row + length) for offset in range(0, length, tile)]
+        row += length
+    return torch.tensor(sorted(found), dtype=torch.int32, device=device).reshape(-1, _COLUMNS.value)
+
+
+@functools.lru_cache(maxsize=256)
+def _run_table(runs: Runs, device: torch.device) -> Tensor:
+    """Of each run: its first position, its first row, its length."""
+    found, row = [], 0
+    for start, length in runs:
+        found.append((start, row, length))
+        row += length
+    return torch.tensor(found, dtype=torch.int32, device=device).reshape(-1, _COLUMNS.value)
+
+
+def _launcher(
+    q: Tensor, k: Tensor, v: Tensor, some: Tensor, queries: Runs, keys: Runs, scale: float, window: int | None,
+    document_start: Tensor | None, softcap: float | None, dropout: AttentionDropout | None,
+) -> Callable[..., None]:  # fmt: skip
+    """Return a function that launches one of `_KERNELS` for an attention call, given its name and the tensors that only it has. `some`
+    takes the place of tensors that are not read."""
+    batch, heads, dim = q.shape[1:]
+    kv_heads, matrices = k.shape[2], [x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous() for x in (q, k, v)]
+    starts = some if document_start is None else document_start.to(torch.int64)
+    origin = (0, 0) if document_start is None else starts.stride()
+    used = dropout if dropout is not None and dropout.p else AttentionDropout(0, some, 0.0)
+    shared = starts, used.samples.to(torch.int64).contiguous() if used.p else some
+    strides = [stride for x in matrices for stride in x.stride()[:3]]
+    kind = architecture(q.device), dim, heads // kv_heads, scale, softcap or 0.0, window or 0, document_start is not None, used.p
+
+    def launch(kernel: str, *tensors: Tensor) -> None:
+        variant, by_key = _variant(kernel, *kind), kernel == "dk dv"
+        tiles = _tile_table(keys if by_key else queries, variant.constants["KEYS" if by_key else "QUERIES"], q.device)
+        runs = _run_table(queries if by_key else keys, q.device)
+        numbers = *strides, *origin, len(q), len(runs), used.key, used.head_offset, used.position_offset
+        variant.launch((len(tiles), kv_heads if by_key else heads, batch), *matrices, *tensors, *shared, tiles, runs, *numbers)
+
+    return launch
+
+
+def flash_attention_part(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
+    """out [Sq, B, hq, D] and lse [Sq, B, hq], fp32. Options as `attention_part`'s, in order."""
+    sequence, batch, heads, _ = q.shape
+    out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, (batch, heads, sequence)))
+    if out.numel():
+        _launcher(q, k, v, lse, *options)("forward", out, lse)
+    return out, lse.permute(2, 0, 1)
+
+
+def flash_attention_part_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, fp32."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    lse, delta = (x.permute(1, 2, 0).contiguous() for x in (lse, delta))  # [B, hq, Sq]: a tile's numbers are neighbours
+    launch, dout = _launcher(q, k, v, lse, *options), dout.contiguous()
+    if dq.numel():
+        launch("dq", dout, lse, delta, dq)
+    if dk.numel():
+        launch("dk dv", dout, lse, delta, dk, dv)
+    return dq, dk, dv

@@ -1,0 +1,124 @@
+"""The library that computes fp32 matrix products on a CPU: MKL, or oneDNN, which is faster on some processors and slower on others.
+
+torch has one setting for both questions, which library and how precise: "highest" selects MKL, "medium" oneDNN, which on processors with
+matrix units rounds the factors to bf16 and elsewhere computes in fp32. `rounds` therefore asks the result, not the processor's flags.
+Setting and measuring need no process group; `training.product_choice` chooses for all ranks of a run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from time import perf_counter, process_time
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Path = Literal["mkl", "onednn", "bf16"]
+"""mkl and onednn: fp32 throughout; bf16: oneDNN that rounds the factors, where `rounds` says so."""
+SETTINGS: Mapping[Path, str] = {"mkl": "highest", "onednn": "medium", "bf16": "medium"}
+NAMES: Mapping[Path, str] = {"mkl": "MKL", "onednn": "oneDNN", "bf16": "oneDNN in bf16"}
+LEAST_REPEATS, MOST_REPEATS = 2, 8  # of the measured products; the first one prepares
+BUDGET_S = 0.4  # after which no repetition starts
+MOST_FLOPS = 2e8  # of a measured product, about 2 ms on one core: a larger one is measured in part
+
+
+class Product(NamedTuple):
+    """`count` equal products of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional ones if `batch` is 0.
+
+    Attributes:
+        transposed: which factors are transposed views, as a linear layer's weight is in its forward pass.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    transposed: tuple[bool, bool] = (False, False)
+    batch: int = 0
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Of one of them."""
+        return 2.0 * max(self.batch, 1) * self.rows * self.inner * self.columns
+
+
+@functools.cache
+def rounds() -> bool:
+    """Whether this process's oneDNN rounds fp32 factors to bf16."""
+    before = torch.get_float32_matmul_precision()
+    factor = torch.full((128, 128), 1.0 + 2.0**-12)  # is 1 in bf16
+    try:
+        torch.set_float32_matmul_precision("medium")
+        return bool(torch.mm(factor, factor).sub_(128.0).abs().max() < 2.0**-10)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def default() -> Path:
+    """The library without a measurement, and in deterministic runs."""
+    return "mkl" if rounds() else "onednn"
+
+
+def use(path: Path) -> None:
+    """Compute this process's fp32 products with a library."""
+    torch.set_float32_matmul_precision(SETTINGS[path])
+
+
+def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
+    """The libraries that an option, `train.fp32_products`, allows, the preferred one first.
+
+    Args:
+        rounded: oneDNN rounds factors to bf16 (`rounds`, on any rank).
+    """
+    if option == "mkl" or (rounded and option != "bf16"):
+        return ("mkl",)
+    if option == "onednn":
+        return ("onednn",)
+    return ("bf16" if rounded else "onednn", "mkl")
+
+
+def measure(products: Sequence[Product], paths: Sequence[Path]) -> dict[Path, float]:
+    """Processor seconds of a step's products in each library. Takes about half a second, whatever the model.
+
+    The libraries alternate product by product, the list is repeated, and the best time of each counts, in seconds of all threads that the
+    process was running: ranks that share cores and other programs then change little.
+    """
+    best: dict[tuple[int, Path], float] = {}
+    operands = [_operands(product) for product in products]
+    deadline = perf_counter() + BUDGET_S
+    for repeat in range(MOST_REPEATS):
+        if repeat >= LEAST_REPEATS and perf_counter() > deadline:
+            break
+        for number, (first, second, scale) in enumerate(operands):
+            for path in paths:
+                use(path)
+                started = process_time()
+                torch.matmul(first, second)
+                seconds = scale * (process_time() - started)
+                best[number, path] = min(seconds, best.get((number, path), seconds))
+    return {path: sum(product.count * best[number, path] for number, product in enumerate(products)) for path in paths}
+
+
+def _operands(product: Product) -> tuple[Tensor, Tensor, float]:
+    """Two factors, and the ratio of the whole product's FLOPs to theirs: those of a large product are cut."""
+    batch, rows, inner, columns = (min(size, 2048) for size in (product.batch, product.rows, product.inner, product.columns))
+    while 2.0 * max(batch, 1) * rows * inner * columns > MOST_FLOPS and max(batch, rows, inner, columns) > 64:
+        if batch > 1:
+            batch = -(-batch // 2)
+        elif rows >= max(inner, columns):
+            rows = -(-rows // 2)
+        elif columns >= inner:
+            columns = -(-columns // 2)
+        else:
+            inner = -(-inner // 2)
+    cut = product._replace(batch=batch, rows=rows, inner=inner, columns=columns)
+    first = _filled((rows, inner), batch, product.transposed[0])
+    return first, _filled((inner, columns), batch, product.transposed[1]), product.flops / cut.flops
+
+
+def _filled(shape: tuple[int, int], batch: int, transposed: bool) -> Tensor:
+    """A matrix of constants, or a batch of them. Random numbers would advance the process's generator."""
+    leading = [batch] if batch else []
+    return torch.full([*leading, *shape[::-1]], 0.5).mT if transposed else torch.full([*leading, *shape], 0.5)

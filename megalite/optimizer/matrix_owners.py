@@ -1,0 +1,165 @@
+"""Which rank orthogonalises which matrix, and which parts of it travel to and from it: a pure function of the buckets. Imports no torch.
+
+    rank 0   rank 1   rank 2   rank 3        the shards of a bucket; q spans two of them, k one, down three
+    [ q          |  k ][ down         ...
+      → owner of q: rank 0 or 1    → owner of down: rank 1, 2 or 3
+
+Every matrix has one owner among the ranks that hold a part of it. Longest processing time first (Graham 1969): the most expensive matrix
+goes to the least loaded of its ranks. Each element reaches the owner from exactly one rank, itself if it holds it; the result goes to every
+rank that keeps state of it. Matrices are exchanged in rounds, in which every rank owns at most one, so buffers are few.
+
+A part of a matrix is what the ranks with one tp coordinate hold; key-value heads may have fewer parts than there are ranks. Ranges are
+elements of the bucket, in which a part lies at the same place on every tp rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import NamedTuple
+
+from megalite.layout import PRODUCTS, Layout
+from megalite.optimizer.table import is_matrix
+from megalite.parallel.sharding.buckets import BucketLayout
+from megalite.parallel.spec import LocalPart, Segment
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of the bucket, of one part of a matrix, on one rank (its index in the stage)."""
+
+    rank: int
+    part: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a stage.
+
+    Attributes:
+        bucket: index of its bucket.
+        start, stop: where the bucket has a rank's part of it.
+        parts: the different parts of it, in order.
+        owner: the rank that orthogonalises it: an index in the stage.
+        sent: pieces that reach the owner, its own included: each element of each part once.
+        kept: pieces that receive the result: all elements that a rank keeps state of.
+    """
+
+    segment: Segment
+    bucket: int
+    start: int
+    stop: int
+    parts: tuple[LocalPart, ...]
+    owner: int
+    sent: tuple[Piece, ...]
+    kept: tuple[Piece, ...]
+
+    @property
+    def travels(self) -> bool:
+        """Whether any other rank takes part."""
+        return any(piece.rank != self.owner for piece in (*self.sent, *self.kept))
+
+
+class _Peer(NamedTuple):
+    """A rank of the stage: its tp coordinate, the shard of each bucket that it keeps, and the share of it that only it counts."""
+
+    tp: int
+    shard: int
+    share: int
+
+
+class _Place(NamedTuple):
+    """A matrix, and elements [start, stop) of a bucket, where every rank of the stage has a part of it."""
+
+    segment: Segment
+    bucket: int
+    start: int
+    stop: int
+
+    def overlap(self, part: tuple[int, int]) -> tuple[int, int]:
+        return max(self.start, part[0]), min(self.stop, part[1])
+
+
+def cost(segment: Segment) -> float:
+    """Multiply-adds of one Newton-Schulz iteration."""
+    short, long = sorted(segment.shape)
+    return 2 * short * short * long + short**3
+
+
+def matrix_rounds(layouts: Sequence[BucketLayout], layout: Layout) -> list[list[Matrix]]:
+    """The matrices of a pipeline rank, in rounds of at most one for each owner.
+
+    Args:
+        layouts: its buckets.
+    """
+    stage = _Stage(layouts, layout)
+    loads, owned = [0.0] * layout.stage_ranks, [list[Matrix]() for _ in range(layout.stage_ranks)]
+    for place in sorted(stage.places(), key=lambda place: -cost(place.segment)):  # stable
+        parts, part_of = stage.parts(place.segment)
+        kept = list(stage.kept(place, part_of))
+        own = min(kept, key=lambda piece: (loads[piece.rank], piece.rank))
+        loads[own.rank] += cost(place.segment)
+        sent = (own, *stage.missing(place, own, part_of))
+        owned[own.rank].append(Matrix(*place, parts, own.rank, sent, tuple(kept)))
+    return [[matrix for matrix in each if matrix is not None] for each in zip_longest(*owned)]
+
+
+class _Stage:
+    """Who has what of the buckets of a pipeline rank."""
+
+    def __init__(self, layouts: Sequence[BucketLayout], layout: Layout):
+        self.layouts, self.layout = layouts, layout
+        self.peers = [self._peer(layout.position(rank)) for rank in layout.peers(0, PRODUCTS["stage"])]  # in the order of their axis
+        self._of_shard, self._of_share = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # a stage may have thousands
+        for rank, peer in enumerate(self.peers):
+            self._of_shard[peer.shard].append(rank)
+            self._of_share[peer.share].append(rank)
+
+    def _peer(self, position: dict[str, int]) -> _Peer:
+        replica, shard = divmod(position["dp"] * self.layout.cp + position["cp"], self.layout.shard)
+        return _Peer(position["tp"], shard, shard * self.layout.replicate + replica)
+
+    def places(self) -> Iterator[_Place]:
+        """Every matrix."""
+        at = self.layout.coordinates(0)
+        for number, bucket in enumerate(self.layouts):
+            for slot in bucket.slots:
+                start = slot.start
+                for segment in slot.spec.segments:
+                    stop = start + segment.local(at).numel
+                    if is_matrix(segment):
+                        yield _Place(segment, number, start, stop)
+                    start = stop
+
+    def parts(self, segment: Segment) -> tuple[tuple[LocalPart, ...], list[int]]:
+        """The different parts of a matrix, and for each tp coordinate which of them it has."""
+        held = [segment.local(self.layout.coordinates(rank)) for rank in range(self.layout.tp)]  # tp is innermost
+        parts = tuple(dict.fromkeys(held))
+        return parts, [parts.index(part) for part in held]
+
+    def kept(self, place: _Place, part_of: Sequence[int]) -> Iterator[Piece]:
+        """What each rank keeps state of."""
+        for rank in self._touching(place, self.layout.shard, self._of_shard):
+            peer = self.peers[rank]
+            low, high = place.overlap(self.layouts[place.bucket].part(peer.shard, self.layout.shard))
+            yield Piece(rank, part_of[peer.tp], low, high)
+
+    def _touching(self, place: _Place, parts: int, ranks: Mapping[int, Sequence[int]]) -> list[int]:
+        """The ranks whose part of the bucket, one of `parts` equal ones, has elements of a matrix."""
+        length = self.layouts[place.bucket].size // parts
+        return sorted(chain.from_iterable(ranks[part] for part in range(place.start // length, (place.stop - 1) // length + 1)))
+
+    def missing(self, place: _Place, own: Piece, part_of: Sequence[int]) -> Iterator[Piece]:
+        """What the owner, which has `own`, needs from others: from the ranks that count these elements."""
+        counts = [place.segment.is_owner(self.layout.coordinates(tp)) for tp in range(self.layout.tp)]
+        for rank in self._touching(place, self.layout.data, self._of_share):
+            peer = self.peers[rank]
+            if counts[peer.tp]:
+                low, high = place.overlap(self.layouts[place.bucket].owned(peer.share))
+                held = (own.start, own.stop) if part_of[peer.tp] == own.part else (high, high)
+                for start, stop in ((low, min(high, held[0])), (max(low, held[1]), high)):
+                    if start < stop:
+                        yield Piece(rank, part_of[peer.tp], start, stop)

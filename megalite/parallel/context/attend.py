@@ -1,0 +1,34 @@
+"""The one interface of context parallelism that the model calls: attention of a rank's part of every row to whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.context.gathered import Gathered
+from megalite.parallel.context.parts import Part
+from megalite.parallel.context.ring import Ring
+from megalite.parallel.context.ulysses import Ulysses
+
+METHODS = {"ulysses": Ulysses, "gather": Gathered, "ring": Ring}
+
+
+def attention_over(cp: MeshAxis, method: str) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]:
+    """attend(q, k, v, options): q [seq/cp, batch, heads, dim], k and v [seq/cp, batch, kv_heads, dim] -> the shape of q.
+
+    options: those of `megalite_kernels.attention`, and `part`, which says what the cp ranks hold. All cp ranks call it in the same order.
+    """
+    function = METHODS[method]
+
+    # The others never keep probabilities, and their queries are of no whole document.
+    left_out = ("part",) if method == "ulysses" else ("part", "recompute", "boundaries")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        part: Part = options["part"]
+        out: Tensor = function.apply(q, k, v, cp, part, {name: value for name, value in options.items() if name not in left_out})
+        return out
+
+    return attend

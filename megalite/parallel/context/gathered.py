@@ -1,0 +1,62 @@
+"""Gathered attention (Llama 3, Grattafiori et al. 2024): every rank attends with its own queries to the keys and values of whole rows.
+
+    forward    all-gather of k and v along the sequence
+    backward   the same again, so that they are not kept, then reduce-scatter of dk and dv in at least fp32
+
+Parts are zigzag, so that the ranks have equally much to compute; attention is told their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megalite_kernels.attention_part import attention_part, attention_part_backward, delta
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.collectives import all_gather, reduce_scatter
+from megalite.parallel.context.parts import Part, Runs
+
+
+def _in_order(x: Tensor, parts: Sequence[Runs]) -> Tensor:
+    """[seq, …] with the parts of rank 0, 1, … one after the other -> in the order of positions."""
+    lengths = [length for runs in parts for _, length in runs]
+    pieces = zip((start for runs in parts for start, _ in runs), x.split(lengths), strict=True)
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda found: found[0])])
+
+
+def _by_rank(x: Tensor, parts: Sequence[Runs]) -> Tensor:
+    """The inverse of `_in_order`."""
+    return torch.cat([x[start : start + length] for runs in parts for start, length in runs])
+
+
+class Gathered(torch.autograd.Function):
+    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any]) -> Tensor:
+        ctx.cp, ctx.part, ctx.options = cp, part, options
+        keys, values = _whole(k, v, cp, part)
+        out, lse = attention_part(q, keys, values, part.runs[part.rank], [(0, len(keys))], **options)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        cp, part, dout = ctx.cp, ctx.part, grads[0]
+        keys, values = _whole(k, v, cp, part)
+        places = part.runs[part.rank], [(0, len(keys))]
+        dq, *found = attention_part_backward(dout, q, keys, values, lse, delta(dout, out), *places, **ctx.options)
+        dk, dv = reduce_scatter(_by_rank(torch.stack(found, dim=1), part.runs), cp).wait().unbind(1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> tuple[Tensor, Tensor]:
+    """Keys and values of whole rows, [seq, batch, kv_heads, dim] each, in the order of positions."""
+    gathered = all_gather(torch.stack((k, v), dim=1), cp).wait()  # [seq, 2, batch, kv_heads, dim], rank by rank
+    keys, values = _in_order(gathered, part.runs).unbind(1)
+    return keys, values

@@ -1,0 +1,78 @@
+"""Ring attention (Liu et al. 2023): keys and values travel from rank to rank; each rank attends with its own queries to the part it has.
+
+    forward    cp − 1 hops of k and v
+    backward   the same again, and cp − 1 hops of dk and dv in at least fp32
+
+A hop runs while the part that is there is computed. Partial results are merged by their log-sum-exp, and gradients are added, in at least
+fp32. Parts are zigzag, so that the ranks have equally much to compute at each hop; a part that no query of a rank sees is passed on.
+
+dk and dv of a part travel one hop behind it: the part's owner keeps its own contribution, the next rank starts a sum, each further rank
+adds to it, and the last one, whose next rank is the owner, returns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merge_
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.collectives import Pending
+from megalite.parallel.context.exchange import pass_on
+from megalite.parallel.context.parts import Part, Runs, sees
+
+
+def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> Iterator[tuple[Runs, Tensor, Tensor]]:
+    """The positions, keys and values of each part that comes by, this rank's own first. The next one arrives while one is used."""
+    here = torch.stack((k, v))  # [2, seq/cp, batch, kv_heads, dim]
+    for hop in range(cp.size):
+        coming = pass_on(here, cp) if hop < cp.size - 1 else None
+        yield part.runs[(cp.rank - hop) % cp.size], here[0], here[1]
+        if coming is not None:
+            here = coming.wait()
+
+
+class Ring(torch.autograd.Function):
+    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any]) -> Tensor:
+        ctx.cp, ctx.part, ctx.options = cp, part, options
+        own, out, lse = part.runs[part.rank], None, None
+        for runs, keys, values in _visits(k, v, cp, part):
+            if not sees(own, runs, options["window"]):
+                continue
+            found, its_lse = attention_part(q, keys, values, own, runs, **options)
+            if out is None or lse is None:
+                out, lse = found, its_lse  # of this rank's own part, which each query sees some of
+            else:
+                merge_(out, lse, found, its_lse)
+        assert out is not None
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        cp, part, dout, options = ctx.cp, ctx.part, grads[0], ctx.options
+        own, inner = part.runs[part.rank], delta(dout, out)
+        dq = torch.zeros_like(q, dtype=inner.dtype)
+        home = torch.zeros((2, *k.shape), dtype=inner.dtype, device=k.device)  # dk and dv of this rank's part from its own queries
+        travelling: Pending | None = None  # dk and dv of the part that is here from the ranks before, one hop behind it
+        for hop, (runs, keys, values) in enumerate(_visits(k, v, cp, part)):
+            dkv = home if hop == 0 else torch.zeros_like(home)
+            if sees(own, runs, options["window"]):
+                found, *its = attention_part_backward(dout, q, keys, values, lse, inner, own, runs, **options)
+                dq += found
+                dkv += torch.stack(its)
+            if travelling is not None:
+                dkv += travelling.wait()
+            if hop > 0:
+                travelling = pass_on(dkv, cp)
+        assert travelling is not None
+        dk, dv = home + travelling.wait()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None

@@ -1,0 +1,72 @@
+"""Ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023): exchange parts of all heads for whole rows of some, and attend as one process does.
+
+    forward    all-to-all of q, k and v     [seq/cp, batch, heads] -> [seq, batch, heads/cp];  of the output, back
+    backward   all-to-all of dout, there;  of dq, dk and dv, back
+
+Documents, windows, soft-cap and dropout work as in the attention that runs unchanged, and so do its kernels. Where there are fewer
+key-value heads than cp ranks, each goes to several ranks, and their gradients are summed on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megalite_kernels.attention import attention, attention_backward
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.context.exchange import all_to_all
+from megalite.parallel.context.parts import Part
+
+
+def to_heads(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
+    """[seq/cp, batch, heads, dim] each -> [seq, batch, heads/cp, dim], in one all-to-all. cp must divide the heads of each."""
+    length, batch, _, dim = tensors[0].shape
+    heads = [x.shape[2] // cp.size for x in tensors]
+    packed = tensors[0].new_empty(cp.size, length, batch, sum(heads), dim)  # first the rank that they go to
+    for part, x in zip(packed.split(heads, dim=3), tensors, strict=True):
+        part.copy_(x.unflatten(2, (cp.size, -1)).movedim(2, 0))
+    received = all_to_all(packed, cp).wait()  # first the rank that they come from, which holds the positions before those of the next
+    return list(received.flatten(0, 1).split(heads, dim=2))
+
+
+def to_positions(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
+    """The inverse of `to_heads`."""
+    heads = [x.shape[2] for x in tensors]
+    packed = torch.cat(list(tensors), dim=2).unflatten(0, (cp.size, -1))  # [cp, seq/cp, batch, heads/cp, dim]
+    received = all_to_all(packed, cp).wait()  # first the rank that they come from, which had the heads before those of the next
+    return [part.movedim(0, 2).flatten(2, 3) for part in received.split(heads, dim=3)]
+
+
+class Ulysses(torch.autograd.Function):
+    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any]) -> Tensor:
+        ctx.cp, ctx.kv_heads, repeats = cp, k.shape[2], max(cp.size // k.shape[2], 1)
+        if options["dropout"] is not None:
+            first = options["dropout"].head_offset + q.shape[2] // cp.size * cp.rank
+            options = {**options, "dropout": replace(options["dropout"], head_offset=first)}
+        ctx.options = {**options, "document_start": part.document_start}
+        own = to_heads((q, *(x.repeat_interleave(repeats, dim=2) for x in (k, v))), cp)  # [seq, batch, heads/cp, dim] each
+        out, saved = attention(*own, **ctx.options)
+        ctx.save_for_backward(*own, out, *saved)
+        return to_positions([out], cp)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q, k, v, out, *saved = ctx.saved_tensors
+        (dout,) = to_heads(grads[:1], ctx.cp)
+        found = attention_backward(dout, q, k, v, out, tuple(saved), **ctx.options)
+        dq, dk, dv = to_positions(found, ctx.cp)
+        return dq, _summed(dk, ctx.kv_heads), _summed(dv, ctx.kv_heads), None, None, None
+
+
+def _summed(grad: Tensor, kv_heads: int) -> Tensor:
+    """The gradient of each key-value head, summed over the ranks that it went to in at least fp32."""
+    if grad.shape[2] == kv_heads:
+        return grad
+    return grad.unflatten(2, (kv_heads, -1)).sum(3, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype)

@@ -1,0 +1,65 @@
+"""A hint for ZeRO-2 whose ranks are on several nodes: each microbatch's gradients cross the network. Imports no torch.
+
+Between nodes there are as many rings as a group has ranks on a node (`links`), so of a collective over a group each network card sends the
+ring's bytes divided by these ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megalite.build import plan
+from megalite.config.dims import ParallelDims
+from megalite.config.schema import Config
+from megalite.planning.in_flight import NARROW
+from megalite.planning.memory import settled
+from megalite.planning.states import Sharing, Widths
+from megalite.planning.traffic import ring
+
+GIB = 2**30
+
+
+def hint(config: Config, world_size: int, per_node: int) -> str | None:
+    """A line if ZeRO-2 reduces several microbatches between nodes; per_node: ranks of a node."""
+    parallel, dims = config.parallel, ParallelDims.of(config, world_size)
+    local = per_node // parallel.tp  # ranks of a dp group on a node: tp is innermost, then dp
+    alone = parallel.zero != 2 or dims.microbatches < 2 or parallel.cp > 1
+    if alone or world_size <= per_node or local < 1 or min(dims.shard, dims.dp) <= local:
+        return None
+    config = settled(config, world_size)
+    options = {"ZeRO-2": _sent(config, local), "parallel.zero: 1": _sent(with_parallel(config, zero=1), local)}
+    if local > 1 and dims.dp % local == 0:
+        options[f"parallel.dp_shard: {local}"] = _sent(with_parallel(config, dp_shard=local), local)
+    (_, now), *others = options.items()
+    cheaper = " and ".join(f"with {name} {_amount(sent)}" for name, sent in others if sent < now)
+    if not cheaper:
+        return None
+    return f"ZeRO-2 reduces each of {dims.microbatches} microbatches between nodes: {_amount(now)} a step and network card, {cheaper}"
+
+
+def with_parallel(config: Config, **changed: object) -> Config:
+    """The configuration with other options of its section parallel."""
+    return replace(config, parallel=replace(config.parallel, **changed))  # type: ignore[arg-type]
+
+
+def _sent(config: Config, local: int) -> float:
+    """Bytes that each network card sends a step over data parallelism, on the fullest pipeline rank."""
+    return max(_rank(config, pp_rank, local) for pp_rank in range(config.parallel.pp))
+
+
+def _rank(config: Config, pp_rank: int, local: int) -> float:
+    sharing, widths, dims = Sharing.of(config), Widths.of(config), ParallelDims.of(config)
+    width = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
+    total = 0.0
+    for bucket in plan.buckets_of(config, pp_rank):
+        if not bucket.trainable:
+            continue
+        rounds = dims.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
+        if sharing.shard > local:  # reductions and the gathering of weights leave the node
+            total += (rounds * ring(bucket.size * width, sharing.shard) + ring(bucket.size * widths.compute, sharing.shard)) / local
+        total += 2 * ring(sharing.kept(bucket) * width, sharing.replicate)  # each rank sums its shard with those of other nodes
+    return total
+
+
+def _amount(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,83 @@
+"""Attention over context-parallel ranks alone, for given q, k and v: what it computes, and what it sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megalite_kernels.attention import attention, attention_backward
+from megalite_kernels.dropout import AttentionDropout
+from torch import Tensor
+
+from megalite.layout import Layout
+from megalite.mesh import Mesh
+from megalite.parallel.context.attend import attention_over
+from megalite.parallel.context.parts import PARTS, Part
+
+Shape = tuple[int, int, int, int, int]
+"""Sequence, batch, heads, key-value heads, channels."""
+
+
+def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output, of whole rows."""
+    sequence, batch, heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(sequence, batch, each, dim, generator=generator, dtype=torch.float64).to(dtype)
+        for each in (heads, kv_heads, kv_heads, heads)
+    )
+
+
+def options_of(shape: Shape, masked: bool) -> dict[str, Any]:
+    """Those of the attention operation; masked: documents, a window, a soft-cap and dropout."""
+    sequence, batch, *_ = shape
+    options: dict[str, Any] = {"scale": 0.3, "window": None, "document_start": None, "softcap": None, "dropout": None, "recompute": False}
+    if masked:
+        starts = torch.arange(sequence).div(11, rounding_mode="floor").mul(11).unsqueeze(1).repeat(1, batch)
+        starts[:, 0] = 0
+        dropout = AttentionDropout(77, torch.arange(5, 5 + batch), 0.2, head_offset=2)
+        options |= {"window": 20, "document_start": starts, "softcap": 2.0, "dropout": dropout}
+    return options
+
+
+def whole(shape: Shape, dtype: torch.dtype, masked: bool) -> tuple[Tensor, ...]:
+    """out, dq, dk and dv of one process."""
+    q, k, v, dout = inputs(shape, dtype)
+    options = options_of(shape, masked)
+    out, saved = attention(q, k, v, **options)
+    return out, *attention_backward(dout, q, k, v, out, saved, **options)
+
+
+def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: bool) -> dict[str, Any]:
+    """out, dq, dk and dv of this rank's part, its positions, and the bytes that forward and backward have sent, counted at the sockets."""
+    mesh = context.cached(("cp", context.world), lambda: Mesh(Layout(cp=context.world)))
+    parts = PARTS[method](shape[0], context.world)
+    places = torch.cat([torch.arange(run.start, run.stop) for run in parts[context.rank]])
+    options = options_of(shape, masked)
+    starts = options["document_start"]
+    part = Part(parts, context.rank, shape[0], starts)
+    options |= {"part": part, "document_start": None if starts is None else starts[places]}
+    *leaves, dout = (x[places] for x in inputs(shape, dtype))
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    sent, isend = [0], dist.isend
+
+    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[-1] += x.nbytes
+        return isend(x, *args, **kwargs)
+
+    dist.isend = counted
+    try:
+        out = attention_over(mesh.cp, method)(*leaves, options)
+        sent.append(0)
+        out.backward(dout)
+    finally:
+        dist.isend = isend
+    return {"places": places, "found": (out.detach(), *(x.grad for x in leaves)), "sent": sent}
+
+
+def shares_a_communicator(context: Any) -> bool:
+    """Whether what the cp axis sends goes through the group of another axis, where these are the same ranks."""
+    mesh = context.cached(("cp", context.world), lambda: Mesh(Layout(cp=context.world)))
+    assert mesh.cp.ranks == mesh.data.ranks == mesh.world.ranks
+    return any(mesh.cp.group is axis.group for axis in (mesh.data, mesh.world, mesh.shard, mesh.stage) if axis is not None)
