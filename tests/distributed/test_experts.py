@@ -25,6 +25,8 @@ LAYOUTS = {
     "dp 4, ep 2, zero 3": {"dp": 4, "ep": 2, "zero": 3, "balance": "sequence", "dispatch": "all_gather"},
     "dp 4, ep 4, zero 3, recomputed": {"dp": 4, "ep": 4, "zero": 3, "recompute": "full"},
     "dp 4, ep 2, zero 2, groups": {"dp": 4, "ep": 2, "zero": 2, "dp_shard": 2, "balance": "bias"},
+    "cp 2, dp 2, ep 4, zero 3": {"cp": 2, "context": "ring", "dp": 2, "ep": 4, "zero": 3, "balance": "sequence"},
+    "cp 2, tp 2, dp 2, ep 4": {"cp": 2, "context": "gather", "tp": 2, "dp": 2, "ep": 4, "zero": 1, "balance": "bias"},
     "pp 2, dp 2, ep 2, zb-h1": {"pp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-h1", "dispatch": "all_gather"},
     "pp 2, tp 2, dp 2, ep 4, zb-v": {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 3, "schedule": "zb-v", "balance": "bias"},
     "pp 2, tp 2, dp 2, ep 2, zb-v": {"pp": 2, "tp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-v", "balance": "sequence"},
@@ -41,7 +43,7 @@ def prefix(tmp_path_factory) -> str:
 def test_trains_like_one_process(name, ranks, references, prefix):
     layout = LAYOUTS[name]
     several, one = configs(prefix, **layout)
-    world = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+    world = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1) * layout.get("cp", 1)
     got = ranks.run(world, jobs.train, several, STEPS)
     assert_same_run(got, references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
 
