@@ -99,9 +99,7 @@ def parser() -> Parser:
     of_kernels.add_argument("groups", nargs="*", metavar="GROUP", help=f"{', '.join(kernels.GROUPS)} (default all)")
     of_kernels.add_argument("--tune", action="store_true", help="measure other settings of the static tables instead")
     commands.add_parser("overhead", parents=[common, threads], help="small models on several layouts, against their matrix products alone")
-    of_peers = commands.add_parser(
-        "peers", parents=[common, threads], help="ratios to other programs at equal settings"
-    )
+    of_peers = commands.add_parser("peers", parents=[common, threads], help="ratios to other programs at equal settings")
     of_peers.add_argument("peers", nargs="*", metavar="NAME", help=f"{', '.join(peers.PEERS)} (default all)")
     commands.add_parser("comm", parents=[common, threads], help="data-parallel steps on four ranks against torch's DDP and FSDP2")
     commands.add_parser(

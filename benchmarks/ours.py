@@ -66,26 +66,28 @@ def main() -> None:
 def step_products(config: Config, mesh: Mesh) -> Callable[[], None]:
     """A function that computes this rank's matrix products of one step, between barriers of all ranks."""
     dtype = build.DTYPES[config.train.precision]
-    prepared = [(product.count, *filled(product, dtype)) for product in product_choice.step_products(config, mesh)]
+    prepared = [(product.times, filled(product, dtype)) for product in product_choice.step_products(config, mesh)]
 
     def step() -> None:
         _barrier(mesh)
-        for count, first, second in prepared:
-            for _ in range(count):
+        for times, (first, second) in prepared:
+            for _ in range(times):
                 torch.matmul(first, second)
         _barrier(mesh)
 
     return step
 
 
-def filled(product: Product, dtype: torch.dtype) -> list[torch.Tensor]:
+def filled(product: Product, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The two factors, of random numbers."""
-    shapes = ((product.rows, product.inner), (product.inner, product.columns))
     leading = [product.batch] if product.batch else []
-    return [
-        torch.randn(*leading, *shape[::-1]).to(dtype).mT if transposed else torch.randn(*leading, *shape).to(dtype)
-        for shape, transposed in zip(shapes, product.transposed, strict=True)
-    ]
+
+    def factor(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+        made = torch.randn(*leading, columns, rows).mT if transposed else torch.randn(*leading, rows, columns)
+        return made.to(dtype)  # keeps the strides
+
+    first, second = product.transposed
+    return factor(product.rows, product.inner, first), factor(product.inner, product.columns, second)
 
 
 def _barrier(mesh: Mesh) -> None:

@@ -37,7 +37,10 @@ PROBE_S = 60.0
 KILL_S = 60.0
 RESERVE_S = 5.0  # before the part's limit
 EXACT, BF16 = (1e-5, 2e-5), (2e-2, 2e-2)
-"""Relative tolerance of loss and norm, absolute tolerance of weights. A reduction in bf16 rounds every gradient: the wide ones."""
+"""Relative tolerance of loss and norm, absolute tolerance of weights. A reduction in bf16 rounds every gradient: the wide ones.
+
+AdamW divides a gradient by its own size, so with eps = 1e-8 rounding alone moves the weights with the smallest gradients by nearly the
+tolerance (1.7e-5 in fp32). eps = 1e-6 is above the rounding of these gradients (3e-7), and far below most of them."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class Place:
                 "grad_clip": 1.0,
                 "precision": layout.precision,
             },
-            "optimizer": {"lr": 3e-4, "eps": 1e-8, "warmup_steps": 2},
+            "optimizer": {"lr": 3e-4, "eps": 1e-6, "warmup_steps": 2},  # see EXACT
             "checkpoint": {"load": "none"},
         } | layout.options
 
@@ -230,7 +233,9 @@ class Place:
         seconds = time.monotonic() - started
         named = re.search(rf"rank 0: .*?\((rank {self.world - 1} was lost first\b[^)]*)\)", problem)
         if named is None:
-            return row("a killed rank", "failed", f"rank 0 did not name it, {seconds:.0f} s after the start", output=problem)
+            late = self.scene.left <= RESERVE_S  # rank 0 had less time than it may take
+            reason = "no time was left" if late else f"rank 0 did not name it, {seconds:.0f} s after the start"
+            return row("a killed rank", "missing" if late else "failed", reason, output=problem)
         return row("a killed rank", "passed", f"rank 0 ended by itself: {named[1]}", output=problem, seconds=seconds)
 
 

@@ -123,8 +123,8 @@ def troubles(found: dict[str, str | None], capabilities: list[str], gpus: int) -
     import yaml
 
     def holds(trouble: dict[str, Any]) -> bool:
-        old = all((has := found.get(name)) is not None and is_older(has, str(bound)) for name, bound in trouble.get("below", {}).items())
-        new = all((has := found.get(name)) is not None and not is_older(has, str(bound)) for name, bound in trouble.get("from", {}).items())
+        old = all((has := found.get(name)) is not None and is_older(has, bound) for name, bound in trouble.get("below", {}).items())
+        new = all((has := found.get(name)) is not None and not is_older(has, bound) for name, bound in trouble.get("from", {}).items())
         here = not trouble.get("capability") or bool(set(trouble["capability"]) & set(capabilities))
         return old and new and here and trouble.get("gpus", gpus) == gpus
 

@@ -25,7 +25,7 @@ MOST_FLOPS = 2e8  # of a measured product, about 2 ms on one core: a larger one 
 
 
 class Product(NamedTuple):
-    """`count` equal products of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional ones if `batch` is 0.
+    """`times` equal products of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional ones if `batch` is 0.
 
     Attributes:
         transposed: which factors are transposed views, as a linear layer's weight is in its forward pass.
@@ -36,7 +36,7 @@ class Product(NamedTuple):
     columns: int
     transposed: tuple[bool, bool] = (False, False)
     batch: int = 0
-    count: int = 1
+    times: int = 1
 
     @property
     def flops(self) -> float:
@@ -98,7 +98,7 @@ def measure(products: Sequence[Product], paths: Sequence[Path]) -> dict[Path, fl
                 torch.matmul(first, second)
                 seconds = scale * (process_time() - started)
                 best[number, path] = min(seconds, best.get((number, path), seconds))
-    return {path: sum(product.count * best[number, path] for number, product in enumerate(products)) for path in paths}
+    return {path: sum(product.times * best[number, path] for number, product in enumerate(products)) for path in paths}
 
 
 def _operands(product: Product) -> tuple[Tensor, Tensor, float]:

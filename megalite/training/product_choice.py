@@ -97,17 +97,17 @@ def step_products(config: Config, mesh: Mesh) -> list[Product]:
     ]
     counts: dict[Product, int] = {}
     for each in [*found, *(attention if count else [])]:
-        alike = each._replace(count=1)
-        counts[alike] = counts.get(alike, 0) + each.count
-    return [product._replace(count=count) for product, count in counts.items()]
+        alike = each._replace(times=1)
+        counts[alike] = counts.get(alike, 0) + each.times
+    return [product._replace(times=count) for product, count in counts.items()]
 
 
 def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[Product]:
     """The output, the input gradient and the weight gradient of a weight [out, in]."""
     out, inner = shape
-    yield Product(rows, inner, out, (False, True), count=count)
-    yield Product(rows, out, inner, count=count)
-    yield Product(out, rows, inner, (True, False), count=count)
+    yield Product(rows, inner, out, (False, True), times=count)
+    yield Product(rows, out, inner, times=count)
+    yield Product(out, rows, inner, (True, False), times=count)
 
 
 def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:

@@ -118,10 +118,7 @@ class Watchdog:
         if verdict is None:
             self._lost_since.clear()
             if self._awaits() and stood >= self._limits[1]:
-                _, peer, _ = self.activity.communication or ("", None, 0.0)
-                found = peers.origin(
-                    peer
-                )  # takes seconds, in which communication may have failed: then the training thread ends the process
+                found = peers.origin(self._place().get("peer"))  # takes seconds: meanwhile the training thread may have ended the process
                 if not self._over.is_set():
                     self._end(found, f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}")
             return

@@ -141,6 +141,7 @@ def test_known_troubles_are_those_of_these_versions() -> None:
     assert "cudnn-frontend/issues/160" not in named(new, "9.0", 8) and "418" not in named(new, "9.0", 8)
     assert "196678" not in named(new, "10.0", 8) and "193183" in named(new, "10.0", 8)
     assert named(dict.fromkeys(old), "8.0", 2) == ""  # what is unknown fulfils nothing
+    assert "nccl/issues/1685" not in named({**old, "nccl": "2.19.3"}, "9.0", 8) and "nccl/issues/1685" in named(old, "9.0", 8)
 
 
 # ---- values
@@ -270,6 +271,14 @@ def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.Mo
     table = [layouts.Layout(f"{number}", {"dp": 2}) for number in range(4)]
     found = [(each["name"], each["verdict"]) for each in layouts.Place(scene(), 2, tmp_path).compare(table)]
     assert found == [("0", "passed"), ("1", "failed"), ("2", "passed"), ("3", "missing")] and starts == [[0, 1, 2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("left, verdict", [(100.0, "failed"), (4.0, "missing")])
+def test_a_killed_rank_that_had_no_time_to_be_named_is_missing(
+    left: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts.Place, "start", lambda place, *args, **options: (tmp_path, "a rank ended with status 137"))
+    assert layouts.Place(scene(left), 2, tmp_path).kill_one()["verdict"] == verdict
 
 
 def test_a_save_in_the_background_is_resumed_from(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.distributed.test_equivalence import assert_same_run
 
 STEPS, TOLERANCE = 5, 1e-9
 TABLE = context_layouts.pairwise()
+METHODS = context_layouts.OPTIONS["context"]
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +64,19 @@ def test_models_and_groups_equal_one_process(name, ranks, references, prefix):
     assert_same_run(got, references.run(jobs.train, alone, STEPS), TOLERANCE, TOLERANCE)
 
 
+@pytest.mark.parametrize("context", METHODS)
+def test_fp32_is_one_process_to_rounding(context, ranks, references, prefix):
+    case = {**{option: values[0] for option, values in context_layouts.OPTIONS.items()}, "context": context, "documents": True}
+    config, alone = context_layouts.configs(case, prefix)
+    for each in (config, alone):
+        each["train"]["precision"] = "fp32"
+    got = ranks.run(2, jobs.train, config, STEPS)
+    assert_same_run(got, references.run(jobs.train, alone, STEPS), 1e-5, 2e-5)
+
+
 # ---- attention alone, for given queries, keys and values
 
 SHAPE = (96, 2, 8, 4, 8)  # sequence, batch, heads, key-value heads, channels
-METHODS = ("ulysses", "gather", "ring")
 
 
 def put_together(found: list[dict[str, Any]]) -> list[torch.Tensor]:

@@ -47,3 +47,15 @@ def test_weights_elsewhere_receive_every_part(monkeypatch):
             each.weights[:] = each.master
     assert torch.equal(torch.cat(copied), masters.bfloat16())
     assert torch.equal(here.weights, torch.ones(32, dtype=torch.bfloat16))
+
+
+def test_weights_elsewhere_are_kept_by_an_update_that_skips_itself(monkeypatch):
+    """The device decides whether a step is skipped: the host copies in any case, after an update that has written nothing."""
+    copied: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "copy_", lambda target, source, non_blocking=False: copied.append(source) or target)
+    for dtype in (torch.bfloat16, torch.float32):
+        masters = torch.linspace(-3.0, 3.0, 160)
+        elsewhere = StateRange(True, torch.empty(160, dtype=dtype, device="meta"), torch.ones(160), masters, [])
+        (window,) = list(StateMemory(torch.device("cpu")).windows([elsewhere]))
+        assert window[0].separate
+        assert torch.equal(copied.pop(), masters.to(dtype))

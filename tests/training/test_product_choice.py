@@ -112,13 +112,13 @@ def test_the_products_of_a_step_are_the_models(tmp_path):
     found = step_products(made, Mesh(Layout.of(made)))
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
     by_hand = 6 * weights * 4 * 8 + 2 * (6 * 2 * 8 * 8 * 8) * 2 * 4
-    assert sum(product.flops * product.count for product in found) == by_hand
+    assert sum(product.flops * product.times for product in found) == by_hand
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3, 0), (3, 4, 6, 2), (40_000, 4096, 128_256, 0)])
 def test_measuring_gives_seconds_for_each_library_whatever_the_size(shape):
     rows, inner, columns, batch = shape
-    found = products.measure([products.Product(rows, inner, columns, (False, True), batch, count=3)], ("onednn", "mkl"))
+    found = products.measure([products.Product(rows, inner, columns, (False, True), batch, times=3)], ("onednn", "mkl"))
     assert set(found) == {"onednn", "mkl"} and min(found.values()) >= 0
 
 

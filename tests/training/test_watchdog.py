@@ -99,3 +99,28 @@ def test_a_report_that_fails_does_not_keep_a_rank_from_ending(tmp_path: Path, mo
     dog = watchdog.Watchdog(Config(), Mesh(Layout()), tmp_path, on_loss=lambda message: 1 / 0)
     dog._end(None, "ends")
     assert ended == ["rank 0: ends"]
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_on_a_gpu_the_rank_of_a_past_communication_is_not_blamed(waiting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the host waits for the device in any place, and its last message may have arrived long ago."""
+
+    class Alive:
+        """All other ranks answer."""
+
+        def look(self) -> None:
+            pass
+
+        def origin(self, peer: int | None) -> None:
+            asked.append(peer)
+
+    asked: list[int | None] = []
+    monkeypatch.setattr(watchdog.torch.cuda, "is_initialized", lambda: True)
+    mesh = Mesh(Layout())
+    mesh.activity.wait_for("pipeline message RF0.0<3", 3)
+    if not waiting:
+        mesh.activity.arrived()
+    dog = watchdog.Watchdog(Config(), mesh, tmp_path)
+    monkeypatch.setattr(dog, "_end", lambda verdict, what: None)
+    dog._look(Alive(), stood=1e9)  # type: ignore[arg-type]
+    assert asked == [3 if waiting else None]

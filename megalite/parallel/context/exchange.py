@@ -14,15 +14,14 @@ from torch import Tensor
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, Work, exchange, group_work
 
-all_to_all_into = getattr(dist, "all_to_all_single")  # noqa: B009  untyped in torch
-
 
 def all_to_all(x: Tensor, axis: MeshAxis) -> Pending:
     """Part i of x goes to rank i, whose part for this rank becomes part i of the result: [size, …] -> [size, …], contiguous."""
     axis.traffic["all_to_all", axis.name] += 1
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     if dist.get_backend(axis.group) != "gloo":
-        return Pending([group_work(lambda: all_to_all_into(out, x, group=axis.group, async_op=True), "all_to_all", axis)], lambda: out, x)
+        start = partial(dist.all_to_all_single, out, x, group=axis.group, async_op=True)
+        return Pending([group_work(start, "all_to_all", axis)], lambda: out, x)
     works = exchange(list(x), list(out), axis, "all_to_all")
     out[axis.rank].copy_(x[axis.rank])
     return Pending(works, lambda: out, x)
@@ -38,10 +37,6 @@ def pass_on(x: Tensor, axis: MeshAxis) -> Pending:
         works = [Work(send, "hop over cp", axis.activity, target), Work(receive, "hop over cp", axis.activity, source)]
     else:  # both in one batch: NCCL would finish the send before it starts the receive, on every rank
         operations = [dist.P2POp(dist.isend, x, target, axis.group), dist.P2POp(dist.irecv, received, source, axis.group)]
-        started = dist.batch_isend_irecv(operations)
-        works = [Work(partial(_given, work), "hop over cp", axis.activity, source) for work in started]
+        # One work for the whole batch, as NCCL groups it.
+        works = [Work(lambda: dist.batch_isend_irecv(operations)[-1], "hop over cp", axis.activity, source)]
     return Pending(works, lambda: received, x)
-
-
-def _given(work: dist.Work) -> dist.Work:
-    return work

@@ -85,7 +85,7 @@ class StateMemory:
             if together := [each for each in group if each.weights.device == each.master.device]:
                 yield together
             for window in (window for each in group if each.weights.device != each.master.device for window in each.cut(UPLOAD)):
-                weights = torch.empty_like(window.weights, device=window.master.device)
+                weights = window.master.to(window.weights.dtype, copy=True)  # the present ones: an update may skip itself on the device
                 yield [replace(window, weights=weights)]
                 window.weights.copy_(weights, non_blocking=True)  # into pinned memory, in order with the kernels that read it next
 
