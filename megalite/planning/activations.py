@@ -59,7 +59,7 @@ class Activations:
         self.width, self.accumulate = widths.compute, widths.accumulate
         self.widths: dict[Dtype, int] = {"compute": widths.compute, "accumulate": widths.accumulate, "index": INDEX, "mask": 1}
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions depend on documents
-        self.share = Share(config.data.sequence_length, train.micro_batch_size, parallel.tp, parallel.sequence_parallel)
+        self.share = Share(config.data.sequence_length, train.micro_batch_size, parallel.tp, parallel.sequence_parallel, parallel.ep)
         self.units = Units(model, self.share, lora, self.flash)
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 
