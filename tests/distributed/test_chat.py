@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ def numbers(found: list[dict[str, Any]]) -> list[float]:
     return found[0]["losses"] + found[0]["grad_norms"]
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2, "context": "ring"}], ids=str)
 def test_packed_is_unpacked_on_every_layout(layout, ranks, tmp_path):
     """Each step takes every conversation: in twelve rows of one, or six packed ones, whose tokens that count are unequal in number."""
     prefix = write(tmp_path / "x", LENGTHS)
     expected = numbers(ranks.run(1, jobs.train, config(prefix, 12), 3))
     for batch, packing in ((12, False), (6, True)):
         made = config(prefix, batch, parallel=layout, data={"packing": packing})
-        got = ranks.run(layout.get("dp", 1) * layout.get("tp", 1), jobs.train, made, 3)
+        got = ranks.run(prod(layout.get(axis, 1) for axis in ("dp", "tp", "cp")), jobs.train, made, 3)
         assert numbers(got) == pytest.approx(expected, rel=1e-5)
 
 
