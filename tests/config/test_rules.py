@@ -280,6 +280,13 @@ ROWS = [
         ("parallel.tp = 4 makes", "= 4, which exceeds the run's 2 processes", "--nproc 4"),
         world=2,
     ),
+    Row(
+        "cp fits the world",
+        {"parallel.cp": 4, "parallel.dp": None},
+        {"parallel.cp": 2, "parallel.dp": 1},
+        ("parallel.cp = 4 makes", "= 4, which exceeds the run's 2 processes", "--nproc 4"),
+        world=2,
+    ),
     Row("dp_shard divides dp", {"parallel.dp": 4, "parallel.dp_shard": 3}, {"parallel.dp_shard": 2}, ("Nearest: 2 or 4.",), world=4),
     Row(
         "dp_shard shares something", {"parallel.dp": 2, "parallel.dp_shard": 2, "parallel.zero": 0}, {"parallel.zero": 3}, ("= 0",), world=2

@@ -1,6 +1,6 @@
 """Rules for the mesh: sizes divide the model and fill the world."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megalite.config.rule import Rule, RuleContext, around, describe_legal, divisors
 
@@ -61,12 +61,13 @@ def _legal_dp(c: RuleContext) -> Sequence[int] | str:
     return f"{start}, or choose tp, pp and cp so that their product divides {world}: {products}."
 
 
-def _sizes_fit_the_world(axis: str, blamed: Callable[[RuleContext], bool]) -> Rule:
-    """The rule for a run without parallel.dp, which no dp fits: the larger of tp and pp is named."""
+def _sizes_fit_the_world(axis: str) -> Rule:
+    """The rule for a run without parallel.dp, which no dp fits: the largest of tp, pp and cp is named."""
+    sizes = ("tp", "pp", "cp")  # of equal ones the first
     return Rule(
         f"{axis} fits the world",
         f"parallel.{axis}",
-        lambda c: c.parallel.dp is None and c.world_size % c.dims.replica and blamed(c),
+        lambda c: c.parallel.dp is None and c.world_size % c.dims.replica and max(sizes, key=vars(c.parallel).__getitem__) == axis,
         message=_sizes_do_not_fit,
         legal=_legal_dp,
     )
@@ -233,8 +234,7 @@ RULES: tuple[Rule, ...] = (
         message="has no effect: {parallel.partition} is given",
         legal="Remove one of the two.",
     ),
-    _sizes_fit_the_world("tp", lambda c: c.parallel.tp >= c.parallel.pp),
-    _sizes_fit_the_world("pp", lambda c: c.parallel.tp < c.parallel.pp),
+    *map(_sizes_fit_the_world, ("tp", "pp", "cp")),
     Rule(
         "the mesh fills the world",
         "parallel.dp",
