@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class PacedStage:
         out: Tensor = _Pass.apply(x + self.parameter, self)
         return StageOutput(out.sum() if self.last else out)
 
-    def add_product(self, grad_output: Tensor, inputs: Tensor) -> None:
+    def add_product(self, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int] | None = None) -> None:
         """The weight gradient, computed at once or in a W pass."""
         self.spend(self.passes.weight_backward)
 
