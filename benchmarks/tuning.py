@@ -67,11 +67,13 @@ SETTINGS: dict[tuple[str, str], list[Setting]] = {
         for ahead in (1, 2, 3)
         for w, resident in ((4, 16), (8, 16), (8, 32), (16, 16), (16, 32))
     ],
+    ("ordered_sum_triton", "_add"): [Setting({"TILE": tile}, w) for tile in (1024, 2048, 4096) for w in (4, 8)],
     ("rotary_triton", "_rotary"): [Setting({"ROWS": rows}, w) for rows in (16, 32, 64) for w in (2, 4, 8)],
     ("attention_triton", "_forward"): _attention(((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (2, 3, 4)),
     ("attention_triton", "_backward_queries"): _attention(((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 32, 8)), (2, 3)),
     ("attention_triton", "_backward_keys"): _attention(((64, 64, 4), (64, 64, 8), (64, 128, 8), (32, 128, 8), (32, 64, 4)), (2, 3)),
 }
+SETTINGS |= {("attention_part_triton", kernel): found for (name, kernel), found in SETTINGS.items() if name == "attention_triton"}
 """(module, kernel) → settings to try."""
 
 

@@ -121,9 +121,13 @@ class Mesh:
         # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions over the same ranks.
         self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,)), own=name == "cp") for name in ("tp", "cp", "dp"))
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
-        # Every rank holds all experts: the expert axis has size 1.
-        self.expert, self.expert_data = self._axis("expert", (self.rank,)), self._axis("expert_data", self.data.ranks)
         self.shard, self.replicate = self._split(self.data, dims.shard)
+        stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)  # without experts none of these axes has peers
+        place = stage.index(self.rank)
+        self.expert = self._axis("expert", stage[place // dims.ep * dims.ep :][: dims.ep])
+        self.expert_data = self._axis("expert_data", stage[place % dims.ep :: dims.ep])
+        self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), "expert_")
+        self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if dims.experts else (self.rank,))
         pp_ranks = dims.peers(self.rank, ("pp",))
         # No group of its own: stages communicate only through the channels.
         self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)
@@ -153,7 +157,7 @@ class Mesh:
         if name == "dense":
             return Domain(name, self.shard, self.replicate)
         assert name == "expert", name
-        return Domain(name, self.expert_data, self.expert)  # experts are sharded over all data ranks, without replicas
+        return Domain(name, *self.expert_split)
 
     def _axis(self, name: str, ranks: tuple[int, ...], own: bool = False) -> MeshAxis:
         group = (self._groups.own if own else self._groups.over)(ranks) if len(ranks) > 1 else None
@@ -168,10 +172,11 @@ class Mesh:
 
         return replace(axis, shared=SharedMemory.open(axis.ranks, axis.group, self.timeout or dist.default_pg_timeout))
 
-    def _split(self, axis: MeshAxis, size: int) -> tuple[MeshAxis, MeshAxis]:
+    def _split(self, axis: MeshAxis, size: int, prefix: str = "") -> tuple[MeshAxis, MeshAxis]:
         """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its index in every group."""
-        shard = axis if size == axis.size else self._axis("shard", self._shard_ranks())
-        return shard, axis if size == 1 else self._axis("replicate", axis.ranks[axis.rank % size :: size])
+        first = axis.rank // size * size
+        shard = axis if size == axis.size else self._axis(f"{prefix}shard", axis.ranks[first : first + size])
+        return shard, axis if size == 1 else self._axis(f"{prefix}replicate", axis.ranks[axis.rank % size :: size])
 
     def _shard_ranks(self) -> tuple[int, ...]:
         """This rank's neighbours on the data axis, over which buckets are sharded."""

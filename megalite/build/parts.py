@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megalite_kernels import dispatch
@@ -33,7 +33,10 @@ from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
-from megalite.parallel.spec import parameter_count
+from megalite.parallel.spec import Rectangle, parameter_count
+
+if TYPE_CHECKING:
+    from megalite.model.routers import Routers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -95,6 +98,12 @@ class Parts:
     store: ParameterStore
     stages: dict[int, Stage]
     runtime: Runtime
+    routers: Routers | None  # None: no mixtures of experts
+
+    def to_load(self) -> list[Rectangle]:
+        """What a trained model computes with: its weights, and what a choice of experts adds to the probabilities."""
+        biased = self.routers is not None and self.routers.model.router_balance == "bias"
+        return [*self.store.to_load(), *(self.routers.rectangles() if biased and self.routers is not None else ())]
 
 
 def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True, state: StateMemory | None = None) -> Parts:
@@ -133,4 +142,10 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         for stage, rank in enumerate(own)
         if rank == mesh.pp.rank
     }
-    return Parts(store, stages, Runtime(stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer))
+    routers = None
+    if config.model.num_experts:
+        from megalite.model.routers import Routers
+
+        routers = Routers(config.model, stages.values(), store.device)
+    runtime = Runtime(stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer)
+    return Parts(store, stages, runtime, routers)

@@ -11,7 +11,7 @@ from itertools import chain
 from megalite.config.dims import ParallelDims, part_length
 from megalite.config.schema import Config
 from megalite.config.token_files import is_chat, prefixes
-from megalite.layout import Coordinates
+from megalite.layout import AxisPlace, Coordinates
 from megalite.model.adapters import with_adapters
 from megalite.model.cost import layer_costs
 from megalite.model.parameters import model_specs, stage_units
@@ -60,18 +60,26 @@ def activation_shape(config: Config) -> tuple[int, int, int]:
 
 
 def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
-    """The buckets of a pipeline rank, the same on all of its tp and dp ranks."""
+    """The buckets of a pipeline rank, the same on all of its tp, dp and ep ranks."""
     parallel, owners = config.parallel, ParallelDims.of(config).owners
-    return bucket_layout(specs_of(config, rank), Coordinates.on("tp", 0, parallel.tp), owners, parallel.bucket_mb * 1e6)
+    first = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
+    return bucket_layout(specs_of(config, rank), first, owners, parallel.bucket_mb * 1e6)
 
 
 def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
     """For each stage its units with their buckets, if ZeRO-3 gathers or uploads weights before use; else empty."""
-    parallel = config.parallel
-    if parallel.zero < 3 or (ParallelDims.of(config).shard == 1 and not parallel.offload_parameters):
+    parallel, dims = config.parallel, ParallelDims.of(config)
+    if parallel.zero < 3 or (dims.shard == 1 and not parallel.offload_parameters):
         return ()
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
-    numbers = [buckets_of_units(buckets_of(config, rank)) for rank in range(parallel.pp)]
+    whole = () if parallel.offload_parameters or dims.expert_shard > 1 else ("expert",)  # no other rank has the same experts
+
+    def gathered(rank: int) -> dict[int, tuple[int, ...]]:
+        buckets = buckets_of(config, rank)
+        found = buckets_of_units(buckets)
+        return {unit: tuple(number for number in found[unit] if buckets[number].domain not in whole) for unit in found}
+
+    numbers = [gathered(rank) for rank in range(parallel.pp)]
     return tuple(tuple(Unit(unit, numbers[own[stage]][unit]) for unit in units) for stage, units in units_of(config).items())
 
 
@@ -112,5 +120,10 @@ def staggered_end(config: Config) -> bool:
 
 
 def optimistic_step(config: Config) -> bool:
-    """Whether a rank may update before the norm is known. Not under offload: the copy of its optimizer state would not fit in memory."""
-    return staggered_end(config) and config.parallel.optimistic_step and config.parallel.offload == "none"
+    """Whether a rank may update before the norm is known.
+
+    Not under offload: the copy of its optimizer state would not fit in memory. Not if routers learn from the step: its load is summed
+    together with the norm, and the next step's first forwards need it.
+    """
+    learns = config.model.num_experts is not None and config.model.router_balance != "sequence"
+    return staggered_end(config) and config.parallel.optimistic_step and config.parallel.offload == "none" and not learns

@@ -1,13 +1,14 @@
 """All sizes derived from the options of a run's mesh. Imports no torch.
 
-world = pp · dp · cp · tp. Gradients are summed over data = dp · cp = shard · replicate = ep · expert_data. Under ZeRO weights, gradients
-and optimizer state are sharded over `shard` ranks; the experts of a layer will be split over `ep` ranks.
+world = pp · dp · cp · tp. Gradients are summed over data = dp · cp = shard · replicate, those of experts over expert_data, where
+ep · expert_data = dp · cp · tp. Under ZeRO weights, gradients and optimizer state are sharded over `shard` ranks, of experts over
+`expert_shard` ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Self
 
 from megalite.config.schema import Config, ParallelConfig
 
@@ -20,7 +21,9 @@ class ParallelDims:
         dp_shard: data ranks over which ZeRO shards; None: all of them, 1: no sharding.
         virtual_stages: pipeline stages per rank.
         microbatches: microbatches of one step on one dp rank.
-        ep: ranks over which a layer's experts are split; 1 until there is an option.
+        ep: ranks over which a layer's experts are split, the innermost of dp · cp · tp.
+        sharded: whether ZeRO shards anything.
+        experts: whether the model has experts.
     """
 
     pp: int = 1
@@ -30,7 +33,9 @@ class ParallelDims:
     dp_shard: int | None = field(default=None, repr=False)
     virtual_stages: int = field(default=1, repr=False)
     microbatches: int = field(default=1, repr=False)
-    ep: ClassVar[int] = 1
+    ep: int = field(default=1, repr=False)
+    sharded: bool = field(default=True, repr=False)
+    experts: bool = field(default=False, repr=False)
 
     @classmethod
     def of(cls, config: Config, world_size: int | None = None) -> Self:
@@ -47,6 +52,9 @@ class ParallelDims:
             tp=parallel.tp,
             dp_shard=(parallel.dp_shard or dp * parallel.cp) if parallel.zero else 1,
             virtual_stages={"interleaved": parallel.virtual_stages or 2, "zb-v": 2, "v-half": 2}.get(parallel.schedule, 1),
+            ep=parallel.ep,
+            sharded=parallel.zero > 0,
+            experts=config.model.num_experts is not None,
             microbatches=train.global_batch_size // max(train.micro_batch_size * dp, 1),
         )
 
@@ -74,8 +82,13 @@ class ParallelDims:
 
     @property
     def expert_data(self) -> int:
-        """Number of data ranks that hold the same experts; the experts' gradients are summed over them."""
-        return self.data // self.ep
+        """Number of ranks of a stage that hold the same experts; the experts' gradients are summed over them."""
+        return self.stage_ranks // self.ep
+
+    @property
+    def expert_shard(self) -> int:
+        """Number of ranks over which a bucket of experts is sharded: those of a dense bucket, as far as they hold the same experts."""
+        return max(self.shard * self.tp // self.ep, 1) if self.sharded else 1
 
     @property
     def owners(self) -> dict[str, int]:

@@ -177,6 +177,8 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     family = known.rows.get(config.get("model_type", ""))
     if family is None:
         raise _refuse("model_type", config.get("model_type"), f"is not handled. Legal values: {', '.join(known.rows)}.")
+    if "num_experts" in family.fields and "num_local_experts" in config:  # as transformers 5 writes it
+        config = {"num_experts" if name == "num_local_experts" else name: value for name, value in config.items()}
     shape, given = dict(family.constants), known.defaults | family.defaults | config
     for theirs, ours in family.fields.items():
         if theirs not in given:

@@ -24,6 +24,7 @@ class Names:
         grouped: the module that holds queries, keys and values by key-value head: its queries, its keys, its values, then the next head's.
         interleaved: rotary embeddings rotate neighbouring channels.
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
+        expert: modules of one expert that `mlp.experts.in` holds, in this order; their names follow a name that ends in {}.{}.
         multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other parts, which are not read.
     """
 
@@ -35,6 +36,7 @@ class Names:
     grouped: str | None = None
     interleaved: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    expert: tuple[str, ...] = ("gate_proj", "up_proj")
     multimodal: tuple[str, tuple[str, ...]] | None = None
 
 
@@ -66,6 +68,15 @@ _FALCON_LINEARS = {
     "mlp.dense_4h_to_h": "mlp.down",
 }
 _NEOX_LINEARS = {theirs.replace("self_attention", "attention"): ours for theirs, ours in _FALCON_LINEARS.items()}
+
+_MIXTURE = {"mlp.gate": "mlp.router", "mlp.experts.{}.{}": "mlp.experts.in", "mlp.experts.{}.down_proj": "mlp.experts.down"}
+_SHARED = {"mlp.shared_expert_gate": "mlp.shared_gate"}
+_SHARED |= {f"mlp.shared_expert.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
+_MIXTRAL = {
+    "block_sparse_moe.gate": "mlp.router",
+    "block_sparse_moe.experts.{}.{}": "mlp.experts.in",
+    "block_sparse_moe.experts.{}.w2": "mlp.experts.down",
+}
 
 _LLAMA = Names(_ENDS, "model.layers", _LINEARS | _BEFORE)
 _FALCON = Names(
@@ -110,6 +121,10 @@ FAMILY_NAMES = {
     ),
     "falcon": _FALCON,
     "falcon, two_norms": replace(_FALCON, layer={"ln_attn": "input_norm", "ln_mlp": "mlp_norm"} | _FALCON_LINEARS),
+    "mixtral": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTRAL, expert=("w1", "w3")),
+    "olmoe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
+    "qwen2_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED),
+    "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
     "phi3": Names(_ENDS, "model.layers", _FUSED | _BEFORE),
     "gpt2": Names(
         {"transformer.wte": "embedding", "transformer.wpe": "positions", "transformer.ln_f": "norm", "lm_head": "head"},

@@ -23,7 +23,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from megalite.checkout import CONFIGS
-from megalite.config import amounts, optimizers, schema
+from megalite.config import amounts
 from megalite.config.dims import filling_dp
 from megalite.config.families import hf_shape
 from megalite.config.presets import preset
@@ -470,13 +470,13 @@ def describe_type(hint: Any) -> str:
 
 
 def field_docs() -> dict[str, str]:
-    """Option → docstring: the string after the field, read from the source of schema.py and optimizers.py: Python does not store it."""
+    """Option → docstring: the string after the field, read from the source of its class, since Python does not store it."""
     import ast
     import inspect
     from itertools import pairwise
 
-    trees = [ast.parse(inspect.getsource(module)) for module in (schema, optimizers)]
-    bodies = {node.name: node.body for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    sources = map(inspect.getsource, {inspect.getmodule(section.type) for section in fields(Config)})  # type: ignore[arg-type]
+    bodies = {node.name: node.body for source in sources for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     return {
         f"{section.name}.{ast.unparse(key.target)}": ast.literal_eval(doc.value)
         for section in fields(Config)

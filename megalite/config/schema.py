@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.config.lora import PROJECTIONS as PROJECTIONS
+from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
+from megalite.config.lora import LoraConfig as LoraConfig
 from megalite.config.optimizers import MuonConfig
 from megalite.config.optimizers import OptimizerConfig as OptimizerConfig
 
@@ -110,6 +113,31 @@ class ModelConfig:
     square of relu."""
     gated_mlp: bool = True
     """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
+    num_experts: int | None = None
+    """Number of experts of a layer whose feed-forward is a mixture of experts. null: every feed-forward is dense."""
+    num_experts_per_tok: int = 2
+    """Number of experts that process a token: those with the largest router probabilities."""
+    moe_intermediate_size: int | None = None
+    """Inner width of one expert. null: intermediate_size."""
+    norm_topk_prob: bool = True
+    """Divide the probabilities of a token's experts by their sum; false: the outputs are weighted with the probabilities themselves."""
+    shared_expert_intermediate_size: int | None = None
+    """Inner width of an expert that processes every token, next to the chosen ones. null: there is none."""
+    shared_expert_gate: bool = True
+    """Multiply the shared expert's output by a learned sigmoid gate of the token (Qwen2-MoE)."""
+    decoder_sparse_step: int = 1
+    """Every n-th layer is a mixture: those whose 1-based number n divides. The others are dense."""
+    mlp_only_layers: list[int] | None = None
+    """Indices (0-based) of further layers that are dense. null: none."""
+    router_balance: Literal["global", "sequence", "bias"] = "global"
+    """How the experts are kept equally loaded: by an auxiliary loss from the load of the previous step (global) or of each sequence
+    (sequence), or by a bias on the choice, which each step moves against the load (bias). The layout of ranks does not change any."""
+    router_aux_loss_coef: float = 0.0
+    """Coefficient of the auxiliary loss of router_balance, averaged over tokens and layers. 0: no loss."""
+    router_z_loss_coef: float = 0.0
+    """Coefficient of the mean squared log-sum-exp of the router's logits, which keeps them small. 0: no loss."""
+    router_bias_rate: float = 0.001
+    """With router_balance bias, how far a step moves each expert's bias."""
     attention_bias: bool = False
     """Bias on the query, key and value projections."""
     attention_out_bias: bool = False
@@ -155,6 +183,15 @@ class ModelConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def expert_width(self) -> int:
+        """Inner width of one expert."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def has_mixtures(self) -> bool:
+        return any(map(self.is_mixture, range(self.num_hidden_layers)))
+
+    @property
     def rotary_dim(self) -> int:
         """Number of channels of a head that rotate."""
         return int(self.head_size * self.partial_rotary_factor)
@@ -177,57 +214,16 @@ class ModelConfig:
         local = self.sliding_window_layers is None or layer in self.sliding_window_layers
         return self.sliding_window if local else None
 
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the layer's feed-forward is a mixture of experts."""
+        return bool(self.num_experts) and layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
+
     def uses_rope(self, layer: int) -> bool:
         return self.position == "rope" and layer not in (self.no_rope_layers or ())
 
     def local_rope(self, layer: int) -> bool:
         """Whether the layer's rotary frequencies are those of rope_local_theta."""
         return self.rope_local_theta is not None and self.uses_rope(layer) and self.window(layer) is not None
-
-
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""The roles of a layer's matrices, which can have adapters."""
-SAVED_MODULES = ("embedding", "head", "norms")
-"""What lora.modules_to_save may name."""
-
-
-@dataclass
-class LoraConfig:
-    """Low-rank adapters (LoRA, Hu et al. 2021). With rank > 0 the model's weights are frozen and only the adapters are trained."""
-
-    rank: int = 0
-    """Rank of the adapters. 0: no adapters, train the model itself."""
-    alpha: float = 16.0
-    """Scale of the adapters: an adapted weight is W + alpha / rank * B A."""
-    scaling: Literal["standard", "rslora"] = "standard"
-    """Divisor of alpha: the rank (standard), or its square root (rslora, rank-stabilised)."""
-    dropout: float = 0.0
-    """Dropout probability on the adapters' input."""
-    targets: list[str] | None = None
-    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down, or their names in PEFT (q_proj; query_key_value means all
-    its parts). null, all-linear or an empty list: all projections of the model."""
-    ranks: dict[str, int] | None = None
-    """Ranks of single projections, {down: 4}. null: all have rank."""
-    alphas: dict[str, float] | None = None
-    """Alphas of single projections, {down: 8}. null: all have alpha."""
-    dora: bool = False
-    """Also train the length of every row of the adapted weights (DoRA, Liu et al. 2024)."""
-    modules_to_save: list[str] | None = None
-    """Modules trained in full next to the adapters: embedding, head and norms; the first two also by their names in PEFT. null: none."""
-    init_from: str | None = None
-    """Directory of a PEFT adapter that gives the initial A and B at step 0, on top of model.init_from. null: A is random and B is zero."""
-
-    def adapts(self, role: str) -> bool:
-        """Whether projections of this role have adapters."""
-        return self.rank > 0 and role in PROJECTIONS and (not self.targets or role in self.targets)
-
-    def rank_of(self, role: str) -> int:
-        return (self.ranks or {}).get(role, self.rank)
-
-    def scale_of(self, role: str) -> float:
-        """The factor on B A."""
-        rank = self.rank_of(role)
-        return (self.alphas or {}).get(role, self.alpha) / (rank if self.scaling == "standard" else rank**0.5)
 
 
 @dataclass
@@ -246,6 +242,12 @@ class ParallelConfig:
     """With cp > 1, what attention exchanges: heads for positions (ulysses), all keys and values at once (gather) or rank by rank (ring)."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
+    ep: int = 1
+    """Expert-parallel size: number of ranks over which the experts of a layer are split, each whole on its rank. They are the innermost
+    ranks of dp · cp · tp."""
+    expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
+    """With ep > 1, how tokens reach their experts: rows are sent to the ranks of their experts (all_to_all), or all rows to all ep ranks
+    (all_gather), which suits a small ep."""
     dp_shard: int | None = None
     """Number of data-parallel ranks over which ZeRO shards; the shards are replicated over the other ranks (HSDP). null: all of them."""
     zero: int = 1

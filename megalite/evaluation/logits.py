@@ -116,7 +116,7 @@ def load_stage(manifest: Manifest) -> Stage:
         raise CheckpointError(f"{manifest.directory} holds no configuration")
     config = for_inference(from_dict(manifest.state["config"]))
     parts = build.build_parts(config, build.make_mesh(config), "cpu", training=False)
-    checkpoint.load(manifest, parts.store.to_load(), convert=True)
+    checkpoint.load(manifest, parts.to_load(), convert=True)
     parts.store.publish()
     return parts.stages[0]
 

@@ -69,7 +69,7 @@ class LanguageModel:
         self.mesh, self.device = mesh or build.make_mesh(self.config), torch.device(device)
         parts = build.build_parts(self.config, self.mesh, self.device, training=False)
         with raise_on_all_ranks(self.mesh, CheckpointError):
-            self.source.read(parts.store.to_load())
+            self.source.read(parts.to_load())
         parts.store.publish()
         self._stage: Stage = parts.stages[self.mesh.pp.rank]
         for layer in self._stage.layers.values():

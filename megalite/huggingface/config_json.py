@@ -7,14 +7,18 @@ from typing import Any
 from megalite.config.families import Family, families, from_hf_config
 from megalite.config.schema import ConfigError, ModelConfig
 
-_DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
+_TRAINING_ONLY = ("embedding_dropout", "attention_dropout", "residual_dropout", "router_aux_loss_coef", "router_z_loss_coef")
+_MIXTURE = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size"),
+    *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
+)
 
 
 def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any]:
     """The config.json of a model, readable by every version of transformers. family: by default the first that can express the model.
 
-    Raises ConfigError naming the first field that the family cannot express. Dropouts that a family does not have are left out: they do not
-    change what the trained model computes.
+    Raises ConfigError naming the first field that the family cannot express. Dropouts and auxiliary losses that a family does not have are
+    left out: they do not change what the trained model computes.
     """
     if family is None:
         reasons = {name: misfit(model, row) for name, row in families().rows.items()}
@@ -37,7 +41,7 @@ def misfit(model: ModelConfig, row: Family) -> str | None:
         return str(error).removeprefix("config.json: ").rstrip(".")
     actual, expected = meaning(model), meaning(again)
     for name, value in actual.items():
-        if value != expected[name] and (name not in _DROPOUTS or name in mapped):
+        if value != expected[name] and (name not in _TRAINING_ONLY or name in mapped):
             return f"model.{name} = {value!r} where {row.model_type} has {expected[name]!r}"
     return None
 
@@ -57,7 +61,24 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "sliding_window": model.sliding_window if local else None,
         "sliding_window_layers": local,
     }
+    values |= _mixture_meaning(model)
     return {name: value for name, value in values.items() if name not in ("preset", "from_hf", "init_from")}
+
+
+def _mixture_meaning(model: ModelConfig) -> dict[str, Any]:
+    """The fields of mixtures: null without experts; the dense layers listed; as balance only what a trained model still computes."""
+    if not model.num_experts:
+        return dict.fromkeys(_MIXTURE)
+    dense = [layer for layer in range(model.num_hidden_layers) if not model.is_mixture(layer)]
+    return {
+        "moe_intermediate_size": model.expert_width,
+        "intermediate_size": model.intermediate_size if dense else model.expert_width,
+        "shared_expert_gate": model.shared_expert_gate if model.shared_expert_intermediate_size else None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+        "router_balance": "bias" if model.router_balance == "bias" else None,
+        "router_bias_rate": None,
+    }
 
 
 def _write(model: ModelConfig, row: Family) -> dict[str, Any]:

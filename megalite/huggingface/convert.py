@@ -54,6 +54,7 @@ NAMED = 5  # problems listed in a message
 FREE_TO_CHANGE = (
     *("max_position_embeddings", "rope_theta", "rope_local_theta", "rope_scaling", "sliding_window", "sliding_window_layers"),
     *("initializer_range", "embedding_dropout", "attention_dropout", "residual_dropout"),
+    *("router_balance", "router_aux_loss_coef", "router_z_loss_coef"),
 )
 """Fields in which a run may differ from the model whose weights it starts from: to extend the context, or to train with dropout."""
 
@@ -85,6 +86,11 @@ class Source:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A rectangle of one of our tensors; only its bytes are read."""
         place = self.places[name]
+        if place.pieces:  # a layer's experts are large: only those in the rectangle are read
+            length = place.shape[0] // len(place.pieces)
+            first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
+            own = torch.cat([self.weights[theirs] for theirs in list(place.tensors)[first : last + 1]])
+            return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
         pieces = [self.weights[theirs] for theirs in place.tensors]
         return place.read(pieces[0].view(place.shape) if len(pieces) == 1 else torch.cat(pieces), offsets, sizes)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ class Place:
     """The place of one of our tensors: rows of a Hugging Face tensor, in our order, or columns if it is transposed.
 
     Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {} where their numbers are.
+    The experts of a layer are many tensors of equal shape, our rows in this order: `pieces` completes their names in `theirs`.
     """
 
     theirs: str
@@ -35,10 +36,14 @@ class Place:
     rows: range | tuple[int, ...]
     transposed: bool
     columns: int | None = None
+    pieces: tuple[tuple[int | str, ...], ...] = ()
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of the Hugging Face tensors."""
+        if self.pieces:
+            shape = (self.shape[0] // len(self.pieces), *self.shape[1:])
+            return {self.theirs.format(*piece): shape for piece in self.pieces}
         if self.columns is None:
             return {self.theirs: self.shape}
         heads = self.shape[0] // self.columns
@@ -78,6 +83,9 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
             own = [f"{part}.{suffix}" for part in parts if f"{part}.{suffix}" in shapes]
             if own:
                 transposed = suffix == "weight" and theirs.endswith(names.transposed)
+                if "experts.{}" in theirs:
+                    found[own[0]] = _experts(f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names)
+                    continue
                 joined = _joined(f"{theirs}.{suffix}", {name: shapes[name] for name in own}, transposed)
                 if theirs.endswith(EACH_HEAD) and model.qk_norm == "each_head":
                     joined = {name: replace(place, columns=model.head_size) for name, place in joined.items()}
@@ -85,6 +93,13 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
     if homeless := shapes.keys() - found.keys():
         raise AssertionError(f"the table of {family} has no place for {sorted(homeless)}")
     return {name: found[name] for name in shapes}
+
+
+def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> Place:
+    """The place of a layer's experts: in each expert the modules of `names.expert` if `theirs` has a place for them."""
+    parts = names.expert if "{}.{}" in theirs else ()
+    pieces = product(range(number), parts) if parts else product(range(number))
+    return Place(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
 
 
 def _modules(names: Names, layers: int) -> Iterator[tuple[str, list[str]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,9 @@ class ForwardState:
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
         local_rotary: those of rope_local_theta, for the layers with a sliding window.
         lora_dropout: probability of dropout in front of adapters.
+        targets, loss_scale: those of the microbatch's loss, which auxiliary losses of the layers are scaled like; None: there is no loss.
+        statistics: what the layers report, in addition to the loss (`StageOutput`).
+        choices: by layer, the experts that recomputation must choose again.
     """
 
     samples: Tensor
@@ -55,6 +58,10 @@ class ForwardState:
     rotary: tuple[Tensor, Tensor] | None = None
     local_rotary: tuple[Tensor, Tensor] | None = None
     lora_dropout: float = 0.0
+    targets: Tensor | None = None
+    loss_scale: float = 0.0
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    choices: dict[int, Any] = field(default_factory=dict)
     boundaries: Boundaries | None = None
 
     def dropout_key(self, site: Site, layer: int) -> int:

@@ -19,19 +19,22 @@ class LayerOptions:
     Attributes:
         sequence_parallel: False where tp is 1.
         recompute: what backward computes again: none, selective or full.
+        expert_dispatch: how tokens reach their experts.
         context: how attention exchanges the parts of a sequence, with more than one cp rank.
         ops: the functions between linears, eager or compiled.
     """
 
     sequence_parallel: bool
     recompute: str
+    expert_dispatch: str
     context: str
     ops: CompiledOps
 
     @staticmethod
     def of(config: Config, layer: int, ops: CompiledOps) -> LayerOptions:
         parallel = config.parallel
-        return LayerOptions(parallel.sequence_parallel and parallel.tp > 1, config.train.recompute_of(layer), parallel.context, ops)
+        sequence_parallel = parallel.sequence_parallel and parallel.tp > 1
+        return LayerOptions(sequence_parallel, config.train.recompute_of(layer), parallel.expert_dispatch, parallel.context, ops)
 
     def attention_over(self, cp: MeshAxis) -> Callable[..., Tensor] | None:
         """Attention of this rank's part of every sequence to the whole (`parallel.context`). None: the rank has whole sequences."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
-from megalite.parallel.spec import ParamSpec, Segment
+from megalite.parallel.spec import ParamSpec, Segment, parameter_count
 
 VOCAB_ALIGN = 8  # vocabulary rows per tp rank are padded to a multiple of this
 
@@ -127,14 +127,40 @@ class _Specs:
                 specs += self.column(f"{name}.attention.qkv", unit, parts, model.attention_bias)
                 specs += self.qk_norm(f"{name}.attention", unit, q, kv)
                 specs += self.row(f"{name}.attention.out", "o", unit, q, model.attention_out_bias)
+            elif model.is_mixture(index):
+                specs += self.mixture(f"{name}.mlp", unit)
             else:
-                width = model.intermediate_size
-                parts = (("gate", width, 1), ("up", width, 1)) if model.gated_mlp else (("up", width, 1),)
-                specs += self.column(f"{name}.mlp.in", unit, parts, model.mlp_bias)
-                specs += self.row(f"{name}.mlp.down", "down", unit, width, model.mlp_bias)
+                specs += self.feed_forward(f"{name}.mlp", unit, model.intermediate_size)
             if model.norm_placement != "pre":
                 specs += self.norm(f"{name}.{after}", unit)
         return specs
+
+    def feed_forward(self, name: str, unit: int, width: int) -> list[ParamSpec]:
+        parts = (("gate", width, 1), ("up", width, 1)) if self.model.gated_mlp else (("up", width, 1),)
+        into = self.column(f"{name}.in", unit, parts, self.model.mlp_bias)
+        return into + self.row(f"{name}.down", "down", unit, width, self.model.mlp_bias)
+
+    def mixture(self, name: str, unit: int) -> list[ParamSpec]:
+        """Router [experts, hidden], experts, and the shared expert.
+
+        The experts of a layer are two stored tensors, expert after expert: `experts.in` [experts · (2 ·) width, hidden], in each expert its
+        gate, then its up; `experts.down` [experts · hidden, width]. An expert is whole on its ranks.
+        """
+        model, hidden, experts = self.model, self.model.hidden_size, self.model.num_experts or 0
+        rows = experts * (2 if model.gated_mlp else 1) * model.expert_width
+        into = Segment(f"{name}.experts.in.weight", (rows, hidden), 0, init_std=self.std, axis="expert")
+        down = Segment(f"{name}.experts.down.weight", (experts * hidden, model.expert_width), 0, init_std=self.out_std, axis="expert")
+        specs = self._of_own_tokens(f"{name}.router.weight", unit, experts)
+        specs += [ParamSpec(each.name, unit, (each,), domain="expert") for each in (into, down)]
+        if model.shared_expert_intermediate_size:
+            specs += self.feed_forward(f"{name}.shared", unit, model.shared_expert_intermediate_size)
+            specs += self._of_own_tokens(f"{name}.shared_gate.weight", unit, 1) if model.shared_expert_gate else []
+        return specs
+
+    def _of_own_tokens(self, name: str, unit: int, outputs: int) -> list[ParamSpec]:
+        """A matrix [outputs, hidden] that every tp rank multiplies its own part of the sequence with."""
+        shape = (outputs, self.model.hidden_size)
+        return _each_alone(unit, Segment(name, shape, grad_partial_axis=self.partial_axis, init_std=self.std))
 
     def head(self, holds_embedding: bool) -> list[ParamSpec]:
         """Final norm and head. A tied head on a rank without the embedding stores a copy, which is neither counted nor saved."""
@@ -146,6 +172,13 @@ class _Specs:
             weight = self._vocabulary("embedding.weight", copy=True)
             specs.append(ParamSpec(weight.name, unit, (weight,), tied=True))
         return specs
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Number of parameters that one token meets: of each mixture, only the experts that process it."""
+    idle = max((model.num_experts or 0) - model.num_experts_per_tok, 0)
+    expert = (3 if model.gated_mlp else 2) * model.hidden_size * model.expert_width
+    return parameter_count(model_specs(model)) - idle * expert * sum(map(model.is_mixture, range(model.num_hidden_layers)))
 
 
 def model_specs(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = False, units: Iterable[int] | None = None) -> list[ParamSpec]:

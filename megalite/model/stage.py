@@ -100,7 +100,7 @@ class Stage(nn.Module):
         sequence_parallel = options.sequence_parallel
         self.units, self.gatherer, self.dtype, self.seed = units, gatherer, dtype, config.run.seed
         self.model_config, self.lora_dropout = model, config.lora.dropout
-        last = head_unit(model)
+        self.head_unit = last = head_unit(model)
         self.embedding = None
         if 0 in units:
             positions = weights.get("positions.weight")
@@ -162,15 +162,18 @@ class Stage(nn.Module):
         return x
 
     def forward(self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float) -> StageOutput:
+        state.targets, state.loss_scale = microbatch.targets, loss_scale
         x = self.trunk(x, state)
         if self.head is None:
-            return StageOutput(x)
-        unit = head_unit(self.model_config)
+            return StageOutput(x, state.statistics)
+        unit = self.head_unit
         loss = self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))  # []
-        return StageOutput(loss, {"loss": loss.detach()})  # detached: the sum over microbatches must not keep their graphs
+        return StageOutput(
+            loss, {"loss": loss.detach(), **state.statistics}
+        )  # detached: the sum over microbatches must not keep their graphs
 
     def logits(self, x: Tensor, state: ForwardState) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""
         assert self.head is not None, "only the last stage has logits"
-        unit = head_unit(self.model_config)
+        unit = self.head_unit
         return self.gatherer.post_forward(unit, self.head.logits(self.gatherer.pre_forward(unit, self.trunk(x, state))))

@@ -47,9 +47,9 @@ class FeedForward(nn.Module):
     activation's output is not kept for backward.
     """
 
-    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
+    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions, part: str = "mlp"):
         super().__init__()
-        name = f"layers.{layer}.mlp"
+        name = f"layers.{layer}.{part}"
         self.layer, optional, sequence_parallel = layer, weights.get, options.sequence_parallel
         activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
         self.up = ColumnParallelLinear(weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel)
@@ -58,6 +58,14 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         inner = self.up(x, state.adapter_mask(Site.UP_ADAPTER, self.layer))  # [seq, batch, (2 ·) intermediate/tp]
         return self.down(inner, state.adapter_mask(Site.DOWN_ADAPTER, self.layer))
+
+
+def make_feed_forward(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> nn.Module:
+    if not model.is_mixture(layer):
+        return FeedForward(model, layer, weights, mesh, options)
+    from megalite.model.mixture import Mixture
+
+    return Mixture(model, layer, weights, mesh, options)
 
 
 class Layer(nn.Module):
@@ -80,7 +88,7 @@ class Layer(nn.Module):
             return nn.Sequential(norm(part, model.norm_placement != "pre"), *scaled)
 
         self.attention = Attention(model, layer, weights, mesh, options)
-        self.mlp = FeedForward(model, layer, weights, mesh, options)
+        self.mlp = make_feed_forward(model, layer, weights, mesh, options)
         self.attention_input_norm, self.attention_output = norm("input_norm", before), output("attention.output_norm")
         self.mlp_input_norm, self.mlp_output = norm("mlp_norm", two), output("mlp.output_norm")
         probability, sequence_parallel = model.residual_dropout, options.sequence_parallel

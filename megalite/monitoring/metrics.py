@@ -102,7 +102,9 @@ class MetricsWriter(ExitStack):
         """Non-finite numbers are written as null, because JSON has none."""
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
         self._append(json.dumps(finite, allow_nan=False) + "\n")
-        scalars = {name: float(value) for name, value in record.items() if value is not None and name != "step"}
+        scalars = {
+            name: float(value) for name, value in record.items() if value is not None and not isinstance(value, list) and name != "step"
+        }
         for sink in self._sinks:
             sink.log(scalars, record["step"])
 

@@ -57,9 +57,9 @@ class LocalSquares:
                 self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])  # on a GPU more launches cost more than accuracy gains
 
     def followed_by(self, others: Sequence[float | Tensor]) -> Tensor:
-        """The sum of squares, then `others`: [1 + len(others)] fp64."""
+        """The sum of squares, then `others`, each a number or a tensor of several: [1 + their number] fp64."""
         squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
-        return torch.stack([self._number(value) for value in (squares, *others)])
+        return torch.cat([self._number(value).flatten() for value in (squares, *others)])
 
     def _number(self, value: float | Tensor) -> Tensor:
         if isinstance(value, Tensor):

@@ -11,7 +11,7 @@ This module does no communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -102,10 +102,10 @@ class Weight:
         self._add(value)
         self._count()
 
-    def accumulate_product(self, grad_output: Tensor, inputs: Tensor) -> None:
-        """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the schedule's W pass."""
+    def accumulate_product(self, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the schedule's W pass. `sizes`: the tokens of each expert."""
         if self.trainable:
-            self._queue.put(WeightProduct(self, grad_output, inputs))
+            self._queue.put(WeightProduct(self, grad_output, inputs, sizes))
 
     def accumulate_rows(self, rows: Tensor, values: Tensor) -> None:
         """Add values[i] to row rows[i] ([n], [n, width]): the gradient of a lookup. Equal rows are summed."""
@@ -129,10 +129,15 @@ class Weight:
         if self.trainable:
             self._count()
 
-    def add_product(self, grad_output: Tensor, inputs: Tensor) -> None:
+    def add_product(self, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int] | None) -> None:
         """Compute and add grad_outputᵀ · inputs now. Called by the queue."""
         grad, left = self._open_grad(), grad_output.t()  # [out, in], [out, tokens]
-        if left.dtype != grad.dtype and left.is_cuda:  # the product's fp32 accumulators are added to grad without being rounded first
+        if sizes is not None:  # one product for each of the experts that are stacked in this weight
+            from megalite.parallel.expert.products import add_grouped_gradient
+
+            add_grouped_gradient(grad.view(len(sizes), -1, grad.shape[1]), grad_output, inputs, sizes, self._uninitialized)
+            self._uninitialized = False
+        elif left.dtype != grad.dtype and left.is_cuda:  # the product's fp32 accumulators are added to grad without being rounded first
             from megalite_kernels.weight_grad import add_product
 
             add_product(grad, left, inputs, overwrite=self._uninitialized)

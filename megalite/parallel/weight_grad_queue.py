@@ -6,6 +6,7 @@ This module does no communication.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -20,6 +21,7 @@ class WeightProduct(NamedTuple):
     weight: Weight
     grad_output: Tensor  # [tokens, out]
     inputs: Tensor  # [tokens, in]
+    sizes: Sequence[int] | None = None  # tokens of each expert, where the weight holds the matrices of several
 
 
 class WeightGradQueue:
@@ -51,9 +53,9 @@ class WeightGradQueue:
         if self.deferred:
             self._products.setdefault(self.backward, []).append(product)
         else:
-            product.weight.add_product(product.grad_output, product.inputs)
+            product.weight.add_product(*product[1:])
 
     def run(self, stage: int, microbatch: int) -> None:
         """Compute the products of one backward, in the order in which they were put: that of a backward that is not split."""
-        for weight, grad_output, inputs in self._products.pop((stage, microbatch), ()):
-            weight.add_product(grad_output, inputs)
+        for product in self._products.pop((stage, microbatch), ()):
+            product.weight.add_product(*product[1:])

@@ -78,26 +78,25 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout
 def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: Device) -> int:
     """Peak bytes of gradients in addition to those that are kept: whole buckets that fill or wait for their reduction (ZeRO-2 and 3), and
     buffers of the reduction itself: copies in bf16; on gloo, the other ranks' parts."""
-    sharing, width = Sharing.of(config), Widths.of(config).gradient
-    trained = [bucket for bucket in buckets if bucket.trainable]
-    if sharing.data == 1 or not trained:
-        return 0
+    width = Widths.of(config).gradient
+    shared = [(bucket, Sharing.of(config, bucket.domain)) for bucket in buckets if bucket.trainable]
+    shared = [(bucket, sharing) for bucket, sharing in shared if sharing.data > 1]
     two = config.parallel.reduce_dtype == "bf16" and device == "cuda"  # reductions at a time, see `sharding.reducer`
-    sizes = sorted((bucket.size for bucket in trained), reverse=True)[: 2 if two else 1]
-    reducing = sum(_reduction(config, size, device) for size in sizes)
-    opened = [bucket.size for bucket in trained if sharing.gradients_sharded(bucket, config.run.deterministic)]
+    sizes = sorted((_reduction(config, bucket.size, sharing, device) for bucket, sharing in shared), reverse=True)
+    reducing = sum(sizes[: 2 if two else 1])
+    opened = [(bucket.size, sharing.shard) for bucket, sharing in shared if sharing.gradients_sharded(bucket, config.run.deterministic)]
     if not opened:
         return reducing
     # A backward fills one bucket after the other, and a full one may still wait for its reduction. If weight gradients are deferred, every
     # bucket of a stage stays open between a backward and its weight pass.
-    largest = max(opened)
-    filling = sum(opened) if Kind.WEIGHT in schedule.passes else min(2 * largest, sum(opened))
-    return filling * width + max(reducing, largest // sharing.shard * width)
+    largest, whole = max(size for size, _ in opened), sum(size for size, _ in opened)
+    filling = whole if Kind.WEIGHT in schedule.passes else min(2 * largest, whole)
+    return filling * width + max(reducing, max(size // shard for size, shard in opened) * width)
 
 
-def _reduction(config: Config, size: int, device: Device) -> int:
+def _reduction(config: Config, size: int, sharing: Sharing, device: Device) -> int:
     """Bytes of the buffers that the reduction of a bucket of `size` elements needs in addition to the bucket."""
-    sharing, width = Sharing.of(config), Widths.of(config).gradient
+    width = Widths.of(config).gradient
     if config.parallel.reduce_dtype == "bf16":
         return 2 * size * NARROW + size // sharing.data * width
     return size * width * (sharing.data - 1) // sharing.data if device == "cpu" else 0

@@ -40,7 +40,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a bucket is sharded: the number of ranks that share it, and the effective ZeRO stage (0 if no ranks share it)."""
+    """How the buckets of a domain are sharded: the number of ranks that share them, and the effective ZeRO stage (0 if none do)."""
 
     data: int
     shard: int
@@ -48,10 +48,17 @@ class Sharing:
     zero: int
 
     @staticmethod
-    def of(config: Config) -> Sharing:
+    def of(config: Config, domain: str = "dense") -> Sharing:
         parallel, dims = config.parallel, ParallelDims.of(config)
-        zero = parallel.zero if dims.shard > 1 or parallel.offload_parameters else 0
-        return Sharing(dims.data, dims.shard, dims.replicate, zero)
+        if dims.shard > 1 or parallel.offload_parameters:
+            zero = parallel.zero
+        else:  # as `ParameterStore`
+            zero = min(parallel.zero, 2 if config.model.num_experts and dims.expert_shard > 1 else 0)
+        if domain == "dense":
+            return Sharing(dims.data, dims.shard, dims.replicate, zero)
+        if dims.expert_shard == 1 and not parallel.offload_parameters:
+            zero = min(zero, 2)  # no other rank has the weights to gather
+        return Sharing(dims.expert_data, dims.expert_shard, dims.expert_data // dims.expert_shard, zero)
 
     def kept(self, bucket: BucketLayout) -> int:
         """Elements of a bucket whose optimizer state one rank keeps; for a frozen bucket, elements of its weights."""
@@ -69,8 +76,8 @@ class Sharing:
 
 def _state(config: Config, bucket: BucketLayout, shard: int) -> int:
     """Elements of state that the optimizer keeps of a shard of a bucket, besides the master weights."""
-    sharing = Sharing.of(config)
-    return state_elements(bucket, *bucket.part(shard, sharing.shard), config.optimizer.name) if bucket.trainable else 0
+    ranks = Sharing.of(config, bucket.domain).shard
+    return state_elements(bucket, *bucket.part(shard % ranks, ranks), config.optimizer.name) if bucket.trainable else 0
 
 
 def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
@@ -136,14 +143,13 @@ def model_states(
     total = sum((_bucket(config, bucket, device, shard) for bucket in buckets), States())
     ahead = optimistic_step(config) and config.train.precision != "fp16"
     if ahead and pp_rank < config.parallel.pp - 1:
-        sharing = Sharing.of(config)
-        kept = sum(sharing.kept(bucket) + _state(config, bucket, shard) for bucket in buckets if bucket.trainable)
+        kept = sum(Sharing.of(config, bucket.domain).kept(bucket) + _state(config, bucket, shard) for bucket in buckets if bucket.trainable)
         total += States(copies=kept * Widths.of(config).accumulate)
     return total
 
 
 def _bucket(config: Config, bucket: BucketLayout, device: Device, shard: int) -> States:
-    parallel, widths, sharing = config.parallel, Widths.of(config), Sharing.of(config)
+    parallel, widths, sharing = config.parallel, Widths.of(config), Sharing.of(config, bucket.domain)
     kept, sharded = sharing.kept(bucket), sharing.weights_sharded
     weights = (kept if sharded else bucket.size) * widths.compute
     weights_at = "cpu" if sharded and parallel.offload_parameters else device
@@ -167,7 +173,7 @@ def _bucket(config: Config, bucket: BucketLayout, device: Device, shard: int) ->
 
 def _gradients(config: Config, bucket: BucketLayout) -> int:
     """Gradient elements that are kept between microbatches."""
-    sharing, deterministic = Sharing.of(config), config.run.deterministic
+    sharing, deterministic = Sharing.of(config, bucket.domain), config.run.deterministic
     if not bucket.trainable:
         return 0
     if sharing.gradients_sharded(bucket, deterministic):

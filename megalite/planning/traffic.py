@@ -18,6 +18,7 @@ from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
 from megalite.planning.activations import Activations
+from megalite.planning.experts import sent
 from megalite.planning.in_flight import NARROW
 from megalite.planning.memory import settled
 from megalite.planning.orthogonalising import exchange
@@ -33,6 +34,7 @@ class Traffic:
     dp: int
     pp: int
     cp: int = 0
+    ep: int = 0
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -60,6 +62,7 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
         round(_data(config, schedule, pp_rank, buckets)) + exchange(config, buckets).sent,
         round(messages * tensor.sizes.message + _tied(config, schedule, buckets)),
         round(schedule.microbatches * sum(_context(config, tensor.sizes, unit) for unit in own)),
+        round(sent(config, own, schedule.microbatches)) if config.parallel.ep > 1 else 0,
     )
 
 
@@ -98,22 +101,23 @@ class _Tensor:
         sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
         replicas = kv_replicas(self.config.model, self.ranks)
 
-        def sent(segment: Segment) -> float:
+        def summed(segment: Segment) -> float:
             size = segment.local(Coordinates.on("tp", 0, self.ranks)).numel * width / (sharing.shard if sharing.zero else 1)
             return 2 * ring(size, self.ranks if segment.grad_partial_axis else replicas if segment.replicas > 1 else 1)
 
         trained = (bucket for bucket in buckets if bucket.trainable)
-        return sum(sent(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
+        return sum(summed(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
 
 
 def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[BucketLayout]) -> float:
     """Bytes over data parallelism: gradients, once per step or per microbatch, and weights, once per step or per use."""
-    sharing, widths = Sharing.of(config), Widths.of(config)
+    widths = Widths.of(config)
     comm_bytes = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
     total = 0.0
     for bucket in buckets:
         if not bucket.trainable:
             continue
+        sharing = Sharing.of(config, bucket.domain)
         if spared := _spared(config, bucket):
             total += 2 * ring((bucket.size - spared) * widths.gradient, sharing.data)
         else:
@@ -121,8 +125,8 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
             total += rounds * ring(bucket.size * comm_bytes, sharing.shard) + 2 * ring(sharing.kept(bucket) * comm_bytes, sharing.replicate)
         if sharing.zero and not sharing.weights_sharded:
             total += ring(bucket.size * widths.compute, sharing.shard)
-    gathers = (action.bucket for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER)
-    return total + sum(ring(buckets[number].size * widths.compute, sharing.shard) for number in gathers if number is not None)
+    gathers = [buckets[action.bucket] for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER and action.bucket is not None]
+    return total + sum(ring(bucket.size * widths.compute, Sharing.of(config, bucket.domain).shard) for bucket in gathers)
 
 
 def _spared(config: Config, bucket: BucketLayout) -> int:

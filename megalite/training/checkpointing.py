@@ -124,7 +124,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
     state = manifest.state
     check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)  # before any weight is overwritten
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        checkpoint.load(manifest, trainer.optimizer.to_load())
+        routers = [] if trainer.parts.routers is None else trainer.parts.routers.rectangles()
+        checkpoint.load(manifest, [*trainer.optimizer.to_load(), *routers])
         if trainer.store.reducer.powersgd is not None:
             shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
             trainer.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
@@ -162,8 +163,13 @@ def begin_save(trainer: Trainer) -> Save:
 
 
 def to_save(trainer: Trainer) -> list[Rectangle]:
-    """This rank's part of a checkpoint: weights, optimizer state and PowerSGD's state."""
-    return [*trainer.optimizer.to_save(), *([] if trainer.store.reducer.powersgd is None else trainer.store.reducer.powersgd.to_save())]
+    """This rank's part of a checkpoint: weights, optimizer state, PowerSGD's state and that of routers, which all ranks have alike."""
+    powersgd, routers = trainer.store.reducer.powersgd, trainer.parts.routers
+    return [
+        *trainer.optimizer.to_save(),
+        *([] if powersgd is None else powersgd.to_save()),
+        *([] if routers is None or trainer.mesh.rank > 0 else routers.rectangles()),
+    ]
 
 
 def roll_back(trainer: Trainer, bad: StepResult) -> None:

@@ -15,9 +15,11 @@ from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import unused
 from megalite.model.cost import per_token
+from megalite.model.parameters import active_parameters
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
+from megalite.planning.experts import worst_bytes, worst_rows
 from megalite.planning.memory import estimate, settled
 from megalite.planning.predicting import estimated_costs, stage_sums
 from megalite.planning.states import Device
@@ -69,6 +71,7 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
     memory, sent = estimate(config, world_size, device, schedule), traffic(config, world_size, schedule)
     return {
         "parameters": parameter_count([spec for rank in range(dims.pp) for spec in plan.specs_of(config, rank)]),
+        **({"active_parameters": active_parameters(config.model)} if config.model.num_experts else {}),
         "world_size": world_size,
         "device": device,
         "built": ranks,
@@ -99,13 +102,26 @@ def bubble(config: Config, schedule: Schedule) -> float:
     return simulate(schedule, stages, stages, stages).bubble_fraction
 
 
+def experts(config: Config, rows: list[dict[str, Any]]) -> list[str]:
+    """A line about the experts, if they are split over ranks."""
+    if config.parallel.ep == 1:
+        return []
+    most = max(row["bytes_sent"]["ep"] for row in rows)
+    return [
+        f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per step and rank; if all "
+        f"tokens choose the experts of one rank, it computes {worst_rows(config):g} times the rows, and keeps "
+        f"{worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer and microbatch"
+    ]
+
+
 def describe(config: Config, content: dict[str, Any]) -> list[str]:
     """The same numbers as lines of text."""
     parallel, rows = config.parallel, content["ranks"]
+    active = f" ({content['active_parameters']:,} of them for each token)" if "active_parameters" in content else ""
     sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}"
     planned = "planned for cuda (--device cpu plans for CPUs)" if content["device"] == "cuda" else f"planned for {content['device']}"
     ranks = f"{content['world_size']:,} rank{'s' * (content['world_size'] > 1)}"
-    head = f"{content['parameters']:,} parameters on {ranks} ({sizes}), {planned}"
+    head = f"{content['parameters']:,} parameters{active} on {ranks} ({sizes}), {planned}"
     unit = next((unit for unit, size in UNITS.items() if max(row["total"] for row in rows) >= size), "KiB")
     lines = [head, f"{unit} per rank; each part at its own peak; sent: per step", "", *table(rows, UNITS[unit])]
     if any(row["states"][place] for row in rows for place in ("host", "disk")):
@@ -119,6 +135,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
         "each stage as long as its matrix products",
         *([f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"] if "steps" in content else []),
+        *experts(config, rows),
         *unused(config),
         f"built on the meta device, with the planned number of bytes: {len(content['built'])} rank{'s' * (len(content['built']) > 1)}",
     ]

@@ -114,7 +114,7 @@ def report_results(
     """Print and write each result. Rank 0 alone has a writer."""
     for result in results if writer is not None else ():
         metrics = measured(trainer, result)
-        numbers = {name: number for each in observers for name, number in each.numbers(metrics).items()}
+        numbers = {**result.routing, **{name: number for each in observers for name, number in each.numbers(metrics).items()}}
         console.step(metrics, result.fault, numbers)
         assert writer is not None
         writer.step(metrics, numbers)

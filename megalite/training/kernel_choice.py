@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megalite.config.dims import part_length
 from megalite.config.schema import Config
 from megalite.model.parameters import kv_replicas
 
@@ -11,16 +12,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 def attention_route(config: Config, device: torch.device, documents: bool) -> list[str]:
-    """The line; none on a CPU, where there is no choice. documents: whether rows have several."""
-    if device.type == "cpu":
+    """The line; none where there is no choice: on a CPU, and for parts of rows. documents: whether rows have several."""
+    parallel = config.parallel
+    if device.type == "cpu" or (parallel.cp > 1 and parallel.context != "ulysses"):
         return []
     from megalite_kernels.attention_routes import Call, describe
 
-    model, tp = config.model, config.parallel.tp
-    heads, kv_heads = model.num_attention_heads // tp, model.kv_heads * kv_replicas(model, tp) // tp
+    model, tp, cp = config.model, parallel.tp, parallel.cp  # ulysses: whole rows of some of the heads
+    heads, kv_heads = model.num_attention_heads // tp // cp, max(model.kv_heads * kv_replicas(model, tp) // tp // cp, 1)
     dtype = DTYPES[config.train.precision]
     q, k, v = (
-        torch.empty(config.data.sequence_length, 1, count, model.head_size, dtype=dtype, device=device)
+        torch.empty(part_length(config) * cp, 1, count, model.head_size, dtype=dtype, device=device)
         for count in (heads, kv_heads, kv_heads)
     )
     call = Call(

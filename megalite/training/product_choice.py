@@ -20,6 +20,7 @@ import torch
 from megalite.build.plan import specs_of
 from megalite.checkpoint import CheckpointError, find
 from megalite.checkpoint.agreement import on_rank_0
+from megalite.config.dims import part_length
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import products
 from megalite.launch.products import NAMES, Product
@@ -83,7 +84,8 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[products.Path, ...]) ->
 
 def step_products(config: Config, mesh: Mesh) -> list[Product]:
     """This rank's matrix products of one step: those of its linear layers and of attention, forward and backward."""
-    train, length = config.train, config.data.sequence_length // config.parallel.cp
+    train, length = config.train, part_length(config)
+    keys = length * config.parallel.cp  # of whole rows; ulysses has all queries of fewer heads, which is as much
     microbatches, rows = Layout.of(config).microbatches, train.micro_batch_size * length
     shapes = linear_shapes(config, mesh)
     found = [each for shape in shapes for each in _linear(rows, shape, microbatches)]
@@ -91,9 +93,9 @@ def step_products(config: Config, mesh: Mesh) -> list[Product]:
     heads, width = train.micro_batch_size * config.model.num_attention_heads // mesh.tp.size, config.model.head_size
     count = 2 * layers * microbatches  # query · key and the gradient of the probabilities; then those that multiply by the scores
     attention = [
-        Product(length, width, length, (False, True), heads, count),
-        Product(length, length, width, (False, False), heads, count),
-        Product(length, length, width, (True, False), heads, count),
+        Product(length, width, keys, (False, True), heads, count),
+        Product(length, keys, width, (False, False), heads, count),
+        Product(keys, length, width, (True, False), heads, count),
     ]
     counts: dict[Product, int] = {}
     for each in [*found, *(attention if count else [])]:

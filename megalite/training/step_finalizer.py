@@ -35,10 +35,17 @@ class StepStatistics:
     busy: float = 0.0  # seconds inside compute actions
     wall: float = 0.0  # seconds from the first action to the last, on the ranks of the first stage; 0 on others
     stops: float = 0.0  # what a rank requests: 0, or more if it asks for the end of the run (`signals`)
+    router: Tensor | None = None  # those of mixtures of experts (`parallel.expert.balance`), of all layers
 
     def values(self) -> list[Tensor | float]:
         """The fields, in order."""
-        return [self.loss, self.busy, self.wall, self.stops]
+        return [self.loss, self.busy, self.wall, self.stops, *([] if self.router is None else [self.router])]
+
+    @staticmethod
+    def of(totals: Tensor) -> StepStatistics:
+        """The fields from the sums of their values."""
+        loss, busy, wall, stops = totals[:4].tolist()
+        return StepStatistics(loss, busy, wall, stops, totals[4:])
 
 
 @dataclass
@@ -117,7 +124,7 @@ class StepFinalizer:
 
     def _learn(self, update: Update, totals: Tensor) -> None:
         """Decide whether a step is applied, by its norm and statistics: [1 + 4] fp64 on the CPU, the same on all ranks."""
-        update.norm, update.totals = totals[0] / update.loss_scale, StepStatistics(*totals[1:].tolist())
+        update.norm, update.totals = totals[0] / update.loss_scale, StepStatistics.of(totals[1:])
         update.loss = float(update.totals.loss) / update.loss_scale
         value = update.norm.item()
         update.fault = self.guard.judge(update.loss, value, self.loss_scale.adapts)  # before loss_scale.update, which changes `adapts`

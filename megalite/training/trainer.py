@@ -7,9 +7,11 @@ gradients, the optimizer updates.
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -51,6 +53,7 @@ class StepResult:
     fault: str | None  # why the update was skipped, and the samples of the step; None: it was applied
     streak: int  # consecutive skipped steps, this one included
     stop: float  # the sum of what ranks request: 0, or more if one asks for the end (`signals.agreed`)
+    routing: Mapping[str, Any]  # metrics of mixtures of experts (`model.routers`)
 
     @property
     def skipped(self) -> bool:
@@ -181,7 +184,8 @@ class Trainer:
         # Sum the gradient norm and the statistics together, clip, update this rank's shard, and start the all-gather of the weights.
         activity.enter(UPDATING)
         loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0  # tp ranks hold the same loss: the sum over the world counts it once
-        self.finalizer.finish(update, StepStatistics(loss, *pace, stops=stop), wait)
+        router = None if self.parts.routers is None else self.parts.routers.own(statistics)
+        self.finalizer.finish(update, StepStatistics(loss, *pace, stops=stop, router=router), wait)
 
         self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
         if step % GARBAGE_INTERVAL == 0:
@@ -204,6 +208,7 @@ class Trainer:
             fault=None if update.fault is None else f"{update.fault} (samples {update.samples} to {last})",
             streak=update.streak,
             stop=totals.stops,
+            routing={} if self.parts.routers is None else self.parts.routers.learn(totals.router, update.tokens, update.fault is None),
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:

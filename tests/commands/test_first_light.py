@@ -273,6 +273,14 @@ def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.Mo
     assert found == [("0", "passed"), ("1", "failed"), ("2", "passed"), ("3", "missing")] and starts == [[0, 1, 2, 3], [2, 3]]
 
 
+@pytest.mark.parametrize("left, verdict", [(100.0, "failed"), (4.0, "missing")])
+def test_a_killed_rank_that_had_no_time_to_be_named_is_missing(
+    left: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts.Place, "start", lambda place, *args, **options: (tmp_path, "a rank ended with status 137"))
+    assert layouts.Place(scene(left), 2, tmp_path).kill_one()["verdict"] == verdict
+
+
 def test_a_save_in_the_background_is_resumed_from(tmp_path: Path) -> None:
     place = layouts.Place(scene(), 2, tmp_path)
     one = {"dp": 1}

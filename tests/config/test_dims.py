@@ -17,11 +17,11 @@ DERIVED = ("world", "replica", "data", "shard", "replicate", "expert_data", "sta
 # Options of parallel, the world (None: not known) → the sizes in this order. The global batch is 48 rows, a microbatch 2.
 TABLE: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
     "one process": ({}, None, (1, 1, 1, 1, 1, 1, 1, 1, 24)),
-    "dp fills the world": ({"tp": 2}, 8, (8, 2, 4, 4, 1, 4, 8, 1, 6)),
-    "dp is 1 where the world is not known": ({"tp": 2, "pp": 2}, None, (4, 4, 1, 1, 1, 1, 2, 2, 24)),
-    "dp is 1 where none fills the world": ({"tp": 3}, 8, (3, 3, 1, 1, 1, 1, 3, 1, 24)),
+    "dp fills the world": ({"tp": 2}, 8, (8, 2, 4, 4, 1, 8, 8, 1, 6)),
+    "dp is 1 where the world is not known": ({"tp": 2, "pp": 2}, None, (4, 4, 1, 1, 1, 2, 2, 2, 24)),
+    "dp is 1 where none fills the world": ({"tp": 3}, 8, (3, 3, 1, 1, 1, 3, 3, 1, 24)),
     "a given dp stays": ({"dp": 2}, 8, (2, 1, 2, 2, 1, 2, 2, 1, 12)),
-    "2 x 2 x 2": ({"pp": 2, "dp": 2, "tp": 2}, 8, (8, 4, 2, 2, 1, 2, 4, 2, 12)),
+    "2 x 2 x 2": ({"pp": 2, "dp": 2, "tp": 2}, 8, (8, 4, 2, 2, 1, 4, 4, 2, 12)),
     "ZeRO-0 shares nothing": ({"dp": 4, "zero": 0}, 4, (4, 1, 4, 1, 4, 4, 4, 1, 6)),
     "ZeRO-3 in groups": ({"dp": 4, "zero": 3, "dp_shard": 2}, 4, (4, 1, 4, 2, 2, 4, 4, 1, 6)),
     "groups of one": ({"dp": 4, "zero": 1, "dp_shard": 1}, 4, (4, 1, 4, 1, 4, 4, 4, 1, 6)),
@@ -31,7 +31,7 @@ TABLE: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
     "all axes, in groups": (
         {"pp": 2, "dp": 4, "cp": 2, "tp": 2, "dp_shard": 4, "schedule": "zb-v"},
         32,
-        (32, 8, 8, 4, 2, 8, 16, 4, 6),
+        (32, 8, 8, 4, 2, 16, 16, 4, 6),
     ),
     "interleaved, two stages by default": ({"pp": 4, "schedule": "interleaved"}, 4, (4, 4, 1, 1, 1, 1, 1, 8, 24)),
     "interleaved, three": ({"pp": 4, "schedule": "interleaved", "virtual_stages": 3}, 4, (4, 4, 1, 1, 1, 1, 1, 12, 24)),
@@ -48,7 +48,8 @@ def test_derived_sizes(row):
     dims = ParallelDims.of(made(options), world)
     assert {name: getattr(dims, name) for name in DERIVED} == dict(zip(DERIVED, expected, strict=True))
     assert dims.ep == 1
-    assert dims.shard * dims.replicate == dims.ep * dims.expert_data == dims.data
+    assert dims.shard * dims.replicate == dims.data
+    assert dims.ep * dims.expert_data == dims.stage_ranks
     assert dims.pp * dims.stage_ranks == dims.dp * dims.replica == dims.world
 
 

@@ -39,6 +39,9 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)),
     **dict.fromkeys(("validation.interval", "train.tokens"), (0, None)),
     "parallel.virtual_stages": (0, 1),
+    **dict.fromkeys(("parallel.ep", "model.num_experts_per_tok", "model.decoder_sparse_step"), (0, 1)),
+    **dict.fromkeys(("model.num_experts", "model.moe_intermediate_size", "model.shared_expert_intermediate_size"), (0, None)),
+    **dict.fromkeys(("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_rate"), (-1e-9, 0.0)),
     "model.rope_local_theta": (0.0, None),
     **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank"), (0, 1)),
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
@@ -75,7 +78,46 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "optimizer.wsd_decay_fraction": (0.0, 1.0),
 }
 
+EXPERTS = {"model.num_experts": 4}
 ROWS = [
+    *(
+        Row(f"{name} needs experts", {f"model.{name}": value}, EXPERTS, ("has no effect",))
+        for name, value in (("moe_intermediate_size", 8), ("shared_expert_intermediate_size", 8))
+    ),
+    *(Row(f"{name} needs experts", {f"model.{name}": 0.1}, EXPERTS) for name in ("router_aux_loss_coef", "router_z_loss_coef")),
+    Row("a token's experts exist", EXPERTS | {"model.num_experts_per_tok": 5}, {"model.num_experts_per_tok": 4}, ("Nearest: 4.",)),
+    Row("mlp_only_layers exist", EXPERTS | {"model.mlp_only_layers": [4]}, {"model.mlp_only_layers": [3]}),
+    Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
+    Row("experts have no biases", EXPERTS | {"model.mlp_bias": True}, {"model.mlp_bias": False}),
+    Row(
+        "a bias needs no auxiliary loss",
+        EXPERTS | {"model.router_balance": "bias", "model.router_aux_loss_coef": 0.1},
+        {"model.router_aux_loss_coef": 0.0},
+    ),
+    Row("ep splits experts", {"parallel.ep": 2, "parallel.dp": 2}, EXPERTS, ("Legal value: 1.",)),
+    Row(
+        "ep divides the experts",
+        EXPERTS | {"parallel.ep": 3, "parallel.dp": 3, "train.global_batch_size": 24},
+        {"parallel.ep": 1},
+        ("Nearest: 1.",),
+    ),
+    Row(
+        "ep divides a stage", EXPERTS | {"parallel.ep": 4, "parallel.dp": 2}, {"parallel.ep": 2}, ("the 2 ranks of a stage", "Nearest: 2.")
+    ),
+    Row(
+        "experts are sharded over whole groups",
+        EXPERTS | {"parallel.ep": 4, "parallel.dp": 4, "parallel.dp_shard": 2},
+        {"parallel.dp_shard": 4},
+        ("dp_shard * cp * tp = 2", "Nearest: 2."),
+    ),
+    Row("experts need a split sequence", EXPERTS | {"parallel.tp": 2}, {"parallel.sequence_parallel": True}),
+    Row(
+        "tp divides the shared expert",
+        EXPERTS | {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.shared_expert_intermediate_size": 7},
+        {"model.shared_expert_intermediate_size": 8},
+    ),
+    Row("Muon has no experts", EXPERTS | {"optimizer.name": "muon"}, {"optimizer.name": "adamw"}),
+    Row("PowerSGD has no experts", EXPERTS | {"parallel.powersgd_rank": 2, "parallel.dp": 2}, {"parallel.powersgd_rank": None}),
     *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
     Row("preset or from_hf", {"model.preset": "tiny", "model.from_hf": "hf"}, {"model.from_hf": None}, ("model.preset = tiny",)),
@@ -236,6 +278,13 @@ ROWS = [
         {"parallel.tp": 4, "parallel.dp": None},
         {"parallel.tp": 2, "parallel.dp": 1},
         ("parallel.tp = 4 makes", "= 4, which exceeds the run's 2 processes", "--nproc 4"),
+        world=2,
+    ),
+    Row(
+        "cp fits the world",
+        {"parallel.cp": 4, "parallel.dp": None},
+        {"parallel.cp": 2, "parallel.dp": 1},
+        ("parallel.cp = 4 makes", "= 4, which exceeds the run's 2 processes", "--nproc 4"),
         world=2,
     ),
     Row("dp_shard divides dp", {"parallel.dp": 4, "parallel.dp_shard": 3}, {"parallel.dp_shard": 2}, ("Nearest: 2 or 4.",), world=4),

@@ -26,6 +26,12 @@ GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_m
 FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate_size"} | {"ffn_hidden_size": 56}
 
 
+# The auxiliary loss is off: transformers pools it over layers.
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+NARROW = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40}
+
+
 class Case(NamedTuple):
     """A model: its configuration class in transformers without the suffix, its fields, the dtype of its weights, and the size of files."""
 
@@ -102,6 +108,14 @@ CASES = {
     "ministral, some windows": Case("Ministral", SIZES | TIED | {"head_dim": 12, "sliding_window": 5, "layer_types": MIXED}, BF16),
     "arcee": Case("Arcee", SIZES | UNTIED | {"head_dim": 12}, shard="20KB"),
     "arcee, tied, biases": Case("Arcee", SIZES | TIED | {"attention_bias": True, "mlp_bias": True}, BF16),
+    "mixtral": Case("Mixtral", SIZES | UNTIED | EXPERTS | {"num_local_experts": 4}, shard="20KB"),
+    "mixtral, tied, window": Case("Mixtral", SIZES | TIED | EXPERTS | {"num_local_experts": 8, "sliding_window": 5}, BF16),
+    "olmoe": Case("Olmoe", SIZES | UNTIED | EXPERTS | {"num_experts": 6}),
+    "olmoe, renormalized": Case("Olmoe", SIZES | TIED | EXPERTS | {"num_experts": 4, "norm_topk_prob": True}, BF16, "20KB"),
+    "qwen2_moe, a dense layer": Case("Qwen2Moe", SIZES | UNTIED | NARROW | SHARED | {"mlp_only_layers": [1]}, shard="20KB"),
+    "qwen2_moe, every second layer": Case("Qwen2Moe", SIZES | TIED | NARROW | SHARED | {"decoder_sparse_step": 2}, BF16),
+    "qwen3_moe": Case("Qwen3Moe", SIZES | UNTIED | NARROW | {"head_dim": 12, "norm_topk_prob": True}, shard="20KB"),
+    "qwen3_moe, tied, not renormalized": Case("Qwen3Moe", SIZES | TIED | NARROW, BF16),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
@@ -124,6 +138,10 @@ LAYOUT_CASES = [
     "smollm3, windows",
     "granite, biases",
     "arcee, tied, biases",
+    "mixtral, tied, window",
+    "olmoe",
+    "qwen2_moe, a dense layer",
+    "qwen3_moe",
     "nemotron, tied, biases",
     "starcoder2, window",
     "stablelm, norms of each head",
@@ -183,6 +201,22 @@ def write_multimodal(case: Case, directory: Path) -> Any:
 def save(model: Any, case: Case, directory: Path) -> None:
     model.generation_config.pad_token_id = case.fields.get("pad_token_id")
     model.save_pretrained(directory, max_shard_size=case.shard)
+
+
+def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Parameters of a model, or their gradients, under the names of its files: in memory transformers stacks the experts of a layer."""
+    mixtral = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    found = {}
+    for name, value in tensors.items():
+        stem, _, stacked = name.rpartition(".experts.")
+        if stem and value is not None:
+            parts = {"gate_proj": value.chunk(2, 1)[0], "up_proj": value.chunk(2, 1)[1]} if "gate" in stacked else {stacked: value}
+            for part, experts in parts.items():
+                for number, expert in enumerate(experts):
+                    found[f"{stem}.experts.{number}.{part}.weight"] = expert
+                    found[f"{stem.replace('mlp', 'block_sparse_moe')}.experts.{number}.{mixtral[part]}.weight"] = expert
+        found |= {name: value, name.replace("mlp.gate.", "block_sparse_moe.gate."): value}
+    return found
 
 
 def load(directory: Path | str) -> Any:

@@ -15,7 +15,7 @@ from megalite.huggingface.names import places
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.distributed.support.configs import write_tokens
-from tests.huggingface.hf_models import CASES, VOCAB, make, write
+from tests.huggingface.hf_models import CASES, VOCAB, as_in_files, make, write
 
 SEQUENCE, BATCH, BETA = 24, 2, 0.9
 NAMES = [
@@ -40,6 +40,7 @@ NAMES += [
 ]
 NAMES += ["olmo3, yarn rope", "gemma3, linear rope, cap", "glm", "glm4", "cohere, norms of each head", "cohere2", "ministral, some windows"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "falcon, in sequence, biases"]
+NAMES += ["mixtral", "olmoe", "qwen2_moe, a dense layer", "qwen3_moe"]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_gradients_are_those_of_transformers(name: str, prefix: str, tmp_path: P
     loss = torch.nn.functional.cross_entropy(model(input_ids=tokens[:-1].view(BATCH, SEQUENCE)).logits.flatten(0, 1), tokens[1:])
     loss.backward()
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)
-    gradients = {key: value.grad for key, value in model.named_parameters()}
+    gradients = as_in_files({key: value.grad for key, value in model.named_parameters()})
     gradients["embed_out.weight"] = gradients.get("lm_head.weight")  # the name in GPT-NeoX's files
     largest = max(value.abs().max().item() for value in gradients.values() if value is not None)
     for key, place in places(config.model, hf_config(directory)["model_type"]).items():

@@ -86,6 +86,10 @@ def test_the_report_names_attentions_implementation_and_why_not_a_faster_one(mon
     with FakeTensorMode():
         (line,) = attention_route(config, torch.device("cuda"), documents=False)
         (documents,) = attention_route(config, torch.device("cuda"), documents=True)
+        config.parallel.cp, config.data.sequence_length = 2, 199  # whole rows, padded to 200
+        assert attention_route(config, torch.device("cuda"), documents=False) == [line]
+        config.parallel.context = "ring"
+        assert attention_route(config, torch.device("cuda"), documents=False) == [], "parts of rows have one implementation"
     assert line == (
         "attention: triton; not cudnn (200 positions are no multiple of 128); not flash (torch refuses it); "
         "no routes were measured on this device"

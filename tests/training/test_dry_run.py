@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from megalite.commands import train
+from megalite.config.families import from_hf_config
 from megalite.config.rules import RULES
-from megalite.model.parameters import model_specs
+from megalite.config.schema import ModelConfig
+from megalite.model.parameters import active_parameters, model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.training import dry_run
 from megalite.training import meta_device as meta
@@ -96,3 +98,53 @@ def test_the_published_sizes():
     }.items():
         config = dry_run.read(["--model.preset", name, *(["--model.vocab_size", "100"] if name == "tiny" else [])], None)
         assert parameter_count(model_specs(config.model)) == parameters, name
+
+
+MIXTURES = {  # family, fields, the field of the number of experts, total parameters
+    "Mixtral-8x7B": ("mixtral", {}, "num_local_experts", 46_702_792_704),
+    "Mixtral-8x22B": (
+        "mixtral",
+        {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48, "vocab_size": 32768},
+        "num_local_experts",
+        140_630_071_296,
+    ),
+    "Qwen3-30B-A3B": ("qwen3_moe", {"num_hidden_layers": 48, "head_dim": 128}, "num_experts", 30_532_122_624),
+    "Qwen3-235B-A22B": (
+        "qwen3_moe",
+        {
+            **{"hidden_size": 4096, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64, "head_dim": 128},
+            "intermediate_size": 12288,
+        },
+        "num_experts",
+        235_093_634_560,
+    ),
+    "OLMoE-1B-7B": ("olmoe", {"intermediate_size": 1024}, "num_experts", 6_919_161_856),
+    "Qwen2-57B-A14B": (
+        "qwen2_moe",
+        {
+            **{"hidden_size": 3584, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480, "num_hidden_layers": 28},
+            **{"num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8},
+            **{"intermediate_size": 18944, "vocab_size": 151936},
+        },
+        "num_experts",
+        57_408_658_944,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_sizes_of_mixtures_are_those_of_transformers(name):
+    """Active: with as many experts as a token has, transformers counts all but the rows of the router for the others."""
+    import torch
+    import transformers
+
+    def counted(**changes: int) -> int:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **fields | changes))
+        return sum(each.numel() for each in model.parameters())
+
+    family, fields, experts, total = MIXTURES[name]
+    model = ModelConfig(**from_hf_config(transformers.AutoConfig.for_model(family, **fields).to_dict()))
+    assert parameter_count(model_specs(model)) == counted() == total
+    idle = (model.num_experts - model.num_experts_per_tok) * model.hidden_size * model.num_hidden_layers
+    assert active_parameters(model) == counted(**{experts: model.num_experts_per_tok}) + idle

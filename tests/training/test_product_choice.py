@@ -115,6 +115,16 @@ def test_the_products_of_a_step_are_the_models(tmp_path):
     assert sum(product.flops * product.times for product in found) == by_hand
 
 
+def test_a_part_of_a_row_has_its_products(tmp_path):
+    """A row of 3 positions on 4 ranks is padded to 8: each rank has 2 positions, which attend to 8."""
+    parallel = {"dp": 1, "cp": 4, "context": "ring"}
+    made = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2}, parallel=parallel)
+    made.data.sequence_length = 3
+    found = step_products(made, Mesh(Layout()))  # every cp rank has the same
+    weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
+    assert sum(product.flops * product.count for product in found) == 6 * weights * 4 * 2 + 2 * (6 * 2 * 2 * 8 * 8) * 2 * 4
+
+
 @pytest.mark.parametrize("shape", [(5, 7, 3, 0), (3, 4, 6, 2), (40_000, 4096, 128_256, 0)])
 def test_measuring_gives_seconds_for_each_library_whatever_the_size(shape):
     rows, inner, columns, batch = shape

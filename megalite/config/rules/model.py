@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, divisors, is_checkpoint
-from megalite.config.schema import PROJECTIONS, ROPE_SCALING_KEYS, SAVED_MODULES, LoraConfig
+from megalite.config.schema import PROJECTIONS, ROPE_SCALING_KEYS, SAVED_MODULES, LoraConfig, ModelConfig
 
 
 def _layers_exist(name: str) -> Rule:
@@ -102,7 +102,52 @@ def _adapted(option: str) -> Rule:
     )
 
 
+_WITHOUT_EXPERTS = tuple(
+    Rule(
+        f"{name} needs experts",
+        f"model.{name}",
+        partial(lambda name, c: not c.model.num_experts and getattr(c.model, name) != getattr(ModelConfig(), name), name),
+        message="has no effect: {model.num_experts}",
+        legal="Remove it, or set model.num_experts.",
+    )
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size", "router_aux_loss_coef", "router_z_loss_coef")
+)
+
+_MIXTURE = (
+    *_WITHOUT_EXPERTS,
+    Rule(
+        "a token's experts exist",
+        "model.num_experts_per_tok",
+        lambda c: c.model.num_experts and c.model.num_experts_per_tok > c.model.num_experts,
+        message="is more than {model.num_experts}",
+        legal=lambda c: range(1, (c.model.num_experts or 1) + 1),
+    ),
+    _layers_exist("mlp_only_layers"),
+    Rule(
+        "a mixture is left",
+        "model.num_experts",
+        lambda c: c.model.num_experts and not c.model.has_mixtures,
+        message="has no effect: model.decoder_sparse_step and model.mlp_only_layers make every layer dense",
+        legal="Remove it, or leave a layer out of mlp_only_layers.",
+    ),
+    Rule(
+        "experts have no biases",
+        "model.mlp_bias",
+        lambda c: c.model.num_experts and c.model.mlp_bias,
+        message="is not supported for experts, {model.num_experts}",
+        legal="Set it to false.",
+    ),
+    Rule(
+        "a bias needs no auxiliary loss",
+        "model.router_aux_loss_coef",
+        lambda c: c.model.router_balance == "bias" and c.model.router_aux_loss_coef,
+        message="has no effect: {model.router_balance}",
+        legal="Remove it, or set model.router_balance to global or sequence.",
+    ),
+)
+
 RULES: tuple[Rule, ...] = (
+    *_MIXTURE,
     Rule(
         "preset or from_hf",
         "model.from_hf",

@@ -1,6 +1,6 @@
 """Rules for the mesh: sizes divide the model and fill the world."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megalite.config.rule import Rule, RuleContext, around, describe_legal, divisors
 
@@ -61,18 +61,88 @@ def _legal_dp(c: RuleContext) -> Sequence[int] | str:
     return f"{start}, or choose tp, pp and cp so that their product divides {world}: {products}."
 
 
-def _sizes_fit_the_world(axis: str, blamed: Callable[[RuleContext], bool]) -> Rule:
-    """The rule for a run without parallel.dp, which no dp fits: the larger of tp and pp is named."""
+def _sizes_fit_the_world(axis: str) -> Rule:
+    """The rule for a run without parallel.dp, which no dp fits: the largest of tp, pp and cp is named."""
+    sizes = ("tp", "pp", "cp")  # of equal ones the first
     return Rule(
         f"{axis} fits the world",
         f"parallel.{axis}",
-        lambda c: c.parallel.dp is None and c.world_size % c.dims.replica and blamed(c),
+        lambda c: c.parallel.dp is None and c.world_size % c.dims.replica and max(sizes, key=vars(c.parallel).__getitem__) == axis,
         message=_sizes_do_not_fit,
         legal=_legal_dp,
     )
 
 
+def _legal_ep(c: RuleContext) -> list[int]:
+    """Sizes that divide the experts and the ranks of a stage, and leave a whole number of ranks for each bucket of experts."""
+    shared = c.dims.shard * c.parallel.tp if c.parallel.zero else c.dims.stage_ranks
+    return [ep for ep in divisors(c.model.num_experts or 1) if c.dims.stage_ranks % ep == 0 and shared % ep == 0]
+
+
+_EXPERTS = (
+    Rule(
+        "ep splits experts",
+        "parallel.ep",
+        lambda c: c.parallel.ep > 1 and not c.model.num_experts,
+        message="has no experts to split: {model.num_experts}",
+        legal="Legal value: 1.",
+    ),
+    Rule(
+        "ep divides the experts",
+        "parallel.ep",
+        lambda c: c.model.num_experts and c.model.num_experts % c.parallel.ep,
+        message="does not divide {model.num_experts}: each rank holds whole experts",
+        legal=_legal_ep,
+    ),
+    Rule(
+        "ep divides a stage",
+        "parallel.ep",
+        lambda c: c.dims.stage_ranks % c.parallel.ep,
+        message=lambda c: f"does not divide the {c.dims.stage_ranks} ranks of a stage, dp * cp * tp",
+        legal=_legal_ep,
+    ),
+    Rule(
+        "experts are sharded over whole groups",
+        "parallel.ep",
+        lambda c: c.model.num_experts and c.parallel.zero and c.dims.shard * c.parallel.tp % c.parallel.ep,
+        message=lambda c: (
+            f"does not divide dp_shard * cp * tp = {c.dims.shard * c.parallel.tp}: an expert is sharded over the ranks of a shard group "
+            "that hold it"
+        ),
+        legal=_legal_ep,
+    ),
+    Rule(
+        "experts need a split sequence",
+        "parallel.sequence_parallel",
+        lambda c: c.model.num_experts and c.parallel.tp > 1 and not c.parallel.sequence_parallel,
+        message="does not fit {model.num_experts} and {parallel.tp}: every tp rank would route the same tokens",
+        legal="Set it to true, or parallel.tp to 1.",
+    ),
+    Rule(
+        "tp divides the shared expert",
+        "parallel.tp",
+        lambda c: (c.model.shared_expert_intermediate_size or 0) % c.parallel.tp,
+        message="does not divide {model.shared_expert_intermediate_size}: each rank holds an equal part",
+        legal=lambda c: [tp for tp in legal_tp(c) if (c.model.shared_expert_intermediate_size or 0) % tp == 0],
+    ),
+    Rule(
+        "Muon has no experts",
+        "optimizer.name",
+        lambda c: c.optimizer.name == "muon" and c.model.num_experts,
+        message="does not support {model.num_experts}: it would take the stacked experts of a layer for one matrix",
+        legal="Set it to adamw.",
+    ),
+    Rule(
+        "PowerSGD has no experts",
+        "parallel.powersgd_rank",
+        lambda c: c.parallel.powersgd_rank and c.model.num_experts,
+        message="does not support {model.num_experts}: it reduces over all data ranks, and experts have others",
+        legal="Leave it out.",
+    ),
+)
+
 RULES: tuple[Rule, ...] = (
+    *_EXPERTS,
     Rule(
         "tp divides heads",
         "parallel.tp",
@@ -164,8 +234,7 @@ RULES: tuple[Rule, ...] = (
         message="has no effect: {parallel.partition} is given",
         legal="Remove one of the two.",
     ),
-    _sizes_fit_the_world("tp", lambda c: c.parallel.tp >= c.parallel.pp),
-    _sizes_fit_the_world("pp", lambda c: c.parallel.tp < c.parallel.pp),
+    *map(_sizes_fit_the_world, ("tp", "pp", "cp")),
     Rule(
         "the mesh fills the world",
         "parallel.dp",

@@ -35,6 +35,7 @@ class Share:
     sequence_parallel: bool = False
     cp: int = 1
     context: str = "ulysses"
+    ep: int = 1
 
     @property
     def row(self) -> int:
@@ -168,6 +169,37 @@ class Product:
         if self.split == "outputs":
             return Collectives(1, 2 if self.keeps_input else 1) if sequence_parallel else Collectives(0, 2)
         return Collectives(1, 1) if sequence_parallel else Collectives(2, 0)
+
+
+@dataclass(frozen=True)
+class OwnProduct(Product):
+    """A product of each rank's own tokens with whole matrices: a router, or the experts, if they are equally loaded.
+
+    Attributes:
+        rows: rows of this rank: tokens, or for experts k times as many.
+        outputs, inputs: of one matrix; `weights` are its elements.
+        ranks: tp ranks, each with as many rows.
+        matrices: number of matrices on this rank, of which each row is multiplied with one.
+    """
+
+    ranks: int = 1
+    matrices: int = 1
+
+    @property
+    def local_weights(self) -> int:
+        return self.matrices * self.outputs * self.inputs
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.ranks * self.rows * self.weights
+
+    @property
+    def training_flops(self) -> int:
+        return (2 if self.frozen else 3) * self.flops
+
+    def collectives(self, sequence_parallel: bool) -> Collectives:
+        """None over tp."""
+        return Collectives(0, 0)
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,14 @@ class Units:
 
     def alike(self, index: int) -> Hashable:
         """A key: layers with equal keys have equal descriptions."""
-        return self.model.window(index)
+        return self.model.window(index), self.model.is_mixture(index)
 
     def layer(self, index: int) -> UnitCost:
         """A transformer layer, 0-based."""
         key = self.alike(index)
         if key not in self._layers:
             products = self._layer_products(index)
-            self._layers[key] = UnitCost((self._attention_block(index, products), self._feed_forward_block(products)))
+            self._layers[key] = UnitCost((self._attention_block(index, products), self._transformation(index, products)))
         return self._layers[key]
 
     def embedding(self) -> UnitCost:
@@ -138,20 +138,28 @@ class Units:
         workspace = [Buffer("gradients of attention", tokens * (query + 2 * packed)), *context.workspace(share, self.heads)]
         if not self.flash:  # the reference works on copies of at least fp32
             workspace.append(Buffer("copies of the reference", tokens * 2 * (query + packed), "accumulate"))
-        before, after = self._around(qkv, is_first=True)
-        return Block(before, (qkv, rotary, attention, out), after, self._dropped, tuple(workspace))
+        before, after = self.around(qkv, is_first=True)
+        return Block(before, (qkv, rotary, attention, out), after, self.dropped, tuple(workspace))
 
-    def _feed_forward_block(self, products: dict[str, Product]) -> Block:
-        into, down, tokens = products["mlp.in"], products["mlp.down"], self.share.tokens
+    def _transformation(self, index: int, products: dict[str, Product]) -> Block:
+        if not self.model.is_mixture(index):
+            return self.feed_forward(products["mlp.in"], products["mlp.down"])
+        from megalite.model.cost.mixtures import mixture_block
+
+        return mixture_block(self, products)
+
+    def feed_forward(self, into: Product, down: Product) -> Block:
+        """The block of a dense feed-forward."""
+        tokens = self.share.tokens
         inner = tokens * down.inputs
         forward, backward = (3, 6) if self.model.gated_mlp else (2, 4)
         # The activation's input is kept; its output is recomputed.
         activation = Elementwise((forward * inner,), (backward * inner,), (Buffer("input of the activation", tokens * into.outputs),))
         workspace = Buffer("gradients of the feed-forward", self.whole + 2 * inner + tokens * into.outputs)
-        before, after = self._around(into, is_first=False)
-        return Block(before, (into, activation, down), after, self._dropped, (workspace,))
+        before, after = self.around(into, is_first=False)
+        return Block(before, (into, activation, down), after, self.dropped, (workspace,))
 
-    def _around(self, column: Product, is_first: bool) -> tuple[Elementwise, Elementwise]:
+    def around(self, column: Product, is_first: bool) -> tuple[Elementwise, Elementwise]:
         """The residual sum with its fused norm, and the norm of the output. `is_first`: the block's input is the layer's input."""
         model, placement, own = self.model, self.model.norm_placement, self.own
         width = model.hidden_size * (2 if model.norm == "layer" and model.norm_bias else 1)
@@ -181,7 +189,7 @@ class Units:
         return [Buffer("positions for dropout", self.share.own_tokens // self.share.batch, "index")] if probability else []
 
     @property
-    def _dropped(self) -> int:
+    def dropped(self) -> int:
         return self.own if self.model.residual_dropout else 0
 
     def _probabilities(self, index: int, heads: int) -> tuple[Buffer, ...]:

@@ -52,6 +52,7 @@ CHARTS = (
     Chart("Time of a step", "s", ("step_time_s",), from_zero=True),
     Chart("Bubble", "% of the pipeline's time", ("bubble_fraction",), 100, from_zero=True),
     Chart("Peak memory of rank 0", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
+    Chart("Load of the fullest expert", "over the mean, averaged over mixtures", ("expert_load_peak",), from_zero=True),
     Chart("Loss scale", "", ("loss_scale",), logarithmic=True),
 )
 

@@ -81,7 +81,7 @@ class GradientReducer:
         self._at = mesh.coordinates
         # A reduction that allocates buffers must leave little room for others. On NCCL in another dtype two of them: the second one starts
         # while the device still adds the first one's parts. On gloo one, whose buffers are as large as all ranks' parts.
-        in_place = reduces_in_place(mesh.shard) and reduces_in_place(mesh.replicate)
+        in_place = all(map(reduces_in_place, (mesh.shard, mesh.replicate, *mesh.expert_split)))
         self._most_in_flight = 1 if not in_place else 2 if comm_dtype is not None else None
         self._in_flight: deque[Reduction] = deque()
         self._partial: list[Tensor] = []  # views of `owned` that are partial over tp, summed after the backward

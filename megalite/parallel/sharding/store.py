@@ -104,8 +104,9 @@ class ParameterStore:
         if options.zero == 0 and mesh.shard.size > 1:
             raise ValueError(f"zero = 0 shards nothing, but the mesh's shard axis has {mesh.shard.size} ranks: create it with dp_shard=1")
         self.mesh, self.at, self.options = mesh, mesh.coordinates, options
-        # Without offloading, a single rank shards nothing.
-        self.zero = options.zero if mesh.shard.size > 1 or options.offload_parameters else 0
+        # Without offloading, a single rank shards nothing. At dp = 1 experts may still have several ranks, whose weights stay whole.
+        alone = mesh.shard.size == 1 and not options.offload_parameters
+        self.zero = min(options.zero, 2 if mesh.domain("expert").shard.size > 1 else 0) if alone else options.zero
         self.device = torch.device(device)
         self.state = state or StateMemory(self.device)
         self.weight_grads, self.log = WeightGradQueue(), TransferLog()
@@ -157,10 +158,12 @@ class ParameterStore:
         """This rank's shard of each bucket's weights, under ZeRO-3."""
         if self.zero < 3:
             return [None] * len(layouts)
-        counts, dtype = [layout.size // self.mesh.domain(layout.domain).shard.size for layout in layouts], self.options.dtype
+        ranks, dtype = [self.mesh.domain(layout.domain).shard.size for layout in layouts], self.options.dtype
+        counts = [layout.size // size for layout, size in zip(layouts, ranks, strict=True)]
         if self.options.offload_parameters:
             return pinned_zeros(counts, dtype, self.device)
-        return [torch.zeros(count, dtype=dtype, device=self.device) for count in counts]
+        # A bucket that no other rank has stays whole: experts at ep = dp · cp · tp.
+        return [torch.zeros(n, dtype=dtype, device=self.device) if size > 1 else None for n, size in zip(counts, ranks, strict=True)]
 
     def _allocate_gradients(self, layout: BucketLayout, domain: Domain, dtype: torch.dtype) -> GradientBucket:
         zero = min(self.zero, 1) if self._separates(layout) else self.zero  # both accumulators last a step: adding per microbatch reorders

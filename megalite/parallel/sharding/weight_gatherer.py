@@ -102,7 +102,7 @@ class ShardGatherer(WeightGatherer):
         log: TransferLog,
         collective: Gather = all_gather,
     ):
-        super().__init__(buckets, by_unit, False, log)
+        super().__init__(buckets, {unit: [each for each in own if each.shard is not None] for unit, own in by_unit.items()}, False, log)
         self._collective = collective
         self._planned = False
         self._gathers: defaultdict[int, list[BucketBuffers]] = defaultdict(list)  # by unit
@@ -157,7 +157,7 @@ class ShardGatherer(WeightGatherer):
             bucket.free()
 
     def _free_all(self) -> None:
-        for bucket in self.buckets:
+        for bucket in (each for each in self.buckets if each.shard is not None):
             bucket.await_weights()  # a collective in flight writes into this memory
             bucket.free()
 

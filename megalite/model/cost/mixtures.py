@@ -1,0 +1,57 @@
+"""The description of a mixture of experts, with equally loaded experts. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.model.cost.steps import Block, Buffer, Elementwise, OwnProduct, Product
+
+if TYPE_CHECKING:
+    from megalite.model.cost.units import Units
+
+
+def own_products(units: Units) -> list[OwnProduct]:
+    """Router, and both products of the experts, for one rank's tokens."""
+    model, share = units.model, units.share
+    ranks, k, hidden, experts = share.tokens // share.own_tokens, model.num_experts_per_tok, model.hidden_size, model.num_experts or 0
+    width, packed = model.expert_width, (2 if model.gated_mlp else 1) * model.expert_width
+
+    def product(name: str, rows: int, outputs: int, inputs: int, matrices: int) -> OwnProduct:
+        frozen = bool(units.lora.rank)
+        return OwnProduct(f"mlp.{name}", rows, outputs, inputs, outputs * inputs, "outputs", frozen, ranks=ranks, matrices=matrices)
+
+    rows, matrices = k * share.own_tokens, experts // share.ep
+    return [
+        product("router", share.own_tokens, experts, hidden, 1),
+        product("experts.in", rows, packed, hidden, matrices),
+        product("experts.down", rows, hidden, width, matrices),
+    ]
+
+
+def mixture_block(units: Units, products: dict[str, Product]) -> Block:
+    """Router, experts, and the shared expert. Kept: logits and probabilities, the choice, the rows that were sent and that came back."""
+    model, share, own = units.model, units.share, units.own
+    router, into, down = own_products(units)
+    forward, backward = (3, 6) if model.gated_mlp else (2, 4)
+    inner, sent = into.rows * model.expert_width, into.rows * model.hidden_size
+    routing = Elementwise(
+        kept=(
+            Buffer("logits and probabilities", 2 * share.own_tokens * router.outputs, "accumulate"),
+            Buffer("weights of the experts", 2 * into.rows, "accumulate"),
+            Buffer("the choice", 3 * into.rows, "index"),
+        )
+    )
+    spread = Elementwise((2 * sent,), (2 * sent,), (Buffer("rows of the experts", sent),))
+    activation = Elementwise(
+        (forward * inner,), (backward * inner,), (Buffer("input of the experts' activation", into.rows * into.outputs),)
+    )
+    combine = Elementwise((sent + own,), (2 * sent + own,), (Buffer("rows from the experts", sent),))
+    workspace = [Buffer("gradients of the experts", own + 2 * sent + 2 * inner + into.rows * into.outputs)]
+    steps = (router, routing, spread, into, activation, down, combine)
+    before, after = units.around(into, is_first=False)
+    if "mlp.shared.in" in products:
+        shared = units.feed_forward(products["mlp.shared.in"], products["mlp.shared.down"])
+        gate = OwnProduct("mlp.shared_gate", share.own_tokens, 1, model.hidden_size, model.hidden_size, "outputs", ranks=router.ranks)
+        steps = (*steps, *shared.steps, *((gate,) if model.shared_expert_gate else ()))
+        workspace += shared.workspace
+    return Block(before, steps, after, units.dropped, tuple(workspace))

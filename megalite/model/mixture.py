@@ -1,0 +1,89 @@
+"""A mixture of experts in place of the dense feed-forward: each token is processed by the k experts that its router chooses.
+
+    logits = router(x);  p = softmax(logits);  y = Σ over the k largest p_e of  w_e · expert_e(x)  +  gate(x) · shared(x)
+
+Communication: that of the dispatch over the expert axis, of the balance, and of the shared expert's linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.schema import ModelConfig
+from megalite.mesh import Mesh
+from megalite.model.forward_state import ForwardState
+from megalite.model.options import LayerOptions
+from megalite.model.transformer import FeedForward
+from megalite.parallel.expert.balance import Balance, RouterState
+from megalite.parallel.expert.choice import Choice, choose
+from megalite.parallel.expert.dispatch import make_dispatch
+from megalite.parallel.expert.products import Experts
+from megalite.parallel.expert.router import Router
+from megalite.parallel.tensor.linear import Activation
+from megalite.parallel.weight import Weight
+
+
+class Mixture(nn.Module):
+    """[seq (/tp), batch, hidden] -> the same shape, as `FeedForward`. With tp > 1 the sequence is split."""
+
+    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
+        super().__init__()
+        name = f"layers.{layer}.mlp"
+        into = weights[f"{name}.experts.in.weight"]
+        self.model, self.layer, self.keeps_choice = model, layer, options.recompute == "full"
+        self.part = mesh.tp.rank if options.sequence_parallel else 0  # which part of the sequence this rank has
+        self.router = Router(weights[f"{name}.router.weight"])
+        own = (model.num_experts or 0) // mesh.expert.size
+        self.experts = Experts(
+            into, weights[f"{name}.experts.down.weight"], own, Activation(model.hidden_act, model.gated_mlp, options.ops)
+        )
+        self.dispatch = make_dispatch(options.expert_dispatch, mesh.expert)
+        self.balance = Balance(model, RouterState.start(model, into.tensor.device), mesh.sequence)
+        self.shared = self.shared_gate = None
+        if model.shared_expert_intermediate_size:
+            self.shared = FeedForward(model, layer, weights, mesh, options, "mlp.shared")
+            gate = weights.get(f"{name}.shared_gate.weight")
+            self.shared_gate = Router(gate) if gate is not None else None
+
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        rows = x.flatten(0, 1)  # [tokens, hidden] of this rank
+        logits = self.router(rows)  # [tokens, experts], at least fp32
+        probabilities = logits.softmax(-1)
+        choice = self._choice(probabilities, state)
+        self.dispatch.begin(choice)
+        weights = probabilities.gather(1, choice.experts)  # [tokens, k]
+        if self.model.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if state.training and state.targets is not None:
+            targets = state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
+            weights, statistics = self.balance.with_losses(weights, logits, probabilities, choice, targets, state.loss_scale)
+            self._report(state, statistics)
+        shared = None if self.shared is None else self._shared(x, rows, state)  # before the host waits for the sizes of the dispatch
+        out = self.dispatch.run(rows, weights, choice, self.experts).view_as(x)
+        return out if shared is None else out + shared
+
+    def _report(self, state: ForwardState, statistics: Tensor) -> None:
+        """Enter the layer's statistics into those of all layers, [layers, experts + 3]."""
+        if "router" not in state.statistics:
+            state.statistics["router"] = statistics.new_zeros(self.model.num_hidden_layers, len(statistics))
+        state.statistics["router"][self.layer] = statistics
+
+    def _choice(self, probabilities: Tensor, state: ForwardState) -> Choice:
+        """The choice of this forward. Recomputation uses that of the first forward: another one would change shapes."""
+        if (kept := state.choices.pop(self.layer, None)) is not None:
+            return kept
+        scores = probabilities
+        if self.model.router_balance == "bias":
+            scores = probabilities + self.balance.state.bias.to(probabilities.dtype)
+        choice = choose(scores, self.model.num_experts_per_tok)
+        if self.keeps_choice and state.training and not torch.is_grad_enabled():
+            state.choices[self.layer] = choice
+        return choice
+
+    def _shared(self, x: Tensor, rows: Tensor, state: ForwardState) -> Tensor:
+        assert self.shared is not None
+        out: Tensor = self.shared(x, state)
+        return out if self.shared_gate is None else out * self.shared_gate(rows).sigmoid().to(x.dtype).view(*x.shape[:-1], 1)

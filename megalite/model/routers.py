@@ -1,0 +1,80 @@
+"""What the routers of a model have learned from earlier steps, and the metrics of their balance.
+
+The sums over all ranks of a step's statistics (`parallel.expert.balance`) arrive with the gradient norm. Every rank learns from them the
+same for all layers, so a checkpoint stores them once. A skipped step changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config.schema import ModelConfig
+from megalite.model.stage import Stage
+from megalite.parallel.expert.balance import AUXILIARY, DROPPED, RouterState, Z
+from megalite.parallel.spec import Rectangle
+
+KIND = "router"
+
+
+class Routers:
+    """The states of all routers, [layers, experts] fp64 each, of which a layer's own state is a view."""
+
+    def __init__(self, model: ModelConfig, stages: Iterable[Stage], device: torch.device):
+        from megalite.model.mixture import Mixture
+
+        self.model = model
+        self.layers = [layer for layer in range(model.num_hidden_layers) if model.is_mixture(layer)]
+        start = RouterState.start(model, device)
+        self.load, self.bias = (each.repeat(model.num_hidden_layers, 1) for each in (start.load, start.bias))
+        for module in (module for stage in stages for module in stage.modules()):
+            if isinstance(module, Mixture):
+                module.balance.state = self.state(module.layer)
+
+    def state(self, layer: int) -> RouterState:
+        return RouterState(self.load[layer], self.bias[layer])
+
+    def own(self, statistics: Mapping[str, Tensor]) -> Tensor:
+        """The routers' part of this rank's statistics, flattened; zeros where its layers have no mixtures."""
+        none = self.load.new_zeros(self.model.num_hidden_layers, self.load.shape[1] - AUXILIARY)
+        return statistics.get("router", none).flatten()
+
+    def learn(self, totals: Tensor | None, tokens: int, applied: bool) -> dict[str, Any]:
+        """Learn from a step that was applied. Returns its metrics.
+
+        Args:
+            totals: the layers' statistics, summed over all ranks and flattened.
+            tokens: valid tokens of the global batch.
+        """
+        assert totals is not None, "the totals of a step are known before it is learned from"
+        rows = totals.view(self.model.num_hidden_layers, -1)
+        if applied:
+            for layer in self.layers:
+                self.state(layer).update(rows[layer, :AUXILIARY].to(self.load.device), self.model)
+        return self._metrics(rows[self.layers].cpu(), max(tokens, 1))
+
+    def _metrics(self, rows: Tensor, tokens: int) -> dict[str, Any]:
+        """Means over the mixtures: rows [mixtures, experts + 3]."""
+        counts, experts = rows[:, :AUXILIARY], rows.shape[1] + AUXILIARY
+        shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # [mixtures, experts]
+        peaks = shares.amax(1) * experts
+        entropy = -(shares * shares.clamp(min=1e-12).log()).sum(1) / torch.tensor(float(experts)).log().clamp(min=1e-12)
+        found = {
+            "expert_load_peak": peaks.mean().item(),
+            "expert_load_entropy": entropy.mean().item(),
+            "expert_load_peaks": peaks.tolist(),
+            "router_balance_loss": (rows[:, AUXILIARY].mean() / tokens).item(),
+            "router_z_loss": (rows[:, Z].mean() / tokens).item(),
+            "dropped_tokens": rows[:, DROPPED].sum().item(),
+        }
+        if self.model.router_balance == "bias":
+            found["router_bias_range"] = (self.bias.amax() - self.bias.amin()).item()
+        return found
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        """The states, to save or to fill."""
+        for name, values in (("load", self.load), ("bias", self.bias)):
+            yield Rectangle(f"{KIND}/{name}", tuple(values.shape), (0, 0), values)

@@ -1,0 +1,114 @@
+"""Keeps the experts of a layer equally loaded, in ways that no layout of ranks changes.
+
+    global    auxiliary loss  E · Σ_e f_e P_e, with f the share of the previous step's tokens (all ranks') that chose expert e
+    sequence  the same with f the share of the token's own sequence (DeepSeek-V3)
+    bias      no loss: a bias is added to the probabilities when experts are chosen, not when they are weighted; after each applied step it
+              moves by `router_bias_rate` against the load (Wang et al. 2024)
+
+P is the mean router probability. With f fixed the loss is a sum over tokens, so it adds over microbatches and ranks like the loss of the
+model: it is divided by the number of valid tokens of the global batch, and tokens whose loss does not count do not count here either.
+A balance by microbatch, which is usual, depends on the micro-batch size and on the layout.
+
+Communication: `sequence` sums counts over the ranks that share a sequence, in forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megalite_kernels.permutation import count_by_column
+from torch import Tensor
+
+from megalite.batch import IGNORE_INDEX
+from megalite.config.schema import ModelConfig
+from megalite.mesh import MeshAxis
+from megalite.parallel.collectives import all_reduce
+from megalite.parallel.expert.choice import Choice
+
+AUXILIARY, Z, DROPPED = -3, -2, -1  # columns of the statistics, after one for each expert
+
+
+@dataclass
+class RouterState:
+    """What a layer's router has learned from earlier steps; not a function of the weights. Both [experts], fp64, on the device.
+
+    Attributes:
+        load: share of the previous step's tokens that chose each expert; the sum is k. At the start equal, without a gradient.
+        bias: added to the probabilities when experts are chosen.
+    """
+
+    load: Tensor
+    bias: Tensor
+
+    @staticmethod
+    def start(model: ModelConfig, device: torch.device) -> RouterState:
+        experts = model.num_experts or 0
+        equal = torch.full((experts,), model.num_experts_per_tok / experts, dtype=torch.float64, device=device)
+        return RouterState(equal, torch.zeros_like(equal))
+
+    def update(self, counts: Tensor, model: ModelConfig) -> None:
+        """Learn from an applied step: counts [experts] of all ranks' valid tokens."""
+        if model.router_balance == "bias":
+            self.bias += model.router_bias_rate * (counts.mean() - counts).sign()
+        self.load.copy_(counts * (model.num_experts_per_tok / counts.sum().clamp(min=1)))
+
+
+class _AddLoss(torch.autograd.Function):
+    """x, unchanged.  Backward: the loss gets the gradient 1, as if it had been added to the model's loss. No communication."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones((), dtype=ctx.dtype, device=grads[0].device)
+
+
+class Balance:
+    """The auxiliary losses and the statistics of one layer.
+
+    Args:
+        sequence: the axis of the ranks that share a sequence.
+    """
+
+    def __init__(self, model: ModelConfig, state: RouterState, sequence: MeshAxis):
+        self.model, self.state, self.sequence = model, state, sequence
+        self.layers = sum(map(model.is_mixture, range(model.num_hidden_layers)))
+
+    def with_losses(
+        self, weights: Tensor, logits: Tensor, probabilities: Tensor, choice: Choice, targets: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Weights [tokens, k] whose backward adds the auxiliary losses, and the layer's statistics [experts + 3].
+
+        Args:
+            logits, probabilities: [tokens, experts] of this rank's tokens, [seq, batch] flattened.
+            targets: [seq, batch] of these tokens.
+            scale: factor on the sum of token losses.
+        """
+        model, valid = self.model, targets != IGNORE_INDEX
+        mask = valid.flatten().to(logits.dtype)
+        factor = scale / self.layers
+        statistics = torch.zeros(logits.shape[1] + 3, dtype=torch.float64, device=logits.device)
+        statistics[:AUXILIARY] = count_by_column(choice.experts, valid, len(choice.counts)).sum(0)
+        statistics[DROPPED] = (choice.inverse == len(choice.order)).sum()
+        shares = self._shares(choice, valid).to(logits.dtype)  # [1 or batch, experts]
+        shares = shares.expand(valid.shape[1], -1)
+        balance = (probabilities.view(*valid.shape, -1) * shares * valid.unsqueeze(-1)).sum() * shares.shape[1]
+        z = (logits.logsumexp(-1).square() * mask).sum()
+        statistics[AUXILIARY], statistics[Z] = balance.detach(), z.detach()
+        loss = balance * (model.router_aux_loss_coef * factor) + z * (model.router_z_loss_coef * factor)
+        return _AddLoss.apply(weights, loss), statistics
+
+    def _shares(self, choice: Choice, valid: Tensor) -> Tensor:
+        """f: [1, experts] of the previous step, or [batch, experts] of each sequence."""
+        if self.model.router_balance != "sequence":
+            return self.state.load.unsqueeze(0)
+        if "shares" not in choice.kept:
+            own = count_by_column(choice.experts, valid, len(choice.counts))
+            counts = all_reduce(own, self.sequence).wait()
+            choice.kept["shares"] = counts * (choice.k / counts.sum(1, keepdim=True).clamp(min=1))
+        return choice.kept["shares"]

@@ -1,0 +1,100 @@
+"""Which experts process each token, and the order in which the tokens' rows are sent to them.
+
+Rows are sorted by expert, then by token: the rows for one rank are consecutive. Back from the experts, a token's k rows are gathered and
+summed in the order of its choices, without atomic additions, so that a run repeats bit for bit. No communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megalite_kernels.permutation import count, inverse_order
+from torch import Tensor
+
+
+@dataclass
+class Choice:
+    """The experts of a microbatch's tokens on this rank. Recomputation uses the choice of the first forward.
+
+    Attributes:
+        experts: [tokens, k] int64, each token's experts, the most probable first.
+        order: [rows] int64, which (token, k) of the flattened experts each sent row is: all of them, or fewer if some are not sent.
+        inverse: [tokens · k] int64, the sent row of each (token, k); the number of rows if it is not sent.
+        counts: [experts] int64, rows for each expert.
+        kept: what `balance` and `dispatch` have computed once for this choice, among it what was read from the device or communicated.
+    """
+
+    experts: Tensor
+    order: Tensor
+    inverse: Tensor
+    counts: Tensor
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def k(self) -> int:
+        return self.experts.shape[1]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[rows]: the token of each sent row."""
+        return self.order // self.k
+
+    def by_token(self, values: Tensor) -> Tensor:
+        """A value of each sent row, [rows, …], as [tokens · k, …]: zero for what is not sent."""
+        if len(self.order) < len(self.inverse):
+            values = torch.cat((values, values.new_zeros(1, *values.shape[1:])))
+        return values.index_select(0, self.inverse)
+
+
+def choose(scores: Tensor, k: int) -> Choice:
+    """The k experts with the largest scores [tokens, experts] of each token; of equal ones those with the lower index."""
+    experts = scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()  # topk breaks ties in any order
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    return Choice(experts, order, inverse_order(order, len(order)), count(flat, scores.shape[1]))
+
+
+class _Spread(torch.autograd.Function):
+    """[tokens, hidden] -> [rows, hidden]: each token's row once for each of its experts, sorted.  Backward: their sum, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, choice: Choice) -> Tensor:
+        ctx.choice = choice
+        return rows.index_select(0, choice.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        choice, grad = ctx.choice, grads[0]
+        accumulate_dtype = torch.promote_types(grad.dtype, torch.float32)
+        return choice.by_token(grad).view(*choice.experts.shape, -1).sum(1, dtype=accumulate_dtype).to(grad.dtype), None
+
+
+class _Combine(torch.autograd.Function):
+    """Σ_k weight · row of each token: [rows, hidden] sorted by expert, [tokens, k] -> [tokens, hidden].  Backward: both gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: Choice) -> Tensor:
+        ctx.choice = choice
+        ctx.save_for_backward(rows, weights)
+        by_token = choice.by_token(rows).view(*weights.shape, -1)  # [tokens, k, hidden]
+        return (by_token * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (rows, weights), choice, grad = ctx.saved_tensors, ctx.choice, grads[0]
+        sent = grad.index_select(0, choice.tokens)  # [rows, hidden]
+        products = (sent.to(weights.dtype) * rows).sum(-1)  # [rows]
+        by_row = weights.flatten().index_select(0, choice.order).unsqueeze(-1)
+        return (sent * by_row).to(rows.dtype), choice.by_token(products).view_as(weights), None
+
+
+def spread(rows: Tensor, choice: Choice) -> Tensor:
+    """The rows to send: [tokens, hidden] -> [rows, hidden], sorted by expert."""
+    return _Spread.apply(rows, choice)
+
+
+def combine(rows: Tensor, weights: Tensor, choice: Choice) -> Tensor:
+    """The weighted sum of the rows that came back: [rows, hidden], [tokens, k] at least fp32 -> [tokens, hidden]."""
+    return _Combine.apply(rows, weights, choice)

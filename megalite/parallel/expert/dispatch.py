@@ -1,0 +1,133 @@
+"""The way of the tokens' rows to their experts and back.
+
+                 forward                                             backward
+    local        none                                                none
+    all_to_all   all-gather of counts, read by the host; rows to     two all-to-all, of the same sizes
+                 their experts' ranks and back: two all-to-all
+    all_gather   all-gather of all rows, choices and weights;        all-gather; reduce-scatter of both gradients
+                 reduce-scatter of the sums
+
+Each is started (`begin`) before other work is queued, so that the host's wait for the counts is hidden behind it. What `begin` finds is
+kept in the choice: recomputation and backward neither communicate nor read it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from megalite_kernels.permutation import count, inverse_order, order_by_column
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.collectives import all_gather
+from megalite.parallel.expert.choice import Choice, combine, spread
+from megalite.parallel.expert.exchange import exchange, gather, reorder, scatter_sum
+
+Experts = Callable[[Tensor, Sequence[int]], Tensor]
+"""This rank's experts: (rows [n, hidden] sorted by expert, rows of each) -> [n, hidden]."""
+
+
+class Dispatch(Protocol):
+    """Sends rows to their experts."""
+
+    def begin(self, choice: Choice) -> None:
+        """Start what a choice needs before its rows can be sent."""
+
+    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+        """Σ_k weight · expert(row) of each of this rank's tokens: [tokens, hidden], [tokens, k] -> [tokens, hidden]."""
+
+
+class LocalDispatch:
+    """All experts are on this rank."""
+
+    def begin(self, choice: Choice) -> None:
+        """Nothing is sent."""
+
+    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+        if "sizes" not in choice.kept:
+            choice.kept["sizes"] = choice.counts.tolist()
+        return combine(experts(spread(rows, choice), choice.kept["sizes"]), weights, choice)
+
+
+class _Route(NamedTuple):
+    """Sizes and order of one all-to-all.
+
+    Attributes:
+        send, receive: rows to and from each rank.
+        sizes: rows for each of this rank's experts.
+        order: the received rows, which come sorted by rank and then by expert, sorted by expert and then by rank; and its inverse.
+    """
+
+    send: list[int]
+    receive: list[int]
+    sizes: list[int]
+    order: Tensor
+    inverse: Tensor
+
+
+class AllToAllDispatch:
+    """Each rank sends its rows to the ranks of their experts."""
+
+    def __init__(self, axis: MeshAxis):
+        self.axis = axis
+
+    def begin(self, choice: Choice) -> None:
+        if "route" not in choice.kept and "counts" not in choice.kept:
+            choice.kept["counts"] = all_gather(choice.counts.unsqueeze(0), self.axis)  # [1, experts] -> [ep, experts]
+
+    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+        if "route" not in choice.kept:
+            choice.kept["route"] = self._route(choice.kept.pop("counts").wait())
+        send, receive, sizes, order, inverse = choice.kept["route"]
+        arrived = exchange(spread(rows, choice), send, receive, self.axis)
+        done = experts(reorder(arrived, order, inverse), sizes)
+        return combine(exchange(reorder(done, inverse, order), receive, send, self.axis), weights, choice)
+
+    def _route(self, counts: Tensor) -> _Route:
+        """counts: [ep, experts], the rows that each rank sends to each expert."""
+        ep, own = self.axis.size, counts.shape[1] // self.axis.size
+        host = counts.tolist()  # the one time that a layer's forward waits for the device
+        mine = slice(self.axis.rank * own, (self.axis.rank + 1) * own)
+        send = [sum(host[self.axis.rank][rank * own : (rank + 1) * own]) for rank in range(ep)]
+        receive = [sum(row[mine]) for row in host]
+        sizes = [sum(column) for column in zip(*(row[mine] for row in host), strict=True)]
+        order = order_by_column(counts[:, mine], sum(receive))
+        return _Route(send, receive, sizes, order, inverse_order(order, len(order)))
+
+
+class AllGatherDispatch:
+    """Every rank gets all rows, computes those of its experts, and the sums are scattered: fewer, larger messages for a small group."""
+
+    def __init__(self, axis: MeshAxis):
+        self.axis = axis
+
+    def begin(self, choice: Choice) -> None:
+        if "whole" not in choice.kept and "chosen" not in choice.kept:
+            own = choice.experts.flatten().masked_fill(choice.inverse == len(choice.order), len(choice.counts))  # not sent: no expert's
+            choice.kept["chosen"] = all_gather(own.view_as(choice.experts), self.axis)  # [tokens, k] -> [ep · tokens, k]
+
+    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+        if "whole" not in choice.kept:
+            choice.kept["whole"] = self._own_rows(choice.kept.pop("chosen").wait(), len(choice.counts))
+        whole: Choice = choice.kept["whole"]
+        done = experts(spread(gather(rows, self.axis), whole), whole.kept["sizes"])
+        return scatter_sum(combine(done, gather(weights, self.axis), whole), self.axis)
+
+    def _own_rows(self, chosen: Tensor, number: int) -> Choice:
+        """The choice of all ranks' tokens ([ep · tokens, k]), of which only the rows for this rank's experts are sent."""
+        own, flat = number // self.axis.size, chosen.flatten()
+        counts = count(flat, number + 1)
+        host, first = counts.tolist(), self.axis.rank * own
+        start = sum(host[:first])
+        order = flat.argsort(stable=True)[start : start + sum(host[first : first + own])]
+        whole = Choice(chosen, order, inverse_order(order, len(flat)), counts)
+        whole.kept["sizes"] = host[first : first + own]
+        return whole
+
+
+def make_dispatch(name: str, axis: MeshAxis) -> Dispatch:
+    """The way of rows over an expert axis (`parallel.expert_dispatch`)."""
+    if axis.size == 1:
+        return LocalDispatch()
+    return AllToAllDispatch(axis) if name == "all_to_all" else AllGatherDispatch(axis)

@@ -1,0 +1,91 @@
+"""Matrix products of rows that are sorted by expert with each expert's matrices. No communication.
+
+The loop over experts is the reference, and what runs on a CPU. On a GPU one grouped kernel computes a whole product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.parallel.tensor.linear import Activation
+from megalite.parallel.weight import Weight
+
+_ALIGNED = 16  # bytes: torch's grouped kernel reads rows of this alignment
+
+
+def product_loop(rows: Tensor, matrices: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The first sizes[0] rows times matrices[0], and so on: [n, in], [experts, in, out] -> [n, out]."""
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    for own, matrix, into in zip(rows.split(list(sizes)), matrices, out.split(list(sizes)), strict=True):
+        torch.mm(own, matrix, out=into)
+    return out
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, sizes: Sequence[int]) -> Tensor:
+    """As `product_loop`, in one kernel where there is one: on a GPU, in bf16."""
+    aligned = all(size * rows.itemsize % _ALIGNED == 0 for size in matrices.shape[1:])
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not aligned:
+        return product_loop(rows, matrices, sizes)
+    ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32).to(rows.device, non_blocking=True)
+    return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+
+
+def add_grouped_gradient(grad: Tensor, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int], overwrite: bool) -> None:
+    """Add each expert's grad_outputᵀ · inputs ([n, out], [n, in]) to grad [experts, out, in]; an expert without rows adds zero."""
+    if overwrite:  # also the experts without rows: their gradients are sent like the others
+        grad.zero_()
+    for own, left, right in zip(grad, grad_output.split(list(sizes)), inputs.split(list(sizes)), strict=True):
+        if left.dtype == grad.dtype:
+            own.addmm_(left.t(), right)
+        elif left.is_cuda:  # accumulated in fp32 without being rounded first
+            torch.addmm(own, left.t(), right, out_dtype=grad.dtype, out=own)
+        else:
+            own.add_(left.t() @ right)
+
+
+class _Experts(torch.autograd.Function):
+    """down(act(in(x))) of rows sorted by expert. Backward: the input's gradient; weight gradients go to the queue."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, sizes: Sequence[int]) -> Tensor:
+        ctx.layer, ctx.sizes = layer, sizes
+        inner = grouped_product(rows, layer.each(into).transpose(1, 2), sizes)  # [n, (2 ·) width]
+        ctx.save_for_backward(rows if layer.into.trainable else None, inner)
+        return grouped_product(layer.activation.forward(inner), layer.each(down).transpose(1, 2), sizes)  # [n, hidden]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (rows, inner), layer, sizes, grad = ctx.saved_tensors, ctx.layer, ctx.sizes, grads[0]
+        dactive = grouped_product(grad, layer.each(layer.down.tensor), sizes)  # [n, width]
+        dinner, active = layer.activation.backward(dactive, inner)
+        dx = grouped_product(dinner, layer.each(layer.into.tensor), sizes)  # [n, hidden]
+        layer.down.accumulate_product(grad, active, sizes)
+        if rows is not None:
+            layer.into.accumulate_product(dinner, rows, sizes)
+        return dx, None, None, None, None
+
+
+class Experts(nn.Module):
+    """This rank's experts, each a feed-forward: rows [n, hidden] sorted by expert -> [n, hidden].
+
+    Args:
+        into, down: their matrices, expert after expert: [experts · (2 ·) width, hidden] and [experts · hidden, width].
+        number: experts on this rank.
+    """
+
+    def __init__(self, into: Weight, down: Weight, number: int, activation: Activation):
+        super().__init__()
+        self.into, self.down, self.number, self.activation = into, down, number, activation
+
+    def each(self, matrices: Tensor) -> Tensor:
+        """A view of stacked matrices: [experts · out, in] -> [experts, out, in]."""
+        return matrices.view(self.number, -1, matrices.shape[1])
+
+    def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """`sizes`: rows of each expert."""
+        return _Experts.apply(rows, self.into.tensor, self.down.tensor, self, sizes)

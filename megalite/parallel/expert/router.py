@@ -1,0 +1,42 @@
+"""The router's logits: a product of this rank's own tokens with a small whole matrix, in at least fp32. No communication.
+
+Under sequence parallelism each tp rank has its part of the sequence: the weight gradient is partial, and summed over tp at the end of the
+step as a norm's is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.parallel.weight import Weight
+
+
+class _Logits(torch.autograd.Function):
+    """x Wᵀ in the wider of fp32 and x's dtype: bf16 logits would tie at the k-th place. The weight gradient goes to its bucket."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, layer: Router) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(rows)
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        return torch.mm(rows.to(dtype), weight.to(dtype).t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (rows,), weight, grad = ctx.saved_tensors, ctx.layer.weight, grads[0]
+        weight.accumulate_product(grad, rows.to(grad.dtype))
+        return torch.mm(grad, weight.tensor.to(grad.dtype)).to(rows.dtype), None, None
+
+
+class Router(nn.Module):
+    """Logits of this rank's tokens: [tokens, hidden] -> [tokens, outputs], at least fp32."""
+
+    def __init__(self, weight: Weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return _Logits.apply(rows, self.weight.tensor, self)

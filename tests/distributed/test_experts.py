@@ -1,0 +1,89 @@
+"""A mixture of experts trains the same on every layout as on one process: weights, losses, gradient norms, and what its routers learn.
+
+fp64, 5 steps, within 1e-9. The model has a dense layer, a shared expert, both auxiliary losses and tokens that do not count.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalite.config.dims import ParallelDims
+from megalite.config.load import from_dict
+from megalite.planning import experts
+from megalite.planning.traffic import traffic
+from tests.distributed.support import jobs, resharding
+from tests.distributed.support.configs import write_tokens
+from tests.distributed.support.jobs_experts import configs, exchanged, sent
+from tests.distributed.test_equivalence import assert_same_run
+
+STEPS = 5
+LAYOUTS = {
+    "dp 2, ep 2": {"dp": 2, "ep": 2, "zero": 1},
+    "tp 2, ep 1": {"tp": 2, "ep": 1, "zero": 1, "balance": "sequence"},
+    "tp 2, ep 2, recomputed": {"tp": 2, "ep": 2, "recompute": "full", "balance": "bias"},
+    "dp 4, ep 2, zero 3": {"dp": 4, "ep": 2, "zero": 3, "balance": "sequence", "dispatch": "all_gather"},
+    "dp 4, ep 4, zero 3, recomputed": {"dp": 4, "ep": 4, "zero": 3, "recompute": "full"},
+    "dp 4, ep 2, zero 2, groups": {"dp": 4, "ep": 2, "zero": 2, "dp_shard": 2, "balance": "bias"},
+    "cp 2, dp 2, ep 4, zero 3": {"cp": 2, "context": "ring", "dp": 2, "ep": 4, "zero": 3, "balance": "sequence"},
+    "cp 2, tp 2, dp 2, ep 4": {"cp": 2, "context": "gather", "tp": 2, "dp": 2, "ep": 4, "zero": 1, "balance": "bias"},
+    "pp 2, dp 2, ep 2, zb-h1": {"pp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-h1", "dispatch": "all_gather"},
+    "pp 2, tp 2, dp 2, ep 4, zb-v": {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 3, "schedule": "zb-v", "balance": "bias"},
+    "pp 2, tp 2, dp 2, ep 2, zb-v": {"pp": 2, "tp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-v", "balance": "sequence"},
+    "pp 2, tp 2, dp 2, ep 4, recomputed": {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 2, "recompute": "every-2"},
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), 96)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_trains_like_one_process(name, ranks, references, prefix):
+    layout = LAYOUTS[name]
+    several, one = configs(prefix, **layout)
+    world = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1) * layout.get("cp", 1)
+    got = ranks.run(world, jobs.train, several, STEPS)
+    assert_same_run(got, references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
+
+
+def test_a_checkpoint_of_experts_goes_on_at_another_layout(ranks, prefix, tmp_path):
+    """Saved at ep 4, loaded at ep 2 × tp 2: the same tensors bit for bit, then the same losses; at the same layout all bits."""
+    saved = {"dp": 4, "ep": 4, "zero": 1, "balance": "bias", "microbatches": 2}
+    loaded = {"dp": 2, "tp": 2, "ep": 2, "zero": 3, "balance": "bias", "microbatches": 4}
+
+    def run(layout, load: str, name: str):
+        config, _ = configs(prefix, **layout)
+        config["train"] |= {"global_batch_size": 16, "micro_batch_size": 16 // (layout["dp"] * layout["microbatches"]), "steps": 6}
+        config |= {"run": {"dir": str(tmp_path), "name": name}, "checkpoint": {"load": load}}
+        return ranks.run(4, resharding.train, config, 6)[0]
+
+    straight = run(saved, "none", "straight")
+    for layout, name in ((saved, "again"), (loaded, "elsewhere")):
+        found = run(layout, straight["directory"], name)
+        assert found["tensors"].keys() == straight["tensors"].keys()
+        assert not [key for key, value in found["tensors"].items() if not torch.equal(value, straight["tensors"][key])]
+        expected = straight["losses"][resharding.SAVED_AFTER :]
+        assert found["losses"] == (expected if layout is saved else pytest.approx(expected, rel=1e-9, abs=0))
+
+
+def test_an_exchange_of_uneven_sizes_and_its_gradient(ranks, prefix):
+    """Ranks without rows for each other, and one that gets none at all."""
+    sizes = [[2, 0, 1, 0], [0, 3, 0, 0], [4, 1, 0, 0], [0, 0, 5, 0]]
+    config, _ = configs(prefix, dp=4, ep=4)
+    for rank, found in enumerate(ranks.run(4, exchanged, config, sizes)):
+        starts = [sum(row[:rank]) for row in sizes]
+        assert found["out"] == [100 * source + starts[source] + i for source, row in enumerate(sizes) for i in range(row[rank])]
+        assert found["grad"] == [float(target + 1) for target, count in enumerate(sizes[rank]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_step_sends_the_planned_bytes(recompute, ranks, prefix):
+    """Every token chooses every expert: the load is equal, which the plan assumes. The plan also has the counts, which are gathered."""
+    config, _ = configs(prefix, dp=4, ep=4, recompute=recompute, model={"num_experts_per_tok": 4})
+    made = from_dict(config)
+    layers = sum(map(made.model.is_mixture, range(made.model.num_hidden_layers)))
+    counts = ParallelDims.of(made).microbatches * layers * 3 * 4 * experts.COUNT
+    planned = traffic(made, 4)[0].ep
+    assert ranks.run(4, sent, config) == [planned - counts] * 4

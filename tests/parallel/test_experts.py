@@ -1,0 +1,169 @@
+"""Choice, order, products and balance of experts, each against a reference that takes one token and one expert at a time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.batch import IGNORE_INDEX
+from megalite.config.schema import ModelConfig
+from megalite.mesh import MeshAxis
+from megalite.model.routers import Routers
+from megalite.parallel.compiled_ops import CompiledOps
+from megalite.parallel.expert.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
+from megalite.parallel.expert.choice import choose, combine, spread
+from megalite.parallel.expert.products import Experts, add_grouped_gradient, grouped_product, product_loop
+from megalite.parallel.spec import ParamSpec, Segment
+from megalite.parallel.tensor.linear import Activation
+from megalite.parallel.weight import Weight
+from megalite.parallel.weight_grad_queue import WeightGradQueue
+
+EXPERTS, K, HIDDEN, WIDTH, TOKENS = 5, 2, 6, 4, 11
+ALONE = MeshAxis("sequence", 0, 1, (0,))
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(name: str, rows: int, columns: int, seed: int) -> Weight:
+    spec = ParamSpec(name, 1, (Segment(name, (rows, columns), 0, axis="expert"),), domain="expert")
+    made = Weight(spec, random(rows, columns, seed=seed).requires_grad_(), torch.float64, WeightGradQueue())
+    made.grad = torch.full((rows, columns), torch.nan, dtype=torch.float64)  # a buffer's content before the first contribution
+    made.begin_step(2, 1)
+    return made
+
+
+def test_equal_scores_are_chosen_by_index() -> None:
+    scores = torch.tensor([[1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0], [0.0, 5.0, 1.0, 5.0]])
+    choice = choose(scores, 2)
+    assert choice.experts.tolist() == [[1, 2], [0, 1], [1, 3]]
+    assert choice.counts.tolist() == [1, 3, 1, 1]
+    assert choice.order.tolist() == [2, 0, 3, 4, 1, 5]  # by expert, then by token
+
+
+def test_a_mixture_and_its_gradients_are_those_of_one_token_at_a_time() -> None:
+    """One expert has no token: its gradient is zero, and it counts as one contribution like the others. Two microbatches."""
+    into, down = weight("in", EXPERTS * 2 * WIDTH, HIDDEN, 1), weight("down", EXPERTS * HIDDEN, WIDTH, 2)
+    experts = Experts(into, down, EXPERTS, Activation("silu", True, CompiledOps()))
+    matrices = [each.tensor.detach().clone().requires_grad_() for each in (into, down)]
+    for microbatch in range(2):
+        scores = random(TOKENS, EXPERTS, seed=10 + microbatch)
+        scores[:, 3] = -100.0
+        choice = choose(scores, K)
+        x, weights = random(TOKENS, HIDDEN, seed=20 + microbatch), random(TOKENS, K, seed=30 + microbatch)
+        own, ours = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = combine(experts(spread(own, choice), choice.counts.tolist()), ours, choice)
+        x, weights = x.requires_grad_(), weights.requires_grad_()
+        each_in, each_down = matrices[0].view(EXPERTS, 2 * WIDTH, HIDDEN), matrices[1].view(EXPERTS, HIDDEN, WIDTH)
+        expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+        for token in range(TOKENS):
+            for slot, expert in enumerate(scores[token].topk(K).indices.tolist()):
+                gate, up = (each_in[expert] @ x[token]).chunk(2)
+                value = each_down[expert] @ (torch.nn.functional.silu(gate) * up)
+                expected[token] = expected[token] + weights[token, slot] * value
+        gradient = random(TOKENS, HIDDEN, seed=40)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        out.backward(gradient)
+        expected.backward(gradient)
+        torch.testing.assert_close(own.grad, x.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours.grad, weights.grad, rtol=1e-12, atol=1e-12)
+    for made, reference in zip((into, down), matrices, strict=True):
+        torch.testing.assert_close(made.grad, reference.grad, rtol=1e-12, atol=1e-12)
+        assert not made.grad.view(EXPERTS, -1)[3].any()
+        made.finish_step()  # raises if a contribution were missing
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 5], [0, 0, 8], [8, 0, 0]])
+def test_the_grouped_kernel_is_the_loop(sizes: list[int]) -> None:
+    rows, matrices = random(8, 16).float(), random(3, 8, 16, seed=1).float().transpose(1, 2)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    found = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    torch.testing.assert_close(found, product_loop(rows, matrices, sizes))
+    assert torch.equal(grouped_product(rows, matrices, sizes), product_loop(rows, matrices, sizes))
+
+
+def test_gradients_of_bf16_rows_accumulate_in_fp32() -> None:
+    grad = torch.full((2, 3, 4), 1e4)
+    left, right = torch.ones(6, 3, dtype=torch.bfloat16), torch.ones(6, 4, dtype=torch.bfloat16)
+    add_grouped_gradient(grad, left, right, [6, 0], overwrite=False)
+    assert torch.equal(grad[0], torch.full((3, 4), 10006.0)) and torch.equal(grad[1], torch.full((3, 4), 1e4))
+
+
+# ---- balance
+
+
+def model(**changes: object) -> ModelConfig:
+    base = {"num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": K, "vocab_size": 8}
+    return ModelConfig(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def losses(config: ModelConfig, state: RouterState, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the logits from the auxiliary losses alone, and the statistics."""
+    logits = logits.detach().requires_grad_()
+    probabilities = logits.softmax(-1)
+    choice = choose(probabilities, K)
+    weights = torch.zeros(len(logits), K, dtype=torch.float64, requires_grad=True)
+    out, statistics = Balance(config, state, ALONE).with_losses(weights, logits, probabilities, choice, targets, 1 / targets.numel())
+    out.sum().backward()
+    return logits.grad, statistics
+
+
+def test_one_sequence_is_transformers_balancing_loss() -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = random(TOKENS, EXPERTS, seed=3)
+    config = model(router_balance="sequence", router_aux_loss_coef=0.3)
+    found, statistics = losses(config, RouterState.start(config, torch.device("cpu")), logits, torch.zeros(TOKENS, 1, dtype=torch.long))
+    theirs = logits.detach().requires_grad_()
+    loss = load_balancing_loss_func((theirs,), EXPERTS, K)
+    (0.3 * loss).backward()
+    torch.testing.assert_close(found, theirs.grad, rtol=1e-6, atol=1e-8)  # its softmax is in fp32
+    assert statistics[AUXILIARY].item() / TOKENS == pytest.approx(loss.item(), rel=1e-6)
+    assert statistics[:AUXILIARY].sum() == TOKENS * K and statistics[DROPPED] == 0
+
+
+def test_tokens_that_do_not_count_change_nothing() -> None:
+    """The gradient of valid tokens does not depend on padding, which has none itself; neither does the load."""
+    config = model(router_balance="sequence", router_aux_loss_coef=0.3, router_z_loss_coef=0.2)
+    state = RouterState.start(config, torch.device("cpu"))
+    logits, targets = random(TOKENS, 2, EXPERTS, seed=4), torch.zeros(TOKENS, 2, dtype=torch.long)
+    targets[7:, 1] = IGNORE_INDEX
+    found, statistics = losses(config, state, logits.flatten(0, 1), targets)
+    logits[7:, 1] = 50 * random(TOKENS - 7, EXPERTS, seed=5)
+    other, its = losses(config, state, logits.flatten(0, 1), targets)
+    torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-14)
+    assert not found.view(TOKENS, 2, EXPERTS)[7:, 1].any()
+    torch.testing.assert_close(statistics, its)
+    assert statistics[:AUXILIARY].sum() == (TOKENS + 7) * K
+
+
+def test_the_global_loss_has_the_last_steps_load_and_z_is_the_log_sum_exp() -> None:
+    config = model(router_balance="global", router_aux_loss_coef=0.3, router_z_loss_coef=0.2)
+    state = RouterState.start(config, torch.device("cpu"))
+    logits, targets = random(TOKENS, EXPERTS, seed=6), torch.zeros(TOKENS, 1, dtype=torch.long)
+    counts = torch.tensor([4.0, 0.0, 10.0, 2.0, 6.0], dtype=torch.float64)
+    state.update(counts, config)
+    theirs = logits.detach().requires_grad_()
+    share = counts * K / counts.sum()
+    z = theirs.logsumexp(-1).square().mean()
+    (0.3 * EXPERTS * (theirs.softmax(-1).mean(0) * share).sum() + 0.2 * z).backward()
+    found, statistics = losses(config, state, logits, targets)
+    torch.testing.assert_close(found, theirs.grad, rtol=1e-12, atol=1e-14)
+    assert statistics[Z].item() / TOKENS == pytest.approx(z.item(), rel=1e-12)
+
+
+def test_a_bias_moves_against_the_load_and_only_for_applied_steps() -> None:
+    config = model(router_balance="bias", router_bias_rate=0.5)
+    routers = Routers(config, [SimpleNamespace(modules=lambda: [])], torch.device("cpu"))  # type: ignore[list-item]
+    totals = torch.tensor([4.0, 0.0, 10.0, 5.0, 6.0, 0.0, 0.0, 0.0], dtype=torch.float64)  # the mean is 5
+    before = routers.load.clone(), routers.bias.clone()
+    metrics = routers.learn(totals, 25, applied=False)
+    assert torch.equal(routers.load, before[0]) and torch.equal(routers.bias, before[1])
+    assert metrics["expert_load_peak"] == pytest.approx(2.0) and metrics["router_bias_range"] == 0.0
+    assert routers.learn(totals, 25, applied=True)["router_bias_range"] == 1.0
+    assert routers.bias[0].tolist() == [0.5, 0.5, -0.5, 0.0, -0.5]
+    assert routers.load[0].tolist() == pytest.approx([each * K / 25 for each in (4, 0, 10, 5, 6)])
