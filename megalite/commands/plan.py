@@ -29,7 +29,7 @@ from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
 from megalite.progress import Report, silent
 
-FIXED = ("tp", "pp", "dp", "zero", "micro_batch_size", "virtual_stages", "recompute", "schedule", "offload")
+FIXED = ("tp", "cp", "context", "pp", "dp", "zero", "micro_batch_size", "virtual_stages", "recompute", "schedule", "offload")
 DAY = 86_400
 
 
@@ -74,8 +74,9 @@ def parser() -> Parser:
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
     add("--vocab_size", type=positive, metavar="V", help="size of the vocabulary, for a configuration that leaves it to the data")
     add("--precision", choices=("bf16", "fp16", "fp32"), help="compute precision (default: the configuration's, or bf16)")
-    for name in ("tp", "pp", "dp", "micro_batch_size", "virtual_stages"):
+    for name in ("tp", "cp", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
+    add("--context", choices=("ulysses", "gather", "ring"), help="fix how attention exchanges parts of sequences, with cp > 1")
     add("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage")
     add("--recompute", metavar="MODE", help="fix the recomputation: none, selective, full or every-K")
     add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")

@@ -114,9 +114,14 @@ def filling_dp(parallel: ParallelConfig, world_size: int) -> int | None:
 
 def part_length(config: Config) -> int:
     """Positions of a row that a context-parallel rank holds. All ranks hold equally many: a row that has no such parts is padded."""
-    parallel, length = config.parallel, config.data.sequence_length
-    if parallel.cp == 1:
+    parallel = config.parallel
+    return equal_part(config.data.sequence_length, parallel.cp, parallel.context, parallel.tp if parallel.sequence_parallel else 1)
+
+
+def equal_part(length: int, cp: int, context: str, ranks: int = 1) -> int:
+    """Positions of a padded row of `length` on each of cp ranks, of which each of `ranks` sequence-parallel ranks holds equally many."""
+    if cp == 1:
         return length
-    halves = 1 if parallel.context == "ulysses" else 2  # zigzag: two runs of equal length on each rank
-    unit = parallel.cp * halves * (parallel.tp if parallel.sequence_parallel else 1)
-    return -(-length // unit) * unit // parallel.cp
+    halves = 1 if context == "ulysses" else 2  # zigzag: two runs of equal length on each rank
+    unit = cp * halves * ranks
+    return -(-length // unit) * unit // cp

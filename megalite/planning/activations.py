@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megalite.build.plan import activation_shape
+from megalite.config.dims import part_length
 from megalite.config.schema import Config, LoraConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.model.cost.steps import Buffer, Dtype, Share, UnitCost, size_in_bytes
@@ -59,7 +60,8 @@ class Activations:
         self.width, self.accumulate = widths.compute, widths.accumulate
         self.widths: dict[Dtype, int] = {"compute": widths.compute, "accumulate": widths.accumulate, "index": INDEX, "mask": 1}
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions depend on documents
-        self.share = Share(config.data.sequence_length, train.micro_batch_size, parallel.tp, parallel.sequence_parallel, parallel.ep)
+        sizes = parallel.tp, parallel.sequence_parallel, parallel.cp, parallel.context
+        self.share = Share(part_length(config), train.micro_batch_size, *sizes, ep=parallel.ep)
         self.units = Units(model, self.share, lora, self.flash)
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 

@@ -23,13 +23,18 @@ ELSEWHERE = ("data.train", "data.validation", "run.", "checkpoint.", "faults.", 
 
 def configured(base: Config, choice: Choice) -> Config:
     """The base configuration with a choice applied."""
-    changed: dict[str, Any] = {"offload": choice.offload, "schedule": choice.schedule}  # names already validated by a rule or the parser
+    changed: dict[str, Any] = {
+        "offload": choice.offload,
+        "schedule": choice.schedule,
+        "context": choice.context,
+    }  # names already validated by a rule or the parser
     parallel = replace(
         base.parallel,
         **changed,
         tp=choice.tp,
         pp=choice.pp,
         dp=choice.dp,
+        cp=choice.cp,
         sequence_parallel=choice.sequence_parallel,
         zero=choice.zero,
         offload_parameters=choice.offload_parameters,

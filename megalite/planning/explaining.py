@@ -16,6 +16,7 @@ PARTS = {
     "compute": "computation",
     "recompute": "recomputation",
     "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
     "bubble": "waiting in the pipeline",
     "gradients": "reducing gradients",
     "weights": "gathering weights and reducing each microbatch's gradients",
@@ -24,6 +25,7 @@ PARTS = {
 """Part of StepTime → its name in sentences."""
 COLUMNS = (
     "tp",
+    "cp",
     "pp",
     "v",
     "schedule",
@@ -49,10 +51,12 @@ def amount(size: float) -> str:
 
 def described(choice: Choice) -> str:
     """A one-line description of a choice."""
-    parts = [f"{name}{size}" for name, size in (("tp", choice.tp), ("pp", choice.pp), ("dp", choice.dp)) if size > 1] or ["one device"]
+    sizes = {"tp": choice.tp, "cp": choice.cp, "pp": choice.pp, "dp": choice.dp}
+    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one device"]
+    parts += [choice.context] if choice.cp > 1 else []
     if choice.pp > 1:
         parts.append(choice.schedule + (f" with {choice.virtual_stages} stages a rank" if choice.asked_stages else ""))
-    parts += [f"ZeRO-{choice.zero}"] if choice.dp > 1 or choice.zero == 3 else []
+    parts += [f"ZeRO-{choice.zero}"] if choice.data > 1 or choice.zero == 3 else []
     parts.append(f"micro-batches of {choice.micro_batch_size}")
     parts += [f"recomputation {choice.recompute}"] if choice.recompute != "none" else []
     return ", ".join(parts + ([offloaded(choice)] if choice.offload != "none" else []))
@@ -68,7 +72,8 @@ def row(job: Job, plan: Plan) -> tuple[str, ...]:
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
-    cells = (choice.tp, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
+    cp = f"{choice.cp} {choice.context}" if choice.cp > 1 else "1"
+    cells = (choice.tp, cp, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
     more = (choice.micro_batch_size, choice.recompute, place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
     sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
     speed = f"{job.tokens_per_second_per_gpu(choice, step.total):,.0f}", f"{palm:.1%}", f"{causal:.1%}", f"{step.bubble_fraction:.1%}"
@@ -88,6 +93,8 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
     palm, causal = job.mfu(choice, step.total)
     return {
         "tp": choice.tp,
+        "cp": choice.cp,
+        "context": choice.context if choice.cp > 1 else None,
         "pp": choice.pp,
         "virtual_stages": choice.virtual_stages,
         "schedule": choice.schedule,
@@ -173,6 +180,7 @@ def binding(plan: Plan) -> str:
     """The largest cost other than computation, and how to reduce it."""
     advice = {
         "tensor": "Tensor-parallel communication is the bottleneck: a smaller tp, or a faster link inside the node, would help most.",
+        "context": "The exchange of context parallelism is the bottleneck: a smaller cp, or one inside a node, would help most.",
         "bubble": "The pipeline bubble is the bottleneck: more microbatches, more stages per rank or a smaller pp would help most.",
         "gradients": "The gradient reduction is the bottleneck: it is longer than one backward pass. More microbatches would amortize it.",
         "weights": "ZeRO's communication for each microbatch is the bottleneck: it slows the computation down, or takes longer than it.",
@@ -218,9 +226,11 @@ def illegal(search: Search) -> str:
     fixed = search.fixed
     schedule = str(fixed.get("schedule", "interleaved" if int(fixed.get("virtual_stages", 1)) > 1 else "1f1b"))
     usual = {"pp": 2, "virtual_stages": 2} if schedule == "interleaved" else {}
-    tp, pp, size, stages = (int(fixed.get(name, usual.get(name, 1))) for name in ("tp", "pp", "micro_batch_size", "virtual_stages"))
-    dp, recompute = int(fixed.get("dp", max(search.gpus // (tp * pp), 1))), str(fixed.get("recompute", "none"))
-    config = configured(search.base, Choice(tp, pp, dp, schedule, stages, micro_batch_size=size, recompute=recompute))
+    names = ("tp", "cp", "pp", "micro_batch_size", "virtual_stages")
+    tp, cp, pp, size, stages = (int(fixed.get(name, usual.get(name, 1))) for name in names)
+    dp, recompute = int(fixed.get("dp", max(search.gpus // (tp * pp * cp), 1))), str(fixed.get("recompute", "none"))
+    more: dict[str, Any] = {"micro_batch_size": size, "recompute": recompute, "cp": cp, "context": str(fixed.get("context", "ulysses"))}
+    config = configured(search.base, Choice(tp, pp, dp, schedule, stages, **more))
     if "virtual_stages" in fixed:
         config.parallel.virtual_stages = stages
     broken = broken_rule(config, search.gpus)

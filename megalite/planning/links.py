@@ -1,7 +1,7 @@
 """The time of communication: rings and trees over the links between a group's ranks. Seconds and bytes.
 
-Ranks are laid out tp innermost, then dp, then pp (`megalite.mesh`), so a group is a size and a stride: tp has stride 1, dp stride tp, pp
-stride tp · dp. A node holds consecutive ranks.
+Ranks are laid out tp innermost, then cp, dp and pp (`megalite.mesh`), so a group is a size and a stride: tp has stride 1, cp stride tp, as
+has data = dp · cp, pp stride tp · cp · dp. A node holds consecutive ranks.
 
 A ring passes through the ranks of a node over the link inside the node, and leaves the node once. Every rank has its own network card, and
 as in NCCL there are as many rings as the group has ranks on a node, each over another card, so bandwidth between nodes is their sum.
@@ -83,6 +83,22 @@ class Fabric:
         depth = (ranks.local - 1) * self.device.within.latency + math.log2(ranks.nodes) * self.device.between.latency
         tree = 2 * (size / self.bandwidth(ranks) + depth)
         return START + min(ring, tree)
+
+    def all_to_all(self, size: float, ranks: Group) -> float:
+        """Each rank keeps 1/n of its `size` bytes, and sends 1/n to each other rank: those of other nodes through its own network card."""
+        if ranks.size == 1 or size == 0:
+            return 0.0
+        inside = (ranks.local - 1) / ranks.size * size / self.device.within.bandwidth
+        outside = (ranks.size - ranks.local) / ranks.size * size / self.device.between.bandwidth
+        link = self.device.within if ranks.nodes == 1 else self.device.between
+        return START + link.latency + max(inside, outside)
+
+    def hop(self, size: float, ranks: Group) -> float:
+        """Every rank sends `size` bytes to the next one of a ring; the slowest are those whose next rank is on another node."""
+        if ranks.size == 1 or size == 0:
+            return 0.0
+        link = self.device.within if ranks.nodes == 1 else self.device.between
+        return START + link.latency + size / link.bandwidth
 
     def send(self, size: float, world: int) -> float:
         """A message between neighbouring stages: over the link between nodes, unless the whole world is inside one node."""

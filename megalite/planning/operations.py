@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost.steps import Attention, Block, Elementwise, Lookup, Product, Share, Step
 from megalite.model.cost.units import Units
+from megalite.planning import context
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import ELEMENTWISE_BYTES, attention, product, stream
 from megalite.planning.links import Fabric, group
@@ -62,7 +63,7 @@ OURS = Software()
 
 class Passes(NamedTuple):
     """Seconds of one microbatch on one unit or stage: forward, gradient of the input, gradient of the weights; the waits are the exposed
-    tensor-parallel communication contained in forward and backward."""
+    tensor- and context-parallel communication contained in forward and backward."""
 
     forward: float
     backward: float
@@ -118,6 +119,8 @@ class Operations:
         key = share, units.alike(index)
         if key not in self._layers:
             passes = functools.reduce(Passes.plus, [self._block(share, block) for block in units.layer(index).blocks])
+            forward_wait, backward_wait = self.exchange(share, index)
+            passes = passes.plus(Passes(forward_wait, backward_wait, 0.0, forward_wait, backward_wait))
             host = (FORWARD_OPERATIONS * self.device.host_time, BACKWARD_OPERATIONS * self.device.host_time)
             idle = max(0.0, host[1] - passes.backward - passes.weight)
             forward = max(passes.forward, host[0])
@@ -192,10 +195,16 @@ class Operations:
         exposed = max(0.0, half - hidden)
         return 2 * exposed, exposed + again + max(0.0, half - beside)
 
+    def exchange(self, share: Share, index: int) -> tuple[float, float]:
+        """Exposed communication of a layer's attention over cp, forward and backward."""
+        units = self.units(share)
+        forward, backward = zip(*map(self._attention, units.layer(index).attentions), strict=True)
+        return context.exposed(self.fabric, units, (sum(forward), sum(backward)), self.size)
+
     def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:
             return self._written_scores(step)
-        times = attention(self.device, step.heads, step.head_size, step.sequence, step.batch, step.window, self.precision)
+        times = attention(self.device, step.heads / step.cp, step.head_size, step.sequence, step.batch, step.window, self.precision)
         return times[0] / self.software.attention, times[1] / self.software.attention
 
     def attention_again(self, share: Share, index: int) -> float:
@@ -207,7 +216,7 @@ class Operations:
 
     def _written_scores(self, step: Attention) -> tuple[float, float]:
         """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked half is computed too."""
-        sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch
+        sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch / step.cp
         scores = batch * sequence**2
         dropped = bool(self.model.attention_dropout)
         mask = (0.5 if self.software.masks else 0.0) * scores

@@ -27,6 +27,8 @@ def choice_of(config: Config) -> Choice:
         offload=parallel.offload,
         offload_parameters=parallel.offload_parameters,
         sequence_parallel=parallel.sequence_parallel,
+        cp=parallel.cp,
+        context=parallel.context,
     )
 
 

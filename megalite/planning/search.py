@@ -35,6 +35,7 @@ BOUND = 0.97
 """Factor on the memory bound that keeps it below the estimate: it counts a layer's largest tensors as if they existed at once."""
 RECOMPUTE = ("none", "every-4", "every-2", "full")
 MOST_MICROBATCHES = 4096  # per step on one rank: layouts with more are skipped, as nobody would run them
+SHORTEST_PART = 8192  # tokens of a row on a cp rank: below it, data parallelism or shorter pipelines use the same ranks better
 AHEAD = 2  # a memory estimate follows this many times pp microbatches in flight: no rank holds more
 
 
@@ -155,12 +156,25 @@ class Search:
         """Choices of everything except ZeRO and offload: legal sizes, schedules, micro-batch sizes, recomputation."""
         for pp in self._sizes("pp", _divisors(self.gpus)):
             for tp in self._sizes("tp", _divisors(self.gpus // pp)):
-                dp, rest = divmod(self.gpus, tp * pp)
                 if "tp" not in self.fixed and self._cuts_nodes(tp):
                     continue
-                if rest == 0 and dp in self._sizes("dp", [dp]):
-                    for schedule, stages in self._schedules_of(pp):
-                        yield from self._microbatches(Choice(tp, pp, dp, schedule, stages, zero=0))
+                for cp, context in self._contexts(tp):
+                    dp, rest = divmod(self.gpus, tp * pp * cp)
+                    if rest == 0 and dp in self._sizes("dp", [dp]):
+                        for schedule, stages in self._schedules_of(pp):
+                            yield from self._microbatches(Choice(tp, pp, dp, schedule, stages, zero=0, cp=cp, context=context))
+
+    def _contexts(self, tp: int) -> Iterator[tuple[int, str]]:
+        """(cp, method) pairs: powers of two that leave every rank enough of a row, unless the user has fixed cp. If legal, ulysses is a
+        candidate, which is balanced whatever the documents, and one method that takes any number of heads."""
+        longest = max(1, self.job.sequence_length // SHORTEST_PART)
+        for cp in self._sizes("cp", [1 << power for power in range(longest.bit_length())]):
+            if cp == 1:
+                yield 1, "ulysses"
+                continue
+            inside = tp * cp <= self.job.device.per_node  # one collective there, hops beside attention across nodes
+            for context in self._names("context", ("ulysses", "gather" if inside else "ring")):
+                yield cp, context
 
     def _cuts_nodes(self, tp: int) -> bool:
         """Whether some tensor-parallel groups would span nodes unevenly, so that every layer waits for the network."""
@@ -170,7 +184,7 @@ class Search:
     def variants(self, core: Choice) -> Iterator[Choice]:
         """A core with each ZeRO stage and offload. On a CPU, offloading to CPU memory is left out."""
         for offload in self._names("offload", ("none", "disk") if self.job.device.cpu else ("none", "cpu", "disk")):
-            for zero in self._sizes("zero", (1, 0, 2, 3) if core.dp > 1 else (1,)):
+            for zero in self._sizes("zero", (1, 0, 2, 3) if core.data > 1 else (1,)):
                 yield replace(core, zero=zero, offload=offload)
             if offload != "none" and self.fixed.get("zero", 3) == 3:
                 yield replace(core, zero=3, offload=offload, offload_parameters=True)
@@ -199,7 +213,7 @@ class Search:
 
     def _microbatches(self, frame: Choice) -> Iterator[Choice]:
         each, rest = divmod(self.job.global_batch_size, frame.dp)
-        frame = replace(frame, sequence_parallel=frame.tp > 1 and self.job.sequence_length % frame.tp == 0)
+        frame = replace(frame, sequence_parallel=frame.tp > 1 and (frame.cp > 1 or self.job.sequence_length % frame.tp == 0))
         if rest or broken_rule(configured(self.base, frame), self.gpus) is not None:
             return
         sizes = [size for size in _divisors(each) if size & (size - 1) == 0 or size == each]
@@ -246,7 +260,7 @@ class Search:
         layers = sum(self.stepper.layers_of_stages(len(sizes))[stage] for stage in own)
         stored, trained = (sum(sizes[stage][kind] for stage in own) for kind in (0, 1))
         saved, beside = self._layer_bytes(choice)
-        buckets = trained / layers * (8.0 if choice.zero >= 2 and choice.dp > 1 else 0.0)  # two layers' gradients, filling and reduced
+        buckets = trained / layers * (8.0 if choice.zero >= 2 and choice.data > 1 else 0.0)  # two layers' gradients, filling and reduced
         return BOUND * (self._state_bytes(choice, stored, trained) + buckets + held * layers / len(own) * saved + beside)
 
     def _state_bytes(self, choice: Choice, stored: float, trained: float) -> float:
@@ -254,14 +268,15 @@ class Search:
         stage."""
         size = self.stepper.operations.size
         master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
-        shared = [choice.dp if choice.zero >= level else 1 for level in (3, 2, 1)]
+        shared = [choice.data if choice.zero >= level else 1 for level in (3, 2, 1)]
         weights = 0.0 if choice.offload_parameters else size / shared[0]
         state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
         return stored * weights + trained * (max(size, 4) / shared[1] + state)
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
         """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
-        key = choice.tp, choice.micro_batch_size, choice.sequence_parallel, choice.recompute, choice.splits
+        layout = choice.tp, choice.cp, choice.context, choice.sequence_parallel
+        key = *layout, choice.micro_batch_size, choice.recompute, choice.splits
         if key not in self._kept:
             config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1))
             activations = Activations(config, "cpu" if self.job.device.cpu else "cuda", choice.splits, config.lora)
@@ -272,8 +287,9 @@ class Search:
 
 
 def _family(choice: Choice) -> Choice:
-    """The key by which listed plans differ: plans that differ only in their schedule count as one, as do those that offload needlessly."""
-    return replace(choice, schedule="", virtual_stages=0)
+    """The key by which listed plans differ: plans that differ only in their schedule or their method of context parallelism
+    count as one, as do those that offload needlessly."""
+    return replace(choice, schedule="", virtual_stages=0, context="")
 
 
 def _divisors(number: int) -> list[int]:

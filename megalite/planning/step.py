@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from megalite.config.dims import equal_part
 from megalite.config.optimizers import MuonConfig
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
@@ -34,7 +35,7 @@ OFFLOAD_WIRE = (4.0, 2.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout of a model over ranks. virtual_stages: stages per rank."""
+    """One layout of a model over ranks. virtual_stages: stages per rank; context: as parallel.context, which counts with cp > 1."""
 
     tp: int = 1
     pp: int = 1
@@ -47,10 +48,17 @@ class Choice:
     offload: str = "none"
     offload_parameters: bool = False
     sequence_parallel: bool = False
+    cp: int = 1
+    context: str = "ulysses"
 
     @property
     def gpus(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.data
+
+    @property
+    def data(self) -> int:
+        """Ranks over which gradients are summed, and ZeRO shards."""
+        return self.dp * self.cp
 
     @property
     def asked_stages(self) -> int | None:
@@ -69,7 +77,7 @@ class StepTime:
     Attributes:
         compute: kernels of the busiest rank, except those counted below.
         recompute: kernels of recomputed forwards.
-        tensor: exposed tensor-parallel communication.
+        tensor, context: exposed tensor- and context-parallel communication.
         bubble: idle time in the pipeline, including the imbalance between the busiest rank and the others.
         gradients, weights: exposed data-parallel reduction and gathering.
         optimizer: the optimizer, and its transfers to the host and back.
@@ -84,10 +92,11 @@ class StepTime:
     weights: float
     optimizer: float
     bubble_fraction: float
+    context: float = 0.0
 
     def parts(self) -> dict[str, float]:
         """Name → seconds; the sum is the total."""
-        names = ("compute", "recompute", "tensor", "bubble", "gradients", "weights", "optimizer")
+        names = ("compute", "recompute", "tensor", "context", "bubble", "gradients", "weights", "optimizer")
         return {name: getattr(self, name) for name in names}
 
 
@@ -226,7 +235,9 @@ class Stepper:
         return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
 
     def _share(self, choice: Choice) -> Share:
-        return Share(self.job.sequence_length, choice.micro_batch_size, choice.tp, choice.sequence_parallel)
+        unit = choice.tp if choice.sequence_parallel else 1
+        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit)
+        return Share(part, choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context)
 
     # --- stages ------------------------------------------------------------------------------------------------------------
 
@@ -270,7 +281,7 @@ class Stepper:
         if choice.pp == 1:
             return 0.0
         job, tp = self.job, choice.tp
-        size = choice.micro_batch_size * job.sequence_length * job.model.hidden_size * self.operations.size
+        size = self._share(choice).tokens * job.model.hidden_size * self.operations.size
         fabric = self.operations.fabric
         if job.software.splits_messages and not choice.sequence_parallel:
             return fabric.send(size / tp, choice.gpus) + fabric.half(size, group(self.device, tp, 1))
@@ -280,15 +291,15 @@ class Stepper:
 
     def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[Parameters]) -> tuple[list[Passes], list[float]]:
         """Passes with the exposed communication of ZeRO-2 and 3 per microbatch added, and its seconds per stage."""
-        if choice.zero < 2 or (choice.dp == 1 and not choice.offload_parameters):
+        if choice.zero < 2 or (choice.data == 1 and not choice.offload_parameters):
             return passes, [0.0] * len(passes)
-        ranks, fabric = group(self.device, choice.dp, choice.tp, choice.gpus), self.operations.fabric
+        ranks, fabric = group(self.device, choice.data, choice.tp, choice.gpus), self.operations.fabric
         slowed, waits = [], []
         for each, size, layers in zip(passes, sizes, self.layers_of_stages(len(passes)), strict=True):
             reduce = layers * fabric.half(size.trained / layers * self.job.gradient_bytes, ranks)
             gather = layers * fabric.half(size.stored / layers * self.operations.size, ranks) if choice.zero == 3 else 0.0
             if choice.offload_parameters:  # its shard comes from the host first
-                gather += size.stored * self.operations.size / choice.dp / self.device.host.bandwidth
+                gather += size.stored * self.operations.size / choice.data / self.device.host.bandwidth
             forward = self._beside(each.forward, gather)
             backward = self._beside(each.backward + each.weight, gather + reduce)
             waits.append(forward + backward - each.total)
@@ -316,7 +327,7 @@ class Stepper:
         if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
             return 0.0
         head = Parameters.of(self.operations.units(self._share(choice)), (), embedding=False, head=True)
-        table = head.trained / (choice.dp if choice.zero else 1)
+        table = head.trained / (choice.data if choice.zero else 1)
         nodes = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
@@ -326,7 +337,7 @@ class Stepper:
         Reductions overlap with the last microbatch's backward and gathering with the next step's first forward, but for the unit that is
         reduced last and needed first: the embedding or a layer. A rank that ends before the last one has that much more time.
         """
-        ranks, ends = group(self.device, choice.dp, choice.tp, choice.gpus), self._ends(choice, held)
+        ranks, ends = group(self.device, choice.data, choice.tp, choice.gpus), self._ends(choice, held)
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
         forward = self._by_rank(choice, [each.forward for each in passes])
         hides = self.job.software.hides_gradients and not self.device.cpu
@@ -359,21 +370,33 @@ class Stepper:
         optimizer = self._optimizer(choice, max(held))
         pipeline = timed.longest_span if self._in_turn(choice) else timed.makespan
         busiest = max(range(choice.pp), key=lambda rank: timed.busy[rank])
-        tensor, recompute, waiting = (
+        within, recompute, waiting, context = (
             self.job.microbatches(choice) * self._by_rank(choice, values)[busiest]
-            for values in ([each.forward_wait + each.backward_wait for each in passes], again, waits)
+            for values in ([each.forward_wait + each.backward_wait for each in passes], again, waits, self._exchanges(choice))
         )
         return StepTime(
             total=pipeline + gradients + weights + optimizer,
-            compute=timed.busy[busiest] - tensor - recompute - waiting,
+            compute=timed.busy[busiest] - within - recompute - waiting,
             recompute=recompute,
-            tensor=tensor,
+            tensor=max(within - context, 0.0),
+            context=context,
             bubble=pipeline - timed.busy[busiest],
             gradients=gradients,
             weights=weights + waiting,
             optimizer=optimizer,
             bubble_fraction=1 - sum(timed.busy) / (choice.pp * pipeline),
         )
+
+    def _exchanges(self, choice: Choice) -> list[float]:
+        """Exposed seconds of context parallelism per microbatch, of each stage."""
+        split, share = self.layers_of_stages(choice.pp * choice.virtual_stages), self._share(choice)
+        if choice.cp == 1:
+            return [0.0] * len(split)
+        again, found = recomputed_share(choice.recompute), []
+        for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False):
+            times = [(count, self.operations.exchange(share, index)) for index, count in self._alike(share, range(start, stop))]
+            found.append(sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times))
+        return found
 
     def _in_turn(self, choice: Choice) -> bool:
         """Whether ranks end a step, and start the next, one after the other without a barrier (`megalite.training.step_finalizer`)."""
@@ -382,7 +405,7 @@ class Stepper:
     def _optimizer(self, choice: Choice, size: float) -> float:
         """The update of the parameters that one rank updates, and the all-reduce of the gradient norm."""
         device = self.device
-        own = size / (choice.dp if choice.zero else 1)
+        own = size / (choice.data if choice.zero else 1)
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
         if choice.offload == "none":
             return stream(device, own * self.job.software.adam_bytes) + norm + self._matrices(choice)
@@ -392,7 +415,7 @@ class Stepper:
 
     def _matrices(self, choice: Choice) -> float:
         """Muon's iterations, and the way of the matrices to their owners and back, which overlaps with them."""
-        model, muon, ranks = self.job.model, self.job.muon, choice.dp * choice.tp
+        model, muon, ranks = self.job.model, self.job.muon, choice.data * choice.tp
         if muon is None:
             return 0.0
         layers = max(self._by_rank(choice, self.layers_of_stages(choice.pp * choice.virtual_stages)))

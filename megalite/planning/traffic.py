@@ -27,11 +27,13 @@ from megalite.planning.states import Sharing, Widths, matrices
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each rank of one pipeline rank sends per step over each axis; Muon's exchange, over dp and tp, counts with dp."""
+    """Bytes that each rank of one pipeline rank sends per step over each axis; Muon's exchange, over dp and tp, counts with dp, as do
+    reductions over dp and cp together."""
 
     tp: int
     dp: int
     pp: int
+    cp: int = 0
     ep: int = 0
 
     def to_dict(self) -> dict[str, int]:
@@ -59,8 +61,18 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
         round(schedule.microbatches * sum(map(tensor.microbatch, own)) + tensor.step(buckets)),
         round(_data(config, schedule, pp_rank, buckets)) + exchange(config, buckets).sent,
         round(messages * tensor.sizes.message + _tied(config, schedule, buckets)),
+        round(schedule.microbatches * sum(_context(config, tensor.sizes, unit) for unit in own)),
         round(sent(config, own, schedule.microbatches)) if config.parallel.ep > 1 else 0,
     )
+
+
+def _context(config: Config, sizes: Activations, number: int) -> float:
+    """Bytes that attention of a unit exchanges over cp, in one microbatch's forward and backward (`megalite.parallel.context`)."""
+    if number in (0, head_unit(config.model)):
+        return 0.0
+    exchange, again = sizes.units.exchange, config.train.recompute_of(number - 1) == "full"
+    forward = exchange.forward * sizes.width * (1 + again)
+    return ring(forward + exchange.backward * sizes.width + exchange.summed * sizes.accumulate, config.parallel.cp)
 
 
 class _Tensor:

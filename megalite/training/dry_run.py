@@ -33,7 +33,7 @@ ABOUT_FILES = {
 """Rules that check for files, vocabulary and kernels, which a dry run does not need."""
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
-AXES = ("tp", "dp", "pp")
+AXES = ("tp", "cp", "dp", "pp")
 
 
 def read(argv: list[str], world_size: int | None) -> Config:
@@ -151,13 +151,14 @@ def table(rows: list[dict[str, Any]], unit: int) -> list[str]:
             groups[-1].append(row)
         else:
             groups.append([row])
-    names = ["pp rank", "ranks", *COLUMNS[:-1], "peak", *(f"{axis} sent" for axis in AXES)]
+    axes = [axis for axis in AXES if axis != "cp" or any(row["bytes_sent"]["cp"] for row in rows)]
+    names = ["pp rank", "ranks", *COLUMNS[:-1], "peak", *(f"{axis} sent" for axis in axes)]
     cells = [
         [
             span(group[0]["pp_rank"], group[-1]["pp_rank"]),
             span(group[0]["first_rank"], group[-1]["first_rank"] + group[-1]["ranks"] - 1),
             *(f"{group[0][name] / unit:,.2f}" for name in COLUMNS),
-            *(f"{group[0]['bytes_sent'][axis] / unit:,.2f}" for axis in AXES),
+            *(f"{group[0]['bytes_sent'][axis] / unit:,.2f}" for axis in axes),
         ]
         for group in groups
     ]

@@ -225,7 +225,8 @@ def test_values_that_megatron_computes(tmp_path, capsys):
     assert options(fsdp)["parallel.zero"] == 3
     (tmp_path / "a.bin").touch(), (tmp_path / "a.idx").touch()
     assert options(f"--data-path 2 {tmp_path}/a")["data.train"] == {f"{tmp_path}/a": 2.0}
-    assert options("--context-parallel-size 2 --micro-batch-size 1 --global-batch-size 4")["parallel.cp"] == 2
+    split = options("--context-parallel-size 2 --cp-comm-type p2p --micro-batch-size 1 --global-batch-size 4")
+    assert (split["parallel.cp"], split["parallel.context"]) == (2, "ring")
 
 
 @pytest.mark.parametrize("project", PROJECTS)

@@ -201,7 +201,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
     ),
     "Accelerate, FSDP2 with tensor and context parallel": (
         fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4},
-        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.cp": 2, "parallel.dp": 2, "parallel.dp_shard": 2},
+        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.cp": 2, "parallel.dp": 2, "parallel.dp_shard": 4},
         {"gradient_accumulation_steps"},
     ),
     "Accelerate, HSDP": (
@@ -446,7 +446,7 @@ def test_the_batch_and_the_sharding_of_parallelism_config_are_kept_or_named():
     """Ranks of a tp or cp group read the same rows: 8 processes are 2 data-parallel ranks."""
     content = fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4}
     found = convert(content)
-    assert (found.options["parallel.dp"], found.options["parallel.dp_shard"], found.options["parallel.tp"]) == (2, 2, 2)
+    assert (found.options["parallel.dp"], found.options["parallel.dp_shard"], found.options["parallel.tp"]) == (2, 4, 2), "shards span cp"
     why = {remark.key: remark.why for remark in found.remarks if remark.kind == "lost"}
     assert found.options["parallel.cp"] == 2
     formula = "set train.global_batch_size to train.micro_batch_size * 4 * 2"

@@ -69,6 +69,9 @@ ON_TWO = {
     "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA},
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
     "pp, zb-h1, DoRA": {"pp": 2, "schedule": "zb-h1", "lora": DORA},
+    "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
+    "cp, gather": {"cp": 2, "context": "gather"},
+    "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
 }
 
 
@@ -177,6 +180,9 @@ TRAFFIC = {
     "ZeRO-3, adapters": {"dp": 2, "zero": 3, "lora": LORA},
     "tp and sp, DoRA, recomputed": {"tp": 2, "sequence_parallel": True, "lora": DORA, "train": {"recompute": "full"}},
     "pp, tied and trained, DoRA": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": DORA},
+    "cp, ulysses": {"cp": 4, "tp": 2, "train": {"recompute": "full"}, "model": {"num_attention_heads": 8}},
+    "cp, gather": {"cp": 2, "context": "gather", "zero": 2},
+    "cp, ring, padded rows": {"cp": 3, "context": "ring", "dp": 2},
     "pp, tied, adapters": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": LORA},
 }
 

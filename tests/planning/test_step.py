@@ -187,6 +187,7 @@ CHOICES = [
     Choice(dp=16, zero=3, recompute="full"),
     Choice(tp=8, dp=2, sequence_parallel=True),
     Choice(tp=2, pp=4, dp=2, zero=0),
+    Choice(tp=2, dp=2, cp=4, context="ring", zero=3),
     Choice(tp=4, pp=4, schedule="interleaved", virtual_stages=4, sequence_parallel=True, recompute="every-2"),
     Choice(pp=8, dp=2, schedule="zb-h1", zero=2),
     Choice(pp=8, dp=2, schedule="zb-v", virtual_stages=2, offload="cpu"),
@@ -246,9 +247,18 @@ def test_muon_adds_its_iterations_which_ranks_share():
     assert added(Choice(dp=8, pp=2)) < added(Choice(dp=8))
 
 
+WAITING = [
+    Choice(tp=4, dp=2),
+    Choice(tp=4, dp=2, sequence_parallel=True),
+    Choice(tp=2, dp=4, zero=0),
+    Choice(tp=2, cp=4),
+    Choice(tp=2, dp=2, cp=2, context="gather"),
+]
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("rank", [0, 16])
-@pytest.mark.parametrize("choice", [Choice(tp=4, dp=2), Choice(tp=4, dp=2, sequence_parallel=True), Choice(tp=2, dp=4, zero=0)], ids=str)
+@pytest.mark.parametrize("choice", WAITING, ids=str)
 def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice, recompute, rank):
     """Where nothing is hidden and no hop takes time, communication is what `traffic` counts along specs, buckets and schedule."""
     monkeypatch.setattr(links, "START", 0.0)
@@ -261,6 +271,7 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice, rec
     step = Stepper(Job(LLAMA, device, 4096, 32, software=software, lora=base.lora)).step(choice)
     (sent,) = traffic(configured(base, choice), 8)
     assert step.tensor * 100e9 == pytest.approx(sent.tp, rel=0.01)
+    assert step.context * 100e9 == pytest.approx(sent.cp, rel=0.01)
     assert (step.gradients + step.weights) * 100e9 == pytest.approx(sent.dp, rel=0.01)
 
 

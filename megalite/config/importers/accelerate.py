@@ -72,6 +72,11 @@ def _strategy(value: Any, source: Source) -> Verdict:
     return honoured(zero | {"parallel.dp_shard": source.dp // machines})
 
 
+def _shards(value: Any, source: Source) -> Verdict:
+    """Its shards span cp as well; parallel.dp_shard counts all data ranks."""
+    return honoured({"parallel.dp_shard": value * (source.size(f"{SIZES}cp_size") or 1) if type(value) is int else value})
+
+
 def _offload(prefix: str) -> Row:
     """FSDP updates parameters where they are stored: if they are offloaded, so is the optimizer state."""
 
@@ -103,6 +108,7 @@ def fsdp_rows(prefix: str) -> Table:
     }
 
 
+CP_METHODS = "parallel.context is ulysses, gather or ring"
 WITHIN = "it is how the ranks of one sequence communicate"
 LAUNCH = "it is for the launcher: torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
 TABLE: Table = {
@@ -127,11 +133,12 @@ TABLE: Table = {
     "dynamo_config.dynamo_backend": sets("train.compile", {"INDUCTOR": True, "NO": False, "FALSE": False}, "train.compile uses inductor"),
     "dynamo_config.*": only("FALSE DEFAULT", "train.compile has no further choices"),
     f"{SIZES}tp_size": sets("parallel.tp"),
-    f"{SIZES}dp_shard_size": sets("parallel.dp_shard"),
+    f"{SIZES}dp_shard_size": Row(_shards, "parallel.dp_shard"),
     f"{SIZES}dp_replicate_size": Row(_processes, "parallel.dp"),
     f"{SIZES}cp_size": sets("parallel.cp"),
+    f"{SIZES}cp_comm_strategy": sets("parallel.context", {"ALLGATHER": "gather", "ALLTOALL": "ring"}, CP_METHODS),
     f"{SIZES}sp_size": only("1", "the ranks of one sequence are left out, the batch is the same: parallel.sequence_parallel is nearest"),
-    **each(SIZES, "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation", never(WITHIN)),
+    **each(SIZES, "cp_backend sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation", never(WITHIN)),
     **each("", "gradient_accumulation_steps fsdp_config.gradient_accumulation_steps", deepspeed.TABLE["gradient_accumulation_steps"]),
     "use_cpu": only("FALSE", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
     **each("", "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network gpu_ids", never(LAUNCH)),

@@ -111,7 +111,7 @@ def _instances(value: Any, source: Source) -> Verdict:
     if value == 1:
         return harmless("it is so here")
     if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
-        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value})
+        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value * (source.size(CP) or 1)})
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 
@@ -274,6 +274,11 @@ TABLE: Table = {
     TP: sets("parallel.tp"),
     PP: sets("parallel.pp"),
     CP: sets("parallel.cp"),
+    "cp-comm-type": sets(
+        "parallel.context",
+        {"P2P": "ring", "ALL_GATHER": "gather", "A2A": "ulysses"},
+        "one method serves all layers and ranks: parallel.context is ulysses, gather or ring",
+    ),
     "expert-model-parallel-size": only("1", EXPERTS),
     "sequence-parallel": Row(
         lambda value, source: honoured({"parallel.sequence_parallel": True}) if (source.size(TP) or 1) > 1 else harmless("tp is 1")

@@ -62,7 +62,7 @@ def _shards(value: Any, source: Source) -> Verdict:
         return honoured(options, "parallel.dp is what is left of the ranks, as there")
     replicas = source.size(REPLICATE) or 1
     if source.dp % replicas == 0 and replicas > 1:
-        options["parallel.dp_shard"] = source.dp // replicas
+        options["parallel.dp_shard"] = source.dp // replicas * (source.size(DEGREES["context"]) or 1)  # its shards span cp too
     return honoured(options | {"parallel.dp": source.dp})
 
 
@@ -223,6 +223,9 @@ TABLE: Table = {
     DEGREES["tensor"]: Row(_tensor, "parallel.tp"),
     DEGREES["pipeline"]: Row(_pipeline, "parallel.pp"),
     DEGREES["context"]: sets("parallel.cp"),
+    f"{PARALLEL}context_parallel_rotate_method": sets(
+        "parallel.context", {"ALLGATHER": "gather", "ALLTOALL": "ring"}, "parallel.context is ulysses, gather or ring"
+    ),
     f"{PARALLEL}context_parallel_*": never("it is how the ranks of one sequence communicate"),
     f"{PARALLEL}pipeline_parallel_schedule": never("parallel.schedule is set for it, if there is a pipeline"),
     **each(

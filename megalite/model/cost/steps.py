@@ -22,17 +22,29 @@ MODES: tuple[str, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Share:
-    """One tensor-parallel rank's share of one microbatch; by default the whole model and one sequence."""
+    """One tensor- and context-parallel rank's share of one microbatch; by default the whole model and one sequence.
+
+    Attributes:
+        sequence: positions of a row that a context-parallel rank holds.
+        context: how attention exchanges the parts of a row, with more than one cp rank.
+    """
 
     sequence: int
     batch: int = 1
     tp: int = 1
     sequence_parallel: bool = False
+    cp: int = 1
+    context: str = "ulysses"
     ep: int = 1
 
     @property
+    def row(self) -> int:
+        """Positions of a row, over all cp ranks."""
+        return self.sequence * self.cp
+
+    @property
     def tokens(self) -> int:
-        """Tokens of the microbatch."""
+        """Tokens of the microbatch on one context-parallel rank."""
         return self.batch * self.sequence
 
     @property
@@ -223,7 +235,12 @@ def attended_pairs(sequence: int, window: int | None) -> int:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention of this rank's heads: queries with keys, probabilities with values."""
+    """Causal attention of this rank's heads: queries with keys, probabilities with values.
+
+    Attributes:
+        sequence: positions of a row, over all cp ranks.
+        cp: ranks that compute an equal part of the pairs each.
+    """
 
     batch: int
     sequence: int
@@ -231,12 +248,13 @@ class Attention:
     head_size: int
     window: int | None
     kept: tuple[Buffer, ...] = ()
+    cp: int = 1
     local_weights = 0
 
     @property
     def flops(self) -> int:
-        """FLOPs of this rank's heads, over the pairs that the mask leaves."""
-        return 4 * self.batch * attended_pairs(self.sequence, self.window) * self.heads * self.head_size
+        """FLOPs of this rank's part, over the pairs that the mask leaves."""
+        return 4 * self.batch * attended_pairs(self.sequence, self.window) * self.heads * self.head_size // self.cp
 
     def product_flops(self, positions: float) -> float:
         """FLOPs of one of the two products for one token that attends to `positions` positions."""

@@ -10,6 +10,7 @@ from collections.abc import Hashable
 
 from megalite.config.schema import PROJECTIONS, LoraConfig, ModelConfig
 from megalite.layout import Coordinates
+from megalite.model.cost import context
 from megalite.model.cost.steps import Attention, Block, Buffer, Elementwise, Lookup, Product, Share, UnitCost
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
 
@@ -81,6 +82,17 @@ class Units:
         """Rows of the padded vocabulary on this rank."""
         return padded_vocabulary(self.model.vocabulary, self.share.tp) // self.share.tp
 
+    @property
+    def heads(self) -> context.Heads:
+        """The heads of one tensor-parallel rank."""
+        model, tp = self.model, self.share.tp
+        return context.Heads(model.num_attention_heads // tp, model.kv_heads * kv_replicas(model, tp) // tp, model.head_size)
+
+    @property
+    def exchange(self) -> context.Exchange:
+        """What a layer's attention exchanges over cp."""
+        return context.exchange(self.share, self.heads)
+
     # --- a layer -----------------------------------------------------------------------------------------------------------
 
     def _layer_products(self, index: int) -> dict[str, Product]:
@@ -110,8 +122,7 @@ class Units:
     def _attention_block(self, index: int, products: dict[str, Product]) -> Block:
         model, share, tokens = self.model, self.share, self.share.tokens
         qkv, out = products["attention.qkv"], products["attention.out"]
-        heads, packed = model.num_attention_heads // share.tp, qkv.outputs
-        kv_heads = model.kv_heads * kv_replicas(model, share.tp) // share.tp
+        (heads, kv_heads, _), packed = self.heads, qkv.outputs
         query = heads * model.head_size
         normed: tuple[Buffer, ...] = ()
         if model.qk_norm != "none":
@@ -122,9 +133,9 @@ class Units:
             )
         moved = (2 * tokens * packed,) * (2 if normed else 1)
         rotary = Elementwise(moved, moved, normed, summed=2 * tokens if model.qk_norm == "full" else 0)
-        kept = (Buffer("queries, keys and values", tokens * packed), Buffer("output", tokens * query), *self._probabilities(index, heads))
-        attention = Attention(share.batch, share.sequence, heads, model.head_size, model.window(index), kept)
-        workspace = [Buffer("gradients of attention", tokens * (query + 2 * packed))]
+        kept = (*context.kept(share, self.heads), *self._probabilities(index, heads))
+        attention = Attention(share.batch, share.row, heads, model.head_size, model.window(index), kept, share.cp)
+        workspace = [Buffer("gradients of attention", tokens * (query + 2 * packed)), *context.workspace(share, self.heads)]
         if not self.flash:  # the reference works on copies of at least fp32
             workspace.append(Buffer("copies of the reference", tokens * 2 * (query + packed), "accumulate"))
         before, after = self.around(qkv, is_first=True)
@@ -183,13 +194,14 @@ class Units:
 
     def _probabilities(self, index: int, heads: int) -> tuple[Buffer, ...]:
         """What attention keeps: log-sum-exp, or the reference's probabilities, block by block of queries, of the keys that a block sees."""
-        if self.flash:
+        by_positions = self.share.cp > 1 and self.share.context != "ulysses"  # never keeps probabilities
+        if self.flash or by_positions:
             return (Buffer("log-sum-exp", self.share.tokens * heads, "accumulate"),)
         if self.model.attention_softcap is not None:
             return ()
-        sequence = self.share.sequence
+        sequence = self.share.row
         window, seen = self.model.window(index) or sequence, 0
         for first in range(0, sequence, ATTENTION_BLOCK):
             stop = min(first + ATTENTION_BLOCK, sequence)
             seen += (stop - first) * (stop - max(first - window + 1, 0))
-        return (Buffer("probabilities", self.share.batch * heads * seen, "accumulate", "none"),)
+        return (Buffer("probabilities", self.share.batch * heads * seen // self.share.cp, "accumulate", "none"),)

@@ -76,11 +76,13 @@ class Ledger:
 def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Parts, list[Microbatch]]:
     """A rank with drawn weights, and a step's microbatches of random tokens."""
     made = from_dict(config)
-    parts = build.build_parts(made, mesh_of(context, made), "cpu")
+    mesh = mesh_of(context, made)
+    parts = build.build_parts(made, mesh, "cpu")
     parts.store.initialize(0)
     length, batch = made.data.sequence_length, made.train.micro_batch_size
     tokens = torch.randint(made.model.vocabulary, (length, batch))
-    batches = [Microbatch.of(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)]
+    make = build.microbatch_maker(made, mesh.cp)
+    batches = [make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)]
     return made, parts, batches
 
 

@@ -1,0 +1,79 @@
+"""What attention keeps and exchanges under context parallelism, by method (`megalite.parallel.context`). Imports no torch.
+
+Each rank computes an equal part of the visible pairs: with ulysses those of some heads over whole rows, else those of its positions. The
+exchanged values are those of the table in docs/context-parallel.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megalite.model.cost.steps import Buffer, Share
+
+FP32_COPIES = {"gather": 3, "ring": 4}
+"""Gradients of keys and values that exist at once. gather: as computed, stacked, ordered by rank. ring: of the rank's own part, of the part
+that is there, as computed, and on their way."""
+
+
+class Exchange(NamedTuple):
+    """Number of values of the tensors that travel over cp; a rank sends (cp − 1) / cp of them.
+
+    Attributes:
+        forward: at the compute dtype, again wherever the forward is recomputed.
+        backward: at the compute dtype.
+        summed: gradients, in at least fp32, in backward.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    summed: int = 0
+
+
+class Heads(NamedTuple):
+    """The query and key-value heads of one tensor-parallel rank."""
+
+    query: int
+    kv: int
+    size: int
+
+
+def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
+    """Queries, keys, values and the output, for the backward of attention."""
+    by_heads = share.cp > 1 and share.context == "ulysses"
+    packed = (heads.query + 2 * _kv_copies(share, heads)) * heads.size
+    output = share.tokens * heads.query * heads.size
+    found = Buffer("queries, keys and values", share.tokens * packed), Buffer("output", output)
+    return (*found, Buffer("output with whole rows", output)) if by_heads else found
+
+
+def exchange(share: Share, heads: Heads) -> Exchange:
+    """What travels for one layer and microbatch."""
+    if share.cp == 1:
+        return Exchange()
+    if share.context == "ulysses":  # queries, keys and values there, the output back
+        values = 2 * share.tokens * (heads.query + _kv_copies(share, heads)) * heads.size
+        return Exchange(values, values)
+    values = _whole(share, heads)
+    return Exchange(values, values, values)
+
+
+def workspace(share: Share, heads: Heads) -> tuple[Buffer, ...]:
+    """Temporaries of attention's backward in addition to those of one rank: others' keys and values, and gradients of them."""
+    if share.cp == 1 or share.context == "ulysses":
+        return ()
+    whole = _whole(share, heads)
+    others, gradients = (whole, whole) if share.context == "gather" else (2 * whole // share.cp, whole // share.cp)
+    return (
+        Buffer("keys and values of other ranks", others),
+        Buffer("gradients of keys and values", FP32_COPIES[share.context] * gradients, "accumulate"),
+    )
+
+
+def _kv_copies(share: Share, heads: Heads) -> int:
+    """Key-value heads, those that go to several ranks counted for each (ulysses)."""
+    return max(heads.kv, share.cp) if share.cp > 1 and share.context == "ulysses" else heads.kv
+
+
+def _whole(share: Share, heads: Heads) -> int:
+    """Values of the keys and values of whole rows."""
+    return 2 * share.tokens * share.cp * heads.kv * heads.size
