@@ -136,6 +136,7 @@ def look_around(context: Any, config: dict[str, Any]) -> tuple[list[links.Link],
         "device": "CPU",
         "host": "h",
         "shared_memory": None,
+        "gpu": None,
     }
     try:
         found = links.measure(trainer.mesh, trainer.device, seconds=0.0)
@@ -208,5 +209,6 @@ def test_a_rank_without_memory_says_what_may_help_and_the_other_one_why_it_ends(
         and "parallel.sequence_parallel" not in options
         and ["--train.recompute", "selective"] not in [line[:2] for line in ladder]
     )
-    assert second.splitlines()[-1].endswith("(rank 0 was lost first: it ran out of memory)"), second
+    last = second.splitlines()[-1]
+    assert "(rank 0 was lost first: it ran out of memory; host " in last and last.endswith(", last known in step 3, between steps)"), second
     assert "Traceback" not in first + second
