@@ -84,9 +84,9 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[products.Path, ...]) ->
 
 def step_products(config: Config, mesh: Mesh) -> list[Product]:
     """This rank's matrix products of one step: those of its linear layers and of attention, forward and backward."""
-    train, length = config.train, part_length(config)
-    keys = length * mesh.cp.size  # of whole rows; ulysses has all queries of fewer heads, which is as much
-    microbatches, rows = Layout.of(config).microbatches, train.micro_batch_size * length
+    train, length, layout = config.train, part_length(config), Layout.of(config)
+    keys = length * layout.cp  # of whole rows; ulysses has all queries of fewer heads, which is as much
+    microbatches, rows = layout.microbatches, train.micro_batch_size * length
     shapes = linear_shapes(config, mesh)
     found = [each for shape in shapes for each in _linear(rows, shape, microbatches)]
     layers = len({spec.unit for spec in specs_of(config, mesh.pp.rank)} - {0, head_unit(config.model)})

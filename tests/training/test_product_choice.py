@@ -122,7 +122,7 @@ def test_a_part_of_a_row_has_its_products(tmp_path):
     made.data.sequence_length = 3
     found = step_products(made, Mesh(Layout()))  # every cp rank has the same
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
-    assert sum(product.flops * product.count for product in found) == 6 * weights * 4 * 2 + 2 * (6 * 2 * 2 * 8 * 8) * 2 * 4
+    assert sum(product.flops * product.times for product in found) == 6 * weights * 4 * 2 + 2 * (6 * 2 * 2 * 8 * 8) * 2 * 4
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3, 0), (3, 4, 6, 2), (40_000, 4096, 128_256, 0)])
