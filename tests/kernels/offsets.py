@@ -8,7 +8,7 @@ import faulthandler
 from unittest import mock
 
 import torch
-from megalite_kernels import activation, adamw, attention, cross_entropy, dispatch, grad_norm, norm, ordered_sum, rotary
+from megalite_kernels import activation, adamw, attention, attention_part, cross_entropy, dispatch, grad_norm, norm, ordered_sum, rotary
 from megalite_kernels.launch import Variant
 from torch import Tensor
 
@@ -97,6 +97,20 @@ def attention_triton() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def attention_part_triton() -> None:
+    """As `attention_triton`, for two runs of the rows."""
+    rows, distance = 140, 2**24 - 8
+    far = torch.empty(rows * distance, dtype=torch.bfloat16).as_strided((rows, 1, 1, 16), (distance, 16, 16, 1))
+    far.copy_(torch.randn(far.shape))
+    near, runs = far.contiguous(), [(0, 64), (128, rows - 64)]
+    results = []
+    for x in (far, near):
+        out, lse = attention_part.attention_part(x, x, x, runs, runs, scale=0.25)
+        delta = attention_part.delta(near, out)
+        results.append((out, lse, *attention_part.attention_part_backward(near, x, x, x, lse, delta, runs, runs, scale=0.25)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def cross_entropy_triton() -> None:
     logits, targets = large(2**16 + 5, 2**15 + 16), torch.zeros(2**16 + 5, dtype=torch.int64)
     vocabulary = logits.shape[1]
@@ -148,7 +162,7 @@ if __name__ == "__main__":
     torch.manual_seed(7)
     interpret_last_programs()
     dispatch.select("triton")
-    cases = activation_triton, adamw_triton, attention_triton, cross_entropy_triton, grad_norm_triton, norm_triton
+    cases = activation_triton, adamw_triton, attention_part_triton, attention_triton, cross_entropy_triton, grad_norm_triton, norm_triton
     for case in (*cases, ordered_sum_triton, rotary_triton):
         case()
         print(case.__name__, flush=True)
