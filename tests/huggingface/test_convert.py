@@ -185,7 +185,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "quantised": (lambda d: edit(d / "config.json", quantization_config={"bits": 4}), "quantization_config = {'bits': 4} is not handled"),
     "stored as int8": (lambda d: rewrite(d, to_int8), "model.norm.weight is of type I8. Quantised weights are not handled"),
-    "experts": (lambda d: edit(d / "config.json", model_type="mixtral"), "model_type = 'mixtral' is not handled. Legal values: llama"),
+    "family": (lambda d: edit(d / "config.json", model_type="mamba"), "model_type = 'mamba' is not handled. Legal values: llama"),
     "unknown field": (lambda d: edit(d / "config.json", residual_multiplier=0.2), "residual_multiplier = 0.2 is not handled"),
     "heads do not divide": (lambda d: edit(d / "config.json", num_key_value_heads=3), "model.num_key_value_heads = 3 does not divide"),
     "tokenizer too large": (
