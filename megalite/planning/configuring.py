@@ -27,6 +27,7 @@ def configured(base: Config, choice: Choice) -> Config:
         "offload": choice.offload,
         "schedule": choice.schedule,
         "context": choice.context,
+        "expert_dispatch": choice.expert_dispatch,
     }  # names already validated by a rule or the parser
     parallel = replace(
         base.parallel,
@@ -35,6 +36,7 @@ def configured(base: Config, choice: Choice) -> Config:
         pp=choice.pp,
         dp=choice.dp,
         cp=choice.cp,
+        ep=choice.ep,
         sequence_parallel=choice.sequence_parallel,
         zero=choice.zero,
         offload_parameters=choice.offload_parameters,

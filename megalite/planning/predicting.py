@@ -29,6 +29,8 @@ def choice_of(config: Config) -> Choice:
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
         context=parallel.context,
+        ep=parallel.ep,
+        expert_dispatch=parallel.expert_dispatch,
     )
 
 

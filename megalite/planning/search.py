@@ -24,6 +24,8 @@ from megalite.parallel.pipeline.orders import Shape as OrderShape
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.planning.activations import Activations
 from megalite.planning.configuring import broken_rule, configured
+from megalite.planning.domains import Parameters, domains
+from megalite.planning.experts import worst_total
 from megalite.planning.memory import RankMemory, estimate
 from megalite.planning.pacing import schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
@@ -176,10 +178,10 @@ class Search:
             for context in self._names("context", ("ulysses", "gather" if inside else "ring")):
                 yield cp, context
 
-    def _cuts_nodes(self, tp: int) -> bool:
-        """Whether some tensor-parallel groups would span nodes unevenly, so that every layer waits for the network."""
+    def _cuts_nodes(self, size: int) -> bool:
+        """Whether some groups of consecutive ranks would span nodes unevenly, so that every layer waits for the network."""
         node = self.job.device.per_node
-        return self.gpus > node and node % tp != 0 and tp % node != 0
+        return self.gpus > node and node % size != 0 and size % node != 0
 
     def variants(self, core: Choice) -> Iterator[Choice]:
         """A core with each ZeRO stage and offload. On a CPU, offloading to CPU memory is left out."""
@@ -221,7 +223,19 @@ class Search:
             if each % size or each // size > MOST_MICROBATCHES:
                 continue
             for recompute in self._names("recompute", self._recomputations()):
-                yield replace(frame, micro_batch_size=size, recompute=recompute)
+                for ep, dispatch in self._expert_groups(frame):
+                    yield replace(frame, micro_batch_size=size, recompute=recompute, ep=ep, expert_dispatch=dispatch)
+
+    def _expert_groups(self, frame: Choice) -> Iterator[tuple[int, str]]:
+        """(ep, dispatcher) pairs: sizes that divide the experts and a stage's ranks and, unless the user has fixed ep, leave no group cut
+        by nodes. Gathering all rows is a candidate where it moves no more bytes than sending each to its experts."""
+        model, ranks = self.job.model, frame.data * frame.tp
+        for ep in self._sizes("ep", _divisors(model.num_experts or 1)):
+            if (model.num_experts or 1) % ep or ranks % ep or ("ep" not in self.fixed and self._cuts_nodes(ep)):
+                continue
+            gathers = 1 < ep <= model.num_experts_per_tok
+            for dispatch in self._names("expert_dispatch", ("all_to_all", "all_gather") if gathers else ("all_to_all",)):
+                yield ep, dispatch
 
     def _recomputations(self) -> tuple[str, ...]:
         """`selective` is a candidate only on a CPU, where attention keeps its probabilities; GPU kernels never keep them."""
@@ -238,6 +252,12 @@ class Search:
         if choice.zero < 3 or max(rank.total for rank in found) > self.room:
             return found
         return estimate(config, choice.gpus, device, plan.schedule(config, self._followed(choice)))  # with gathered weights
+
+    def imbalance(self, choice: Choice) -> int:
+        """Bytes that the fullest rank needs in addition if all tokens choose the experts of one rank, in all mixtures and microbatches."""
+        config = configured(self.base, choice)
+        config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)
+        return worst_total(config, self._schedule(choice))
 
     def _followed(self, choice: Choice) -> int:
         """The number of microbatches after which a rank's memory no longer grows."""
@@ -258,24 +278,28 @@ class Search:
         shape = OrderShape(choice.pp, self.job.microbatches(choice), choice.virtual_stages)
         held = min(RECIPES[choice.schedule].activations(0, shape), shape.microbatches * shape.chunks)
         layers = sum(self.stepper.layers_of_stages(len(sizes))[stage] for stage in own)
-        stored, trained = (sum(sizes[stage][kind] for stage in own) for kind in (0, 1))
+        size = self.stepper.held(choice, sizes)[0]
         saved, beside = self._layer_bytes(choice)
-        buckets = trained / layers * (8.0 if choice.zero >= 2 and choice.data > 1 else 0.0)  # two layers' gradients, filling and reduced
-        return BOUND * (self._state_bytes(choice, stored, trained) + buckets + held * layers / len(own) * saved + beside)
+        filling = 8.0 if choice.zero >= 2 and choice.data > 1 else 0.0  # two layers' gradients, filling and reduced
+        buckets = size.trained / layers * filling
+        return BOUND * (self._state_bytes(choice, size) + buckets + held * layers / len(own) * saved + beside)
 
-    def _state_bytes(self, choice: Choice, stored: float, trained: float) -> float:
+    def _state_bytes(self, choice: Choice, held: Parameters) -> float:
         """Bytes on the device: weights, and of those that are trained gradients, master weights and moments, sharded by the choice's ZeRO
         stage."""
         size = self.stepper.operations.size
         master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
-        shared = [choice.data if choice.zero >= level else 1 for level in (3, 2, 1)]
-        weights = 0.0 if choice.offload_parameters else size / shared[0]
-        state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
-        return stored * weights + trained * (max(size, 4) / shared[1] + state)
+        total = 0.0
+        for domain in domains(self.job.device, choice, held):
+            shared = [domain.ranks.size if choice.zero >= level else 1 for level in (3, 2, 1)]
+            weights = 0.0 if choice.offload_parameters else size / shared[0]
+            state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
+            total += domain.stored * weights + domain.trained * (max(size, 4) / shared[1] + state)
+        return total
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
         """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
-        layout = choice.tp, choice.cp, choice.context, choice.sequence_parallel
+        layout = choice.tp, choice.cp, choice.context, choice.sequence_parallel, choice.ep, choice.expert_dispatch
         key = *layout, choice.micro_batch_size, choice.recompute, choice.splits
         if key not in self._kept:
             config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1))
@@ -287,9 +311,9 @@ class Search:
 
 
 def _family(choice: Choice) -> Choice:
-    """The key by which listed plans differ: plans that differ only in their schedule or their method of context parallelism
-    count as one, as do those that offload needlessly."""
-    return replace(choice, schedule="", virtual_stages=0, context="")
+    """The key by which listed plans differ: plans that differ only in their schedule, their method of context parallelism or their
+    dispatcher count as one, as do those that offload needlessly."""
+    return replace(choice, schedule="", virtual_stages=0, context="", expert_dispatch="")
 
 
 def _divisors(number: int) -> list[int]:

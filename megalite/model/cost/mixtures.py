@@ -17,8 +17,8 @@ def own_products(units: Units) -> list[OwnProduct]:
     width, packed = model.expert_width, (2 if model.gated_mlp else 1) * model.expert_width
 
     def product(name: str, rows: int, outputs: int, inputs: int, matrices: int) -> OwnProduct:
-        frozen = bool(units.lora.rank)
-        return OwnProduct(f"mlp.{name}", rows, outputs, inputs, outputs * inputs, "outputs", frozen, ranks=ranks, matrices=matrices)
+        more = {"frozen": bool(units.lora.rank), "ranks": ranks, "matrices": matrices, "experts": name != "router"}
+        return OwnProduct(f"mlp.{name}", rows, outputs, inputs, outputs * inputs, "outputs", **more)
 
     rows, matrices = k * share.own_tokens, experts // share.ep
     return [
@@ -41,11 +41,14 @@ def mixture_block(units: Units, products: dict[str, Product]) -> Block:
             Buffer("the choice", 3 * into.rows, "index"),
         )
     )
-    spread = Elementwise((2 * sent,), (2 * sent,), (Buffer("rows of the experts", sent),))
+    sorts = share.ep > 1 and share.dispatch == "all_to_all"  # rows that arrive are sorted by expert, and back before they return
+    moved = (2 * sent,) * (3 if sorts else 1)
+    spread = Elementwise(moved, moved, (Buffer("rows of the experts", sent),))
     activation = Elementwise(
         (forward * inner,), (backward * inner,), (Buffer("input of the experts' activation", into.rows * into.outputs),)
     )
-    combine = Elementwise((sent + own,), (2 * sent + own,), (Buffer("rows from the experts", sent),))
+    summed = own * (share.ep if share.dispatch == "all_gather" else 1)
+    combine = Elementwise((sent + summed,), (2 * sent + summed,), (Buffer("rows from the experts", sent),))
     workspace = [Buffer("gradients of the experts", own + 2 * sent + 2 * inner + into.rows * into.outputs)]
     steps = (router, routing, spread, into, activation, down, combine)
     before, after = units.around(into, is_first=False)

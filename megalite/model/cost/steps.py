@@ -27,6 +27,7 @@ class Share:
     Attributes:
         sequence: positions of a row that a context-parallel rank holds.
         context: how attention exchanges the parts of a row, with more than one cp rank.
+        dispatch: how rows reach their experts, with more than one ep rank.
     """
 
     sequence: int
@@ -36,6 +37,7 @@ class Share:
     cp: int = 1
     context: str = "ulysses"
     ep: int = 1
+    dispatch: str = "all_to_all"
 
     @property
     def row(self) -> int:
@@ -180,10 +182,12 @@ class OwnProduct(Product):
         outputs, inputs: of one matrix; `weights` are its elements.
         ranks: tp ranks, each with as many rows.
         matrices: number of matrices on this rank, of which each row is multiplied with one.
+        experts: they belong to experts; otherwise to a router, whose product is computed in at least fp32.
     """
 
     ranks: int = 1
     matrices: int = 1
+    experts: bool = False
 
     @property
     def local_weights(self) -> int:
