@@ -26,7 +26,9 @@ class Parameters(NamedTuple):
     @classmethod
     def of(cls, units: Units, layers: Sequence[int], embedding: bool, head: bool) -> Parameters:
         """Those of some layers, optionally with those of the embedding and of the head's matrix."""
-        found = [cls._of(units.layer(index), units) for index in layers]
+        kinds = {units.alike(index): index for index in layers}
+        each = {kind: cls._of(units.layer(index), units) for kind, index in kinds.items()}
+        found = [each[units.alike(index)] for index in layers]
         found += [cls._of(units.embedding(), units)] if embedding else []
         if head:
             found += [cls._of(UnitCost((replace(block, before=Elementwise()),)), units) for block in units.head().blocks]

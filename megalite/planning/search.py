@@ -9,6 +9,7 @@ is missed.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -102,7 +103,8 @@ class Search:
         """The fastest plans that fit, fastest first; at most `wanted`."""
         number = count()
         heap: list[Entry] = [(self.stepper.divided(core), Level.DIVIDED, next(number), core, None) for core in self.cores()]
-        self.considered = sum(len(list(self.variants(core))) for _, _, _, core, _ in heap)
+        shards = Counter(core.data > 1 for _, _, _, core, _ in heap)  # all that the number of variants depends on
+        self.considered = sum(count * len(list(self.variants(Choice(dp=1 + several)))) for several, count in shards.items())
         heapq.heapify(heap)
         found: dict[Choice, Plan] = {}
         looked_at = count(1)
