@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX
@@ -15,7 +16,7 @@ from megalite.model.routers import Routers
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
 from megalite.parallel.expert.choice import choose, combine, spread
-from megalite.parallel.expert.products import Experts, add_grouped_gradient, grouped_product, product_loop
+from megalite.parallel.expert.products import Experts, grouped_product, product_loop
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
