@@ -35,12 +35,8 @@ LAYOUTS = {
     "pp 2, tp 2, dp 2, ep 4, zb-v": {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 3, "schedule": "zb-v", "balance": "bias"},
     "pp 2, tp 2, dp 2, ep 2, zb-v": {"pp": 2, "tp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-v", "balance": "sequence"},
     "pp 2, tp 2, dp 2, ep 4, recomputed": {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 2, "recompute": "every-2"},
-    "tp 2, capacity": {"tp": 2, "ep": 2, "model": LIMITED},
     "cp 2 ulysses, capacity": {"cp": 2, "context": "ulysses", "ep": 2, "zero": 1, "model": LIMITED, "dispatch": "all_gather"},
-    "cp 2 ring, tp 2, capacity, recomputed": {
-        **{"cp": 2, "context": "ring", "tp": 2, "ep": 4, "recompute": "full"},
-        **{"model": LIMITED, "balance": "sequence"},
-    },
+    "cp 2 ring, tp 2, capacity": {"cp": 2, "context": "ring", "tp": 2, "ep": 4, "recompute": "full", "model": LIMITED},
     "pp 2, dp 2, ep 2, zb-h1, capacity": {"pp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-h1", "model": LIMITED},
 }
 
@@ -76,7 +72,7 @@ def test_adapters_of_experts_train_like_one_process(layout, ranks, references, p
     assert expected["tensors"][name].shape[1] == 3 and not torch.equal(expected["tensors"][name], start["tensors"][name])
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2, "zero": 1}, {"dp": 4, "ep": 2, "zero": 3}, {"dp": 4, "ep": 4, "zero": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2, "zero": 1}, {"dp": 4, "ep": 2, "zero": 3}], ids=str)
 def test_muon_updates_experts_like_one_process(layout, ranks, references, prefix):
     several, one = configs(prefix, **layout)
     for config in (several, one):
@@ -112,18 +108,17 @@ def test_single_precision_differs_by_rounding_and_by_choices_between_equals(layo
     further apart than twice the largest difference of the token's scores between the runs."""
     several, one = configs(prefix, **layout, precision="fp32")
     one["train"]["precision"] = "fp32"
-    (expected,) = ranks.run(1, train_recorded, one, 8)
-    got = ranks.run(4, train_recorded, several, 8, expected["scores"])
+    (expected,) = ranks.run(1, train_recorded, one, STEPS)
+    got = ranks.run(4, train_recorded, several, STEPS, expected["scores"])
     assert_same_run(got, expected, 1e-5, 2e-5)
-    found = {key: scores for each in got for key, scores in each["scores"].items()}
-    assert found.keys() == expected["scores"].keys()
-    differences = []
-    for key, scores in found.items():
-        theirs = expected["scores"][key]
-        chosen = torch.zeros(len(scores), dtype=torch.bool).index_fill(0, theirs.sort(descending=True, stable=True).indices[:2], True)
-        differences.append((scores - theirs).abs().max().item())
-        assert scores[~chosen].max() - scores[chosen].min() <= 2 * differences[-1]
-    assert 0 < max(differences) < 1e-4
+    keys, theirs = expected["scores"]
+    found = {key: scores for each in got for key, scores in zip(*each["scores"], strict=True)}
+    assert found.keys() == set(keys)
+    ours = torch.stack([found[key] for key in keys])
+    order = theirs.sort(descending=True, stable=True).indices
+    chosen, others = ours.gather(1, order[:, :2]).amin(1), ours.gather(1, order[:, 2:]).amax(1)
+    differences = (ours - theirs).abs().amax(1)
+    assert (others - chosen <= 2 * differences).all() and 0 < differences.max() < 1e-4
 
 
 def test_a_run_starts_with_the_biases_of_its_initial_weights(prefix, tmp_path):

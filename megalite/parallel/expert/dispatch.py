@@ -147,4 +147,6 @@ def make_dispatch(name: str, axis: MeshAxis) -> Dispatch:
     """The way of rows over an expert axis: `parallel.expert_dispatch`, or same_rows where all its ranks have the same rows."""
     if axis.size == 1:
         return LocalDispatch()
-    return {"all_to_all": AllToAllDispatch, "all_gather": AllGatherDispatch, "same_rows": SameRowsDispatch}[name](axis)
+    kinds: dict[str, Callable[[MeshAxis], Dispatch]]
+    kinds = {"all_to_all": AllToAllDispatch, "all_gather": AllGatherDispatch, "same_rows": SameRowsDispatch}
+    return kinds[name](axis)

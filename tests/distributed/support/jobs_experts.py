@@ -49,12 +49,13 @@ def configs(prefix: str, **layout: Any) -> tuple[dict[str, Any], dict[str, Any]]
     return several, one
 
 
-Scores = dict[tuple[int, int, int, int], Tensor]  # of each expert, by step, layer, sample and position
+Scores = tuple[list[tuple[int, int, int, int]], Tensor]  # step, layer, sample and position of each token, and its [tokens, experts]
 
 
 def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: Scores | None = None) -> dict[str, Any]:
     """As `jobs.train`, with the scores that this rank chooses experts by. replayed: the scores of a run whose choices are made again."""
-    recorded: Scores = {}
+    recorded: dict[tuple[int, int, int, int], Tensor] = {}
+    earlier = None if replayed is None else dict(zip(*replayed, strict=True))
     choose = Mixture._choice
 
     def choosing(mixture: Mixture, scores: Tensor, targets: Tensor | None, state: ForwardState) -> Choice:
@@ -62,10 +63,10 @@ def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: S
         positions = state.positions.flatten().tolist()[length * mixture.part :][:length]
         keys = [(state.step, mixture.layer, sample, position) for position in positions for sample in state.samples.tolist()]
         recorded.update(zip(keys, scores.detach().clone(), strict=True))
-        return choose(mixture, scores if replayed is None else torch.stack([replayed[key] for key in keys]), targets, state)
+        return choose(mixture, scores if earlier is None else torch.stack([earlier[key] for key in keys]), targets, state)
 
     with patch.object(Mixture, "_choice", choosing):
-        return jobs.train(context, config, steps) | {"scores": recorded}
+        return jobs.train(context, config, steps) | {"scores": (list(recorded), torch.stack([*recorded.values()]))}
 
 
 def sent(context: Any, config: dict[str, Any]) -> int:
