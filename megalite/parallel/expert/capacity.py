@@ -15,7 +15,7 @@ from fractions import Fraction
 from math import ceil
 
 import torch
-from megalite_kernels.permutation import count, inverse_order
+from megalite_kernels.permutation import choice_groups, count, inverse_order, places_among_equals, sums_before
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
@@ -72,31 +72,25 @@ class Capacity:
         own, most = pieces[self.sequence.rank], max(map(len, pieces))
         groups = 2 * choice.k * batch * experts  # of one piece; all rows of a group have equal (valid, slot, sequence, expert)
         flat = self._groups(choice, valid, own, whole, groups, most).flatten()
-        counts = count(flat, most * groups + 1)
+        places, counts = places_among_equals(flat, most * groups + 1)  # of each row among those of its group on this rank
         gathered = all_gather(counts[:-1].view(1, most, 2 * choice.k, -1), self.sequence).wait()  # [ranks, most, 2 k, batch · experts]
-        order = flat.argsort(stable=True)
-        place = torch.empty_like(flat)  # of each row among those of its group on this rank, then in its sequence
-        place[order] = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
         limit = rows_per_expert(self.factor, whole, choice.k, experts)
         before = torch.cat([*self._before(gathered, pieces), counts.new_full((1,), limit)])  # padding is dropped
-        kept = place + before[flat] < limit
+        kept = places + before[flat] < limit
         order = choice.order[kept[choice.order]]
         return Choice(choice.experts, order, inverse_order(order, len(flat)), count(choice.experts.flatten()[order], experts))
 
     def _groups(self, choice: Choice, valid: Tensor, own: Sequence[Run], whole: int, groups: int, most: int) -> Tensor:
         """The group of each row, [seq, batch, k], numbered piece by piece; one more for padding past the end of a sequence."""
-        device, (length, batch), experts = valid.device, valid.shape, len(choice.counts)
-        piece = torch.tensor([number for number, run in enumerate(own) for _ in range(run.length)], device=device)
-        positions = torch.cat([torch.arange(run.start, run.stop, device=device) for run in own])
-        slots = torch.arange(choice.k, device=device) + choice.k * (~valid).unsqueeze(-1)  # [seq, batch, k]: the first 2 k numbers
-        columns = torch.arange(batch, device=device).view(1, -1, 1)
-        found = (slots * batch + columns) * experts + choice.experts.view(length, batch, -1) + piece.view(-1, 1, 1) * groups
-        return found.masked_fill((positions >= whole).view(-1, 1, 1), most * groups)
+        piece = torch.tensor([number for number, run in enumerate(own) for _ in range(run.length)], device=valid.device)
+        inside = torch.tensor([position < whole for run in own for position in range(run.start, run.stop)], device=valid.device)
+        found = choice_groups(choice.experts.view(*valid.shape, -1), valid, len(choice.counts)) + piece.view(-1, 1, 1) * groups
+        return found.masked_fill(~inside.view(-1, 1, 1), most * groups)
 
     def _before(self, gathered: Tensor, pieces: Sequence[Sequence[Run]]) -> list[Tensor]:
         """Number of rows of the sequence that come before those of each of this rank's groups, piece by piece, flat."""
         of_slots = gathered.sum((0, 1))  # [2 k, batch · experts]
-        earlier_slots = of_slots.cumsum(0) - of_slots
+        earlier_slots = sums_before(of_slots)
         found = [earlier_slots] * gathered.shape[1]
         for number, own in enumerate(pieces[self.sequence.rank]):
             at = [(rank, index) for rank, runs in enumerate(pieces) for index, run in enumerate(runs) if run.start < own.start]
