@@ -81,7 +81,7 @@ def _modules(tables: dict[str, Names], of: Callable[[Names], dict[str, str]], kn
 
 
 def _projections(tables: dict[str, Names]) -> dict[str, list[str]]:
-    own = {f"{'attention' if role in 'qkv' else 'mlp'}.{role}": role for role in PROJECTIONS} | {"attention.out": "o"}
+    own = {f"{'mlp' if role in ('gate', 'up', 'down') else 'attention'}.{role}": role for role in PROJECTIONS} | {"attention.out": "o"}
     own |= {f"mlp.shared.{role}": role for role in ("gate", "up", "down")}  # of a shared expert
     return _modules(tables, lambda table: table.layer, own)
 
