@@ -183,8 +183,8 @@ def attention(
     """out [S, B, hq, Dv], contiguous, and the tensors to save for `attention_backward`: the reference's probabilities block by block (none
     with `recompute` or a soft-cap), or a kernel's log-sum-exp of each query's scores.
 
-    q [S, B, hq, D]; k [S, B, hk, D]; v [S, B, hk, Dv], hq a multiple of hk; document_start [S, B] is the index in the row of the first token of the
-    token's document; `boundaries` says the same, and without it some implementations cannot run. Any strides.
+    q [S, B, hq, D]; k [S, B, hk, D]; v [S, B, hk, Dv], hq a multiple of hk; document_start [S, B] is the index in the row of the first
+    token of the token's document; `boundaries` says the same, and without it some implementations cannot run. Any strides.
     """
     widths = q.shape[-1], v.shape[-1]
     if widths[0] != widths[1] and _takes_kernel(q):

@@ -22,8 +22,8 @@ class LoraConfig:
     dropout: float = 0.0
     """Dropout probability on the adapters' input."""
     targets: list[str] | None = None
-    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down and of latent attention q_a, q_b, kv_a, kv_b, or their names
-    in PEFT (q_proj; query_key_value means all its parts). null, all-linear or an empty list: all projections of the model."""
+    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down and of latent attention q_a, q_b, kv_a, kv_b, or
+    their names in PEFT (q_proj; query_key_value means all its parts). null, all-linear or an empty list: all projections of the model."""
     ranks: dict[str, int] | None = None
     """Ranks of single projections, {down: 4}. null: all have rank."""
     alphas: dict[str, float] | None = None

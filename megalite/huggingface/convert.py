@@ -39,8 +39,8 @@ from megalite.huggingface.files import INDEX, SAFETENSORS, ConversionError, NewF
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place, places
-from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
 from megalite.huggingface.recorded import COMPANIONS
+from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
 from megalite.huggingface.vocabulary import check_vocabulary, companions
 from megalite.model.parameters import model_specs

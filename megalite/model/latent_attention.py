@@ -59,7 +59,9 @@ class _Heads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, packed: Tensor, key: Tensor, heads: int, plain: int, rotary: tuple[Tensor, Tensor] | None) -> Any:
+    def forward(
+        ctx: Any, queries: Tensor, packed: Tensor, key: Tensor, heads: int, plain: int, rotary: tuple[Tensor, Tensor] | None
+    ) -> Any:
         ctx.plain = plain
         ctx.save_for_backward(*(rotary or ()))
         queries, packed = queries.unflatten(-1, (heads, -1)), packed.unflatten(-1, (heads, -1))

@@ -27,7 +27,6 @@ from megalite.parallel.expert.router import Router
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
 
-
 TINY = 1e-20  # sigmoid scores may all be 0; sums of probabilities are too large to be changed by it
 
 

@@ -32,7 +32,7 @@ EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 NARROW = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40}
 LATENT = ALL_HEADS | {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1}
-LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
 GROUPS = {"n_group": 4, "topk_group": 2}
 

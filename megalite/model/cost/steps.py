@@ -74,8 +74,8 @@ def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: 
 
 
 class Collectives(NamedTuple):
-    """Number of times that a ring passes a tensor around the tp ranks, once for an all-gather or reduce-scatter, twice for an all-reduce; of
-    a unit the sum over its tensors, times their values."""
+    """Number of times that a ring passes a tensor around the tp ranks, once for an all-gather or reduce-scatter, twice for an all-reduce;
+    of a unit the sum over its tensors, times their values."""
 
     forward: int
     backward: int
