@@ -39,8 +39,9 @@ class Parameters(NamedTuple):
         adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.products)
         stored = unit.local_weights + adapters
         experts = [product for product in unit.products if isinstance(product, OwnProduct) and product.experts]
-        own_stored = sum(product.local_weights for product in experts)
-        own_trained = sum(product.local_weights for product in experts if not product.frozen)
+        own_adapters = sum(product.local_adapter_weights(units.share.tp) for product in experts)
+        own_stored = own_adapters + sum(product.local_weights for product in experts)
+        own_trained = own_adapters + sum(product.local_weights for product in experts if not product.frozen)
         if not units.lora.rank:
             return cls(stored, stored, own_stored, own_trained)
         own = sum(step.local_weights for step in unit.steps if isinstance(step, Product | Lookup) and not step.frozen)

@@ -153,14 +153,14 @@ class Operations:
                 return Passes(self._move(2 * values), 0.0, weight)
 
     def _own_product(self, step: OwnProduct) -> Passes:
-        """A product for each expert, of equally many rows; or a router's, in fp32."""
-        precision = self.precision if step.experts or "fp32" not in self.device.peaks else "fp32"
+        """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in fp32."""
+        precision = "fp32" if step.wide and "fp32" in self.device.peaks else self.precision
         rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
         forward = product(self.device, rows, outputs, inputs, precision, batch)
         backward = product(self.device, rows, inputs, outputs, precision, batch)
         written = ACCUMULATED if self.software.fp32_accumulation else None
         weight = 0.0 if step.frozen else product(self.device, outputs, inputs, rows, precision, batch, written)
-        return Passes(forward, backward, weight)
+        return Passes(forward, backward, weight).plus(self._adapters(step))
 
     def _adapters(self, step: Product) -> Passes:
         """The products with the two factors of a product's adapters, and with trained row lengths (DoRA) the rows of the whole weight."""
@@ -182,8 +182,8 @@ class Operations:
         if values := block.dropped:
             mask = (0.5 if self.software.masks else 0.0) * values
             forward, backward = forward + self._move(values + mask), backward + self._move(2 * values + mask)
-        columns = (each for each in block.products if each.split == "outputs" and not isinstance(each, OwnProduct))
-        waits = [self._tensor_parallel(share, column) for column in columns]
+        columns = [each for each in block.products if each.split == "outputs" and not isinstance(each, OwnProduct)]
+        waits = [self._tensor_parallel(share, product) for product in columns]
         forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))
         return Passes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 

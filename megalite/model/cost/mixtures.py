@@ -17,8 +17,23 @@ def own_products(units: Units) -> list[OwnProduct]:
     width, packed = model.expert_width, (2 if model.gated_mlp else 1) * model.expert_width
 
     def product(name: str, rows: int, outputs: int, inputs: int, matrices: int) -> OwnProduct:
-        more = {"frozen": bool(units.lora.rank), "ranks": ranks, "matrices": matrices, "experts": name != "router"}
-        return OwnProduct(f"mlp.{name}", rows, outputs, inputs, outputs * inputs, "outputs", **more)
+        lora = units.lora
+        rank = lora.rank_of(name) if lora.adapts(name) else 0
+        return OwnProduct(
+            f"mlp.{name}",
+            rows,
+            outputs,
+            inputs,
+            outputs * inputs,
+            "outputs",
+            frozen=bool(lora.rank),
+            adapter_rank=rank,
+            adapter_weights=rank * (outputs + inputs),
+            ranks=ranks,
+            matrices=matrices,
+            experts=name != "router",
+            wide=name == "router",
+        )
 
     rows, matrices = k * share.own_tokens, experts // share.ep
     return [
@@ -54,7 +69,9 @@ def mixture_block(units: Units, products: dict[str, Product]) -> Block:
     before, after = units.around(into, is_first=False)
     if "mlp.shared.in" in products:
         shared = units.feed_forward(products["mlp.shared.in"], products["mlp.shared.down"])
-        gate = OwnProduct("mlp.shared_gate", share.own_tokens, 1, model.hidden_size, model.hidden_size, "outputs", ranks=router.ranks)
+        gate = OwnProduct(
+            "mlp.shared_gate", share.own_tokens, 1, model.hidden_size, model.hidden_size, "outputs", ranks=router.ranks, wide=True
+        )
         steps = (*steps, *shared.steps, *((gate,) if model.shared_expert_gate else ()))
         workspace += shared.workspace
     return Block(before, steps, after, units.dropped, tuple(workspace))

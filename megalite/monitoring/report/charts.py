@@ -145,7 +145,7 @@ def _loads(run: Run) -> str:
         axes.yaxis.set_major_formatter(lambda row, _: str(layers[round(row)]))
         axes.set_axisbelow(True)
         bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
 
     return _svg(f"Load of the fullest expert, over the mean: {_short(run.name)}", "layer", draw)
 
