@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
@@ -79,7 +78,7 @@ class Mixture(nn.Module):
         if self.model.router_balance == "bias":
             scores = probabilities + self.balance.state.bias.to(probabilities.dtype)
         choice = choose(scores, self.model.num_experts_per_tok)
-        if self.keeps_choice and state.training and not torch.is_grad_enabled():
+        if self.keeps_choice and state.training:
             state.choices[self.layer] = choice
         return choice
 

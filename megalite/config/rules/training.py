@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from megalite.config.amounts import duration_seconds
+from megalite.config.recomputation import BUDGET, OPERATIONS, problem
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, can_be_written, is_checkpoint
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
@@ -54,9 +55,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "recompute mode",
         "train.recompute",
-        lambda c: not re.fullmatch(r"none|selective|full|every-[1-9]\d*", c.train.recompute),
-        message="is not a recomputation mode",
-        legal=["none", "selective", "full", "every-2"],
+        lambda c: problem(c.train.recompute, c.model.num_hidden_layers),
+        message=lambda c: problem(c.train.recompute, c.model.num_hidden_layers) or "",
+        legal=f"Legal values: none, selective, full, every-2, budget, or operations joined by +: {', '.join(OPERATIONS)}.",
+    ),
+    Rule(
+        "a budget says how much",
+        "train.memory_budget",
+        lambda c: c.train.recompute == BUDGET and c.train.memory_budget is None,
+        message="leaves {train.recompute} without its bytes",
+        legal="Give what a rank may use: bytes such as 70GB, or a share of the device such as 0.9.",
+    ),
+    Rule(
+        "what a budget is for",
+        "train.memory_budget",
+        lambda c: c.train.recompute != BUDGET and c.train.memory_budget is not None,
+        message="has no effect with {train.recompute}",
+        legal="Set train.recompute to budget, or leave it out.",
     ),
     Rule(
         "kernels can run",
