@@ -119,17 +119,19 @@ def decide(
     device: Device = "cuda",
     costs: hardware.Device | None = None,
     schedule: Schedule | None = None,
+    exact: bool = True,
 ) -> Decision:
     """What to recompute so that every rank needs at most `budget` bytes. Raises ConfigError, naming the smallest budget, if nothing does.
 
     Args:
         costs: the device whose times are minimized; default: that of profiling.hardware, or a usual one.
         schedule: a schedule that needs as much memory as the run's, and has fewer microbatches.
+        exact: False takes a good choice in place of the best one, and is fast.
     """
     config = settled(replace(config, train=replace(config.train, recompute="none")), world_size or ParallelDims.of(config).world)
     costs = costs or _costs(config.profiling.hardware, device)
     if schedule is not None:
-        return _decision(_Problem(config, device, costs, schedule), budget)
+        return _decision(_Problem(config, device, costs, schedule, exact), budget)
     return _decided(_Asked(f"{config} {costs}", config, costs), budget, device)
 
 
@@ -212,8 +214,8 @@ class _Layer(NamedTuple):
 class _Problem:
     """The integer programmes of a configuration that keeps everything, one for each pipeline rank."""
 
-    def __init__(self, config: Config, device: Device, costs: hardware.Device, schedule: Schedule):
-        self.config, self.device, self.schedule = config, device, schedule
+    def __init__(self, config: Config, device: Device, costs: hardware.Device, schedule: Schedule, exact: bool = True):
+        self.config, self.device, self.schedule, self.exact = config, device, schedule, exact
         self.units = plan.units_of(config)
         self.splits = Pass.WEIGHT in self.schedule.passes
         self.kept = self._activations("none")
@@ -286,7 +288,7 @@ class _Problem:
             )
             for alike, group in choices
         ]
-        counts = solve(kinds, [load.constant + more - room for load, more in zip(loads, kept, strict=True)])
+        counts = solve(kinds, [load.constant + more - room for load, more in zip(loads, kept, strict=True)], self.exact)
         if counts is None:
             return _Solution(least, None, 0.0)
         return self._written(least, layers, choices, counts, scores)

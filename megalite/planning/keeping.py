@@ -12,11 +12,16 @@ known. The bound is that of the linear relaxation, for each constraint by itself
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
 
 
 class Option(NamedTuple):
@@ -37,55 +42,91 @@ Counts = tuple[tuple[int, ...], ...]
 """For each kind, the number of items that take each of its options."""
 
 
-class _State(NamedTuple):
-    """A choice for the kinds so far: its cost, what is left to free, and the counts, the last kind's first."""
+class _States(NamedTuple):
+    """Choices for the kinds so far, one in a row: costs, what is left to free of each constraint, the choice before, and the counts."""
 
-    cost: float
-    left: tuple[int, ...]
-    counts: tuple[tuple[int, ...], ...]
+    costs: Array
+    left: Array  # [states, constraints]
+    parents: Array
+    taken: Array  # index into the last kind's possible counts
 
 
-def solve(kinds: Sequence[Kind], needs: Sequence[int]) -> Counts | None:
-    """The choice of least cost that frees what every constraint needs; None if there is none."""
+def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Counts | None:
+    """The choice of least cost that frees what every constraint needs; None if there is none.
+
+    exact: False takes a good choice, and is fast.
+    """
     wanted = [index for index, need in enumerate(needs) if need > 0]
     if not wanted:
         return tuple((0,) * len(kind.options) for kind in kinds)
     narrow = [Kind(kind.count, tuple(Option(each.cost, tuple(each.frees[i] for i in wanted)) for each in kind.options)) for kind in kinds]
     need = tuple(needs[index] for index in wanted)
-    bounds = [_Bound(narrow[first:], len(need)) for first in range(len(narrow) + 1)]
-    best = _greedy(narrow, need)
-    states = [_State(0.0, need, ())]
+    known = _greedy(narrow, need)
+    if known is not None and not exact:
+        return known
+    hulls = [[_hull(kind, index) for index in range(len(need))] for kind in narrow]
+    limit = math.inf if known is None else sum(map(_cost, narrow, known)) * (1 - 1e-12)
+    levels = [_States(np.zeros(1), np.array([need], dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]
+    possible: list[list[tuple[int, ...]]] = []
     for number, kind in enumerate(narrow):
-        limit = math.inf if best is None else best.cost
-        after, expanded = bounds[number + 1], []
-        for state in states:
-            for taken in _counts(kind, state.left):
-                left, cost = _left(kind, taken, state.left), state.cost + _cost(kind, taken)
-                if cost + after.least(left) < limit * (1 - 1e-12):
-                    expanded.append(_State(cost, left, (taken, *state.counts)))
-        states = _undominated(expanded)
-    complete = [state for state in states if not any(state.left)]
-    if complete and (best is None or min(complete).cost < best.cost):
-        best = min(complete)
-    return None if best is None else tuple(reversed(best.counts))
+        possible.append(list(_counts(kind)))
+        levels.append(_followed(levels[-1], kind, possible[-1], _Bound(hulls[number + 1 :], len(need)), limit))
+    last = levels[-1]
+    complete = np.flatnonzero(~last.left.any(axis=1))
+    if not len(complete):
+        return known
+    at, counts = complete[np.argmin(last.costs[complete])], list[tuple[int, ...]]()
+    for level, choices in zip(reversed(levels), reversed(possible), strict=False):
+        counts.append(choices[level.taken[at]])
+        at = level.parents[at]
+    return tuple(reversed(counts))
+
+
+def _followed(states: _States, kind: Kind, possible: Sequence[tuple[int, ...]], after: _Bound, limit: float) -> _States:
+    """The states after one more kind that can still become the best choice."""
+    choices = np.array(possible, dtype=np.int64)  # [counts, options]
+    frees = choices @ np.array([option.frees for option in kind.options], dtype=np.int64)  # [counts, constraints]
+    costs = states.costs[:, None] + choices @ np.array([option.cost for option in kind.options])
+    left = np.maximum(states.left[:, None, :] - frees, 0)  # [states, counts, constraints]
+    parents, taken = np.nonzero(costs + after.least(left) < limit)
+    found = _States(costs[parents, taken], left[parents, taken], parents, taken)
+    order = np.lexsort((*found.left.T, found.costs))
+    kept = order[_undominated(found.left[order])]
+    return _States(*(each[kept] for each in found))
+
+
+def _undominated(left: Array) -> Array:
+    """Indices of rows, given in order of their cost, without those that leave no less of every constraint than an earlier one."""
+    if left.shape[1] == 1:
+        column = left[:, 0]
+        before = np.minimum.accumulate(np.concatenate(([np.iinfo(np.int64).max], column[:-1]))) if len(column) else column
+        return np.flatnonzero(column < before)
+    kept: list[int] = []
+    if left.shape[1] == 2:
+        firsts, seconds = list[int](), list[int]()  # the staircase of the rows so far: ascending, descending
+        for row, (first, second) in enumerate(left.tolist()):
+            at = bisect_right(firsts, first)
+            if at and seconds[at - 1] <= second:
+                continue
+            kept.append(row)
+            at = bisect_left(firsts, first)
+            end = at
+            while end < len(firsts) and seconds[end] >= second:
+                end += 1
+            firsts[at:end], seconds[at:end] = [first], [second]
+        return np.array(kept, dtype=np.int64)
+    for row in range(len(left)):
+        if not kept or not (left[kept] <= left[row]).all(axis=1).any():
+            kept.append(row)
+    return np.array(kept, dtype=np.int64)
 
 
 def _cost(kind: Kind, taken: Sequence[int]) -> float:
     return sum(count * option.cost for count, option in zip(taken, kind.options, strict=True))
 
 
-def _left(kind: Kind, taken: Sequence[int], left: Sequence[int]) -> tuple[int, ...]:
-    freed = [sum(count * option.frees[i] for count, option in zip(taken, kind.options, strict=True)) for i in range(len(left))]
-    return tuple(max(need - found, 0) for need, found in zip(left, freed, strict=True))
-
-
-def _counts(kind: Kind, left: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Numbers of items for each option; of an only option no more than any constraint has a use for."""
-    if len(kind.options) == 1:
-        frees = kind.options[0].frees
-        useful = max((-(-need // freed) for need, freed in zip(left, frees, strict=True) if freed > 0), default=0)
-        yield from ((count,) for count in range(min(kind.count, useful) + 1))
-        return
+def _counts(kind: Kind) -> Iterator[tuple[int, ...]]:
+    """Numbers of items that may take each of a kind's options."""
 
     def shared(options: int, items: int) -> Iterator[tuple[int, ...]]:
         if options == 0:
@@ -95,16 +136,7 @@ def _counts(kind: Kind, left: Sequence[int]) -> Iterator[tuple[int, ...]]:
             for others in shared(options - 1, items - count):
                 yield (count, *others)
 
-    yield from shared(len(kind.options), kind.count)
-
-
-def _undominated(states: list[_State]) -> list[_State]:
-    """States without those that cost no less than another one which leaves no more of any constraint."""
-    kept: list[_State] = []
-    for state in sorted(states):
-        if not any(all(a <= b for a, b in zip(other.left, state.left, strict=True)) for other in reversed(kept)):
-            kept.append(state)
-    return kept
+    return shared(len(kind.options), kind.count)
 
 
 @dataclass(frozen=True)
@@ -118,28 +150,26 @@ class _Step:
 class _Bound:
     """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of items."""
 
-    def __init__(self, kinds: Sequence[Kind], constraints: int):
-        self._freed: list[list[int]] = []
-        self._costs: list[list[float]] = []
-        self._rates: list[list[float]] = []
+    def __init__(self, hulls: Sequence[Sequence[Sequence[_Step]]], constraints: int):
+        self._freed: list[Array] = []
+        self._costs: list[Array] = []
+        self._rates: list[Array] = []
         for index in range(constraints):
-            steps = sorted((step for kind in kinds for step in _hull(kind, index)), key=lambda step: step.rate)
-            self._freed.append(list(accumulate((step.frees for step in steps), initial=0)))
-            self._costs.append(list(accumulate((step.frees * step.rate for step in steps), initial=0.0)))
-            self._rates.append([step.rate for step in steps])
+            steps = sorted((step for hull in hulls for step in hull[index]), key=lambda step: step.rate)
+            self._freed.append(np.array([0, *accumulate(step.frees for step in steps)], dtype=np.int64))
+            self._costs.append(np.array([0.0, *accumulate(step.frees * step.rate for step in steps)]))
+            self._rates.append(np.array([0.0, *(step.rate for step in steps)]))
 
-    def least(self, left: Sequence[int]) -> float:
-        """A lower bound of the cost of freeing what is left; infinite if it can not be freed."""
-        return max(map(self._of_one, range(len(left)), left))
-
-    def _of_one(self, index: int, need: int) -> float:
-        freed = self._freed[index]
-        if need <= 0:
-            return 0.0
-        if need > freed[-1]:
-            return math.inf
-        step = bisect_left(freed, need) - 1
-        return self._costs[index][step] + (need - freed[step]) * self._rates[index][step]
+    def least(self, left: Array) -> Array:
+        """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it can not be freed."""
+        bound = np.zeros(left.shape[:-1])
+        for index, (freed, costs, rates) in enumerate(zip(self._freed, self._costs, self._rates, strict=True)):
+            need = left[..., index]
+            step = np.searchsorted(freed, need)  # freed[step - 1] < need ≤ freed[step]
+            inside = np.minimum(step, len(freed) - 1)
+            found = costs[inside] - (freed[inside] - need) * rates[inside]
+            bound = np.maximum(bound, np.where(step == len(freed), np.inf, found))
+        return bound
 
 
 def _hull(kind: Kind, index: int) -> list[_Step]:
@@ -153,40 +183,46 @@ def _hull(kind: Kind, index: int) -> list[_Step]:
     return steps
 
 
-def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> _State | None:
-    """A good choice: items one by one, the cheapest for what is still needed, then all that turn out to be needless taken back."""
+def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
+    """A good choice: items by items, the cheapest for what is still needed, then all that turn out to be needless taken back."""
     taken = [[0] * len(kind.options) for kind in kinds]
-    left = list(needs)
+    left = np.array(needs, dtype=np.int64)
+    moves = [  # an option of a kind in place of another one, or of keeping everything
+        (number, option, other)
+        for number, kind in enumerate(kinds)
+        for option in range(len(kind.options))
+        for other in (-1, *(other for other in range(len(kind.options)) if other != option))
+    ]
+    frees = np.array([_difference(kinds[number], option, other).frees for number, option, other in moves], dtype=np.int64)
+    costs = np.array([max(_difference(kinds[number], option, other).cost, 0.0) for number, option, other in moves])
 
-    def gain(kind: int, option: int, previous: int | None) -> tuple[float, float]:
-        """Additional cost, and what is freed of what is left, as shares of the need."""
-        new, old = kinds[kind].options[option], None if previous is None else kinds[kind].options[previous]
-        cost = new.cost - (0.0 if old is None else old.cost)
-        freed = [each - (0 if old is None else old.frees[i]) for i, each in enumerate(new.frees)]
-        return cost, sum((max(b, 0) - max(b - a, 0)) / need for a, b, need in zip(freed, left, needs, strict=True))
+    def available(number: int, other: int) -> int:
+        return kinds[number].count - sum(taken[number]) if other < 0 else taken[number][other]
 
-    while any(need > 0 for need in left):
-        moves = []
-        for number, kind in enumerate(kinds):
-            for option in range(len(kind.options)):
-                sources: list[int | None] = [None] if sum(taken[number]) < kind.count else []
-                sources += [other for other in range(len(kind.options)) if other != option and taken[number][other]]
-                for source in sources:
-                    cost, freed = gain(number, option, source)
-                    if freed > 0:
-                        moves.append((max(cost, 0.0) / freed, number, option, -1 if source is None else source))
-        if not moves:
+    while (left > 0).any():
+        gains = ((np.maximum(left, 0) - np.maximum(left - frees, 0)) / np.array(needs)).sum(1)  # of what is needed
+        gains *= [available(number, other) > 0 for number, _, other in moves]
+        if gains.max(initial=0.0) <= 0:
             return None
-        _, number, option, source = min(moves)
-        kind = kinds[number]
-        taken[number][option] += 1
-        if source >= 0:
-            taken[number][source] -= 1
-        for i in range(len(left)):
-            left[i] -= kind.options[option].frees[i] - (kind.options[source].frees[i] if source >= 0 else 0)
-    _take_back(kinds, taken, left)
-    counts = tuple(tuple(each) for each in reversed(taken))
-    return _State(sum(_cost(kind, each) for kind, each in zip(kinds, taken, strict=True)), (0,) * len(needs), counts)
+        best = int(np.argmin(np.where(gains > 0, costs / np.where(gains > 0, gains, 1.0), np.inf)))
+        number, option, other = moves[best]
+        useful = [-(-need // freed) for need, freed in zip(left.tolist(), frees[best].tolist(), strict=True) if need > 0 and freed > 0]
+        count = 1 if (frees[best] < 0).any() else min(available(number, other), *useful)
+        taken[number][option] += count
+        if other >= 0:
+            taken[number][other] -= count
+        left -= count * frees[best]
+    _take_back(kinds, taken, left.tolist())
+    return tuple(map(tuple, taken))
+
+
+def _difference(kind: Kind, option: int, other: int) -> Option:
+    """What an option costs and frees more than another one; -1: than keeping everything."""
+    new = kind.options[option]
+    if other < 0:
+        return new
+    old = kind.options[other]
+    return Option(new.cost - old.cost, tuple(a - b for a, b in zip(new.frees, old.frees, strict=True)))
 
 
 def _take_back(kinds: Sequence[Kind], taken: list[list[int]], left: list[int]) -> None:

@@ -115,25 +115,29 @@ class Search:
                     if not self._has_no_room(variant):
                         heapq.heappush(heap, (max(time, self.stepper.least(variant)), Level.VARIED, next(number), variant, None))
             elif level is Level.VARIED:
-                if choice.recompute == BUDGET and (choice := self._within_budget(choice)).recompute == BUDGET:
-                    continue
-                step = self.stepper.step(choice)
-                heapq.heappush(heap, (step.total, Level.TIMED, next(number), choice, step))
-                self.timed += 1
+                choice = self._within_budget(choice)
+                if choice.recompute != BUDGET:
+                    step = self.stepper.step(choice)
+                    heapq.heappush(heap, (step.total, Level.TIMED, next(number), choice, step))
+                    self.timed += 1
             elif not found.keys() & {family := _family(choice), _family(replace(choice, offload="none", offload_parameters=False))}:
-                plan = self.plan(choice, step)
+                best = self._within_budget(choice, exact=True)
+                plan = self.plan(best, step if best == choice else None)
                 if plan.fits:
                     found[family] = plan
                 else:
                     self.rejected = self.rejected or choice
         return list(found.values())
 
-    def _within_budget(self, choice: Choice) -> Choice:
-        """The choice with what it must recompute to fit; as it is, and rejected, if it does not."""
+    def _within_budget(self, choice: Choice, exact: bool = False) -> Choice:
+        """A choice of a budget with what it must recompute to fit: of those that are listed the best, of the others a good solution. As it
+        is, and rejected, if it does not fit."""
+        if shown(choice.recompute) != BUDGET:
+            return choice
         try:
             config, device = self._run(choice)
             schedule = self._schedule(choice) if choice.zero < 3 else plan.schedule(config, self._followed(choice))
-            found = decide(config, int(self.room), choice.gpus, device, self.job.device, schedule)
+            found = decide(config, int(self.room), choice.gpus, device, self.job.device, schedule, exact)
             return replace(choice, recompute=found.recompute)
         except ConfigError:
             self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
