@@ -162,7 +162,7 @@ def main() -> None:
     torch.manual_seed(0)
     config = configuration(options)
     protocol = {name: value for name, value in vars(options).items() if name != "output"}
-    content = {"protocol": protocol, "times": compare(config, options.rounds), "peaks": peaks(config)}
+    content: dict[str, Any] = {"protocol": protocol, "times": compare(config, options.rounds), "peaks": peaks(config)}
     print(report.table(content["times"], TIMES))
     print(report.table(content["peaks"], PEAKS))
     if options.output is not None:

@@ -132,7 +132,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, value: Value, tensor: Tensor) -> View:
-        return cls(value, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cls(value, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def tensor(self) -> Tensor:
         return self.value.get().as_strided(self.size, self.stride, self.offset)
@@ -165,7 +165,12 @@ class Call:
         """Run the operation again, for all of its values, and let go of its arguments."""
         arguments = [each.tensor() if isinstance(each, Argument) else each for each in self.arguments]
         saved: list[Tensor] = []
-        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None):
+
+        def keep(tensor: Tensor) -> int:
+            saved.append(tensor.detach())
+            return len(saved) - 1
+
+        with torch.enable_grad(), saved_tensors_hooks(keep, saved.__getitem__):  # a graph for what it keeps, which no backward passes
             outputs = _tensors(self.function(*arguments))
         for found, values in ((outputs, self.outputs), (saved, self.saved)):
             for place, value in values.items():
@@ -220,7 +225,7 @@ class Recorder:
                 call.outputs[0] = ref(self._put(normed, call))
             return total, normed
 
-        layer.join = recorded  # type: ignore[method-assign]
+        layer.join = recorded
         self.wrapped += 1
 
     def _recorded(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

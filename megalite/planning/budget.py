@@ -200,15 +200,15 @@ class _Load(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A layer on a rank: its number, its stage's place on the rank, and its index in the stage, the embedding included."""
+    """A layer on a rank: its number, its stage's place on the rank, and its own place in the stage, the embedding included."""
 
     number: int
     stage: int
-    index: int
+    place: int
 
     def multiple(self, load: _Load) -> int:
         held, first = load.held[self.stage]
-        return held + (self.index < first)
+        return held + (self.place < first)
 
 
 class _Problem:
@@ -385,7 +385,7 @@ def _uncovered(loads: list[_Load]) -> list[_Load]:
 
 def table(decision: Decision) -> list[str]:
     """The decision as lines of text: what each stage recomputes, and each rank's peak."""
-    rows = [("pp rank", "stage", "layers", "recomputed", "peak", "without", "at least")]
+    rows: list[tuple[str, ...]] = [("pp rank", "stage", "layers", "recomputed", "peak", "without", "at least")]
     for rank in decision.ranks:
         peaks = [amount(size) for size in (rank.total, rank.nothing, rank.everything)]
         for stage, span in rank.stages:

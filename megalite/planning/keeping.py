@@ -32,9 +32,9 @@ class Option(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """`count` equal items, and the options besides keeping everything."""
+    """A number of equal items, and the options besides keeping everything."""
 
-    count: int
+    items: int
     options: tuple[Option, ...]
 
 
@@ -59,7 +59,7 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
     wanted = [index for index, need in enumerate(needs) if need > 0]
     if not wanted:
         return tuple((0,) * len(kind.options) for kind in kinds)
-    narrow = [Kind(kind.count, tuple(Option(each.cost, tuple(each.frees[i] for i in wanted)) for each in kind.options)) for kind in kinds]
+    narrow = [Kind(kind.items, tuple(Option(each.cost, tuple(each.frees[i] for i in wanted)) for each in kind.options)) for kind in kinds]
     need = tuple(needs[index] for index in wanted)
     known = _greedy(narrow, need)
     if known is not None and not exact:
@@ -136,7 +136,7 @@ def _counts(kind: Kind) -> Iterator[tuple[int, ...]]:
             for others in shared(options - 1, items - count):
                 yield (count, *others)
 
-    return shared(len(kind.options), kind.count)
+    return shared(len(kind.options), kind.items)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _hull(kind: Kind, index: int) -> list[_Step]:
     while further := [point for point in points if point[0] > at[0]]:
         start = at
         rate, frees, cost = min(((cost - start[1]) / (frees - start[0]), -frees, cost) for frees, cost in further)
-        steps.append(_Step(max(rate, 0.0), kind.count * (-frees - start[0])))
+        steps.append(_Step(max(rate, 0.0), kind.items * (-frees - start[0])))
         at = (-frees, cost)
     return steps
 
@@ -197,7 +197,7 @@ def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
     costs = np.array([max(_difference(kinds[number], option, other).cost, 0.0) for number, option, other in moves])
 
     def available(number: int, other: int) -> int:
-        return kinds[number].count - sum(taken[number]) if other < 0 else taken[number][other]
+        return kinds[number].items - sum(taken[number]) if other < 0 else taken[number][other]
 
     while (left > 0).any():
         gains = ((np.maximum(left, 0) - np.maximum(left - frees, 0)) / np.array(needs)).sum(1)  # of what is needed

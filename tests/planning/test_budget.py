@@ -44,7 +44,7 @@ def drawn_programme(seed: int) -> tuple[list[Kind], list[int]]:
             frees = tuple(size * draw.randint(0, 5) for _ in range(constraints))
             options.append(Option(draw.choice([0.0, 1.0, 1.5, 2.0, 3.7]) * draw.randint(1, 4), frees))
         kinds.append(Kind(draw.randint(1, 3), tuple(options)))
-    most = [sum(kind.count * max(each.frees[i] for each in kind.options) for kind in kinds) for i in range(constraints)]
+    most = [sum(kind.items * max(each.frees[i] for each in kind.options) for kind in kinds) for i in range(constraints)]
     return kinds, [draw.randint(-2, top + 1) for top in most]
 
 
@@ -65,7 +65,7 @@ def frees(kinds: list[Kind], counts: Any, index: int) -> int:
 @pytest.mark.parametrize("seed", range(150))
 def test_the_programme_is_solved_as_by_trying_everything(seed):
     kinds, needs = drawn_programme(seed)
-    each = [[taken for taken in product(range(kind.count + 1), repeat=len(kind.options)) if sum(taken) <= kind.count] for kind in kinds]
+    each = [[taken for taken in product(range(kind.items + 1), repeat=len(kind.options)) if sum(taken) <= kind.items] for kind in kinds]
     enough = [counts for counts in product(*each) if all(frees(kinds, counts, i) >= need for i, need in enumerate(needs))]
     found = solve(kinds, needs)
     assert (found is None) == (not enough)
