@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.recomputation import operations_of
 from megalite.model.cost.recomputed import Operation, chosen, groups
-from megalite.model.cost.steps import Attention, OwnProduct, Product, Share, Step
+from megalite.model.cost.steps import Attention, Product, Share, Step
 from megalite.planning.kernels import stream
 from megalite.planning.links import group
 
@@ -33,10 +33,8 @@ def _wait(operations: Operations, share: Share, index: int, step: Step) -> float
     """Exposed communication of a step's forward over tp and cp."""
     if isinstance(step, Attention):
         return operations.exchange(share, index)[0] if share.cp > 1 else 0.0
-    if share.tp == 1 or not isinstance(step, Product) or isinstance(step, OwnProduct):
+    if share.tp == 1 or not isinstance(step, Product):
         return 0.0
-    ranks, column = group(operations.device, share.tp, 1), step.split == "outputs"
-    size = step.rows * (step.inputs if column else step.outputs) * operations.size
-    if share.sequence_parallel:
-        return operations.tensor.half(size, ranks)  # a gather of the input, or a reduce-scatter of the output
-    return 0.0 if column else operations.tensor.all_reduce(size, ranks)
+    ranks, passes, size = group(operations.device, share.tp, 1), step.collectives(share.sequence_parallel).forward, step.travelling
+    collective = operations.tensor.half if passes == 1 else operations.tensor.all_reduce
+    return collective(size * operations.size, ranks) if passes else 0.0

@@ -94,12 +94,12 @@ class _Tensor:
         elif number > 0:
             again = repeated(self.sizes.units, number - 1, train.recompute_of(number - 1))
         steps = [*unit.steps, *again]
-        rings = sum(step.collectives(self.shared).forward for step in steps if isinstance(step, Product | Lookup))
+        rings = sum(step.travelling * step.collectives(self.shared).forward for step in steps if isinstance(step, Product | Lookup))
         rings += unit.collectives(self.shared).backward
         lengths = sum(step.lengths for step in steps if isinstance(step, Product))
         summed = unit.summed + sum(step.summed for step in steps if isinstance(step, Elementwise))  # backward, and each forward
         more += 2 * ring((lengths + summed) * self.sizes.accumulate, self.ranks)
-        return rings * ring(self.sizes.whole, self.ranks) + more
+        return ring(rings * self.sizes.width, self.ranks) + more
 
     def step(self, buckets: Sequence[BucketLayout]) -> float:
         """Bytes of the all-reduces at the end of a step: gradients that are partial over tp, and those of replicated key-value heads."""

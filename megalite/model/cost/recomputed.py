@@ -80,15 +80,15 @@ def _norm(units: Units) -> Elementwise:
 
 
 def _attention(units: Units, block: Block, parallel: bool) -> list[Group]:
-    qkv, rotary, step, out = block.steps
-    assert isinstance(qkv, Product) and isinstance(rotary, Elementwise) and isinstance(step, Attention) and isinstance(out, Product)
+    *projections, step, out = block.steps
+    assert isinstance(step, Attention) and isinstance(out, Product)
     norm = Operation(("attn_norm",), _named(block.before.kept, NORMED, STATISTICS), (_norm(units),))
-    inputs = (*_named(step.kept, "queries, keys and values"), *rotary.kept, *qkv.kept)
+    inputs = (*_named(step.kept, "queries, keys and values"), *(buffer for each in projections for buffer in each.kept))
     scores, rest = _named(step.kept, PROBABILITIES), tuple(each for each in step.kept if each not in inputs and each.name != PROBABILITIES)
-    projected: list[Group] = [(Operation(("qkv",), inputs, (qkv, rotary)),)]
+    projected: list[Group] = [(Operation(("qkv",), inputs, tuple(projections)),)]
     names, buffers, steps = ("attention",), rest, (step,)
     if units.share.cp > 1 and units.share.context == "ulysses":  # it keeps what it has exchanged, not its inputs
-        projected, names, buffers, steps = [], ("qkv", "attention"), (*inputs, *rest), (qkv, rotary, step)  # type: ignore[assignment]
+        projected, names, buffers, steps = [], ("qkv", "attention"), (*inputs, *rest), (*projections, step)  # type: ignore[assignment]
     whole = Operation(names, (*buffers, *scores), steps)
     if scores:
         again: Group = (
