@@ -225,7 +225,7 @@ class Recorder:
                 call.outputs[0] = ref(self._put(normed, call))
             return total, normed
 
-        layer.join = recorded
+        layer.join = recorded  # type: ignore[method-assign, assignment]
         self.wrapped += 1
 
     def _recorded(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

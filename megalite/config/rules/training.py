@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from megalite.config.amounts import duration_seconds
-from megalite.config.recomputation import BUDGET, OPERATIONS, problem
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, can_be_written, is_checkpoint
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
@@ -23,6 +22,15 @@ def _kernels_lack(c: RuleContext) -> str:
 
 def _samples_at_once(c: RuleContext) -> int:
     return c.train.micro_batch_size * c.dims.dp
+
+
+def _wrong_mode(c: RuleContext) -> str:
+    """What is wrong with the recomputation mode; empty: nothing."""
+    if c.train.recompute in ("none", "selective", "full"):
+        return ""
+    from megalite.config.recomputation import problem
+
+    return problem(c.train.recompute, c.model.num_hidden_layers) or ""
 
 
 def _resumes(c: RuleContext) -> bool:
@@ -55,21 +63,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "recompute mode",
         "train.recompute",
-        lambda c: problem(c.train.recompute, c.model.num_hidden_layers),
-        message=lambda c: problem(c.train.recompute, c.model.num_hidden_layers) or "",
-        legal=f"Legal values: none, selective, full, every-2, budget, or operations joined by +: {', '.join(OPERATIONS)}.",
+        _wrong_mode,
+        message=_wrong_mode,
+        legal="Legal values: none, selective, full, every-2, budget, or operations such as attn_norm+mlp_in, also in a list by layers.",
     ),
     Rule(
         "a budget says how much",
         "train.memory_budget",
-        lambda c: c.train.recompute == BUDGET and c.train.memory_budget is None,
+        lambda c: c.train.recompute == "budget" and c.train.memory_budget is None,
         message="leaves {train.recompute} without its bytes",
         legal="Give what a rank may use: bytes such as 70GB, or a share of the device such as 0.9.",
     ),
     Rule(
         "what a budget is for",
         "train.memory_budget",
-        lambda c: c.train.recompute != BUDGET and c.train.memory_budget is not None,
+        lambda c: c.train.recompute != "budget" and c.train.memory_budget is not None,
         message="has no effect with {train.recompute}",
         legal="Set train.recompute to budget, or leave it out.",
     ),
