@@ -174,6 +174,8 @@ class ModelConfig:
     """Factor on the attention scores. null: head_dim ** -0.5."""
     attention_softcap: float | None = None
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
+    attention_sinks: bool = False
+    """Every head has a learned score that joins the softmax over the keys and has no value (gpt-oss)."""
     logit_scale: float | None = None
     """Factor on the logits, before their cap. null: 1."""
     logit_softcap: float | None = None

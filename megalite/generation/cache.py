@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from megalite_kernels.attention import attention
+from megalite_kernels.attention_sinks import attention_with_sinks
 from torch import Tensor, nn
 
 from megalite.generation.latent_cache import LatentReader
@@ -123,7 +124,10 @@ class KeyValueCache:
         options: those of the attention operation.
         """
         self.store(layer, k, v)
-        return attention(q, k, v, **options)[0] if self.reads_prompts else self.look_up(layer, q, options)
+        if not self.reads_prompts:
+            return self.look_up(layer, q, options)
+        sinks = options.pop("sinks", None)
+        return attention(q, k, v, **options)[0] if sinks is None else attention_with_sinks(q, k, v, sinks.tensor, **options)[0]
 
     @property
     def reads_prompts(self) -> bool:
@@ -144,16 +148,20 @@ class KeyValueCache:
         place = self._places[kept.slots]
         assert place.empty is not None
         used = place.empty.shape[-1]
-        return _attend(q, kept.keys[:, :, :used], kept.values[:, :, :used], place.empty, options["scale"], options["softcap"])
+        return _attend(q, kept.keys[:, :, :used], kept.values[:, :, :used], place.empty, options)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, options: dict[str, Any]) -> Tensor:
     """softmax(scale · q kᵀ) v for one query of each row, q [1, batch, heads, head_dim]; scores in at least fp32."""
+    scale, softcap, sinks = options["scale"], options["softcap"], options.get("sinks")
     query = q[0].unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, heads per kv_head, head_dim]
     scores = (query @ keys.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    probabilities = torch.softmax(scores.masked_fill_(empty, -torch.inf), -1).to(q.dtype)
+    scores.masked_fill_(empty, -torch.inf)
+    if sinks is not None:  # one more score, without a value
+        scores = torch.cat((scores, sinks.tensor.to(scores.dtype).view(scores.shape[1:3]).expand(scores.shape[:3]).unsqueeze(-1)), -1)
+    probabilities = torch.softmax(scores, -1).to(q.dtype)[..., : keys.shape[2]]
     return (probabilities @ values).flatten(1, 2).unsqueeze(0)
 
 

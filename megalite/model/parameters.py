@@ -88,6 +88,10 @@ class _Specs:
         )
         return _each_alone(unit, *segments)
 
+    def sinks(self, name: str, unit: int) -> list[ParamSpec]:
+        """One number for each head."""
+        return _each_alone(unit, Segment(name, (self.model.num_attention_heads,), 0, decay=False, init_std=self.std))
+
     def row(self, name: str, role: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
         """A row-parallel linear: weight [hidden, width], split along dim 1; the bias is replicated and added after the sum over tp."""
         hidden = self.model.hidden_size
@@ -128,6 +132,7 @@ class _Specs:
                 parts: tuple[tuple[str, int, int], ...] = (("q", q, 1), ("k", kv, copies), ("v", kv, copies))
                 specs += self.column(f"{name}.attention.qkv", unit, parts, model.attention_bias)
                 specs += self.qk_norm(f"{name}.attention", unit, q, kv)
+                specs += self.sinks(f"{name}.attention.sinks.weight", unit) if model.attention_sinks else []
                 specs += self.row(f"{name}.attention.out", "o", unit, q, model.attention_out_bias)
             elif model.is_mixture(index):
                 specs += self.mixture(f"{name}.mlp", unit)

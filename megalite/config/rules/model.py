@@ -187,6 +187,7 @@ _LATENTS = (
     _not_with_latents("head_dim", "Remove it, and set model.qk_nope_head_dim and model.qk_rope_head_dim."),
     _not_with_latents("qk_norm", "Set it to none: the latents have norms."),
     _not_with_latents("attention_bias", "Set it to false."),
+    _not_with_latents("attention_sinks", "Set it to false."),
     _not_with_latents("attention_out_bias", "Set it to false."),
     _not_with_latents("partial_rotary_factor", "Remove it, and set model.qk_rope_head_dim."),
     Rule(
