@@ -183,8 +183,8 @@ def attention(
     """out [S, B, hq, Dv], contiguous, and the tensors to save for `attention_backward`: the reference's probabilities block by block (none
     with `recompute` or a soft-cap), or a kernel's log-sum-exp of each query's scores.
 
-    q [S, B, hq, D]; k [S, B, hk, D]; v [S, B, hk, Dv], hq a multiple of hk; document_start [S, B] is the index in the row of the first token of the
-    token's document; `boundaries` says the same, and without it some implementations cannot run. Any strides.
+    q [S, B, hq, D]; k [S, B, hk, D]; v [S, B, hk, Dv], hq a multiple of hk; document_start [S, B] is the index in the row of the first
+    token of the token's document; `boundaries` says the same, and without it some implementations cannot run. Any strides.
     """
     widths = q.shape[-1], v.shape[-1]
     if widths[0] != widths[1] and _takes_kernel(q):
@@ -238,8 +238,8 @@ def attention_backward(
     widths = q.shape[-1], v.shape[-1]
     if widths[0] != widths[1] and _takes_kernel(q):
         others: dict[str, Any] = {"window": window, "document_start": document_start, "softcap": softcap, "dropout": dropout}
-        tensors = padded(max(widths), dout, q, k, v, out)
-        dq, dk, dv = attention_backward(*tensors, saved, scale=scale, recompute=recompute, boundaries=boundaries, **others)
+        dout, q, k, v, out = padded(max(widths), dout, q, k, v, out)
+        dq, dk, dv = attention_backward(dout, q, k, v, out, saved, scale=scale, recompute=recompute, boundaries=boundaries, **others)
         return dq[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
     route = _route(q, k, v, window, document_start, softcap, dropout, boundaries)
     if route == "triton":

@@ -140,8 +140,8 @@ def attention_part(
 ) -> tuple[Tensor, Tensor]:
     """out [Sq, B, hq, Dv] and lse [Sq, B, hq], in at least fp32.
 
-    q [Sq, B, hq, D] at the positions of `queries`; k [Sk, B, hk, D] and v [Sk, B, hk, Dv] at those of `keys`; document_start [Sq, B] is the position of the
-    first token of each query's document. The position offset of `dropout` is added to all positions.
+    q [Sq, B, hq, D] at the positions of `queries`; k [Sk, B, hk, D] and v [Sk, B, hk, Dv] at those of `keys`; document_start [Sq, B] is the
+    position of the first token of each query's document. The position offset of `dropout` is added to all positions.
     """
     if _takes_flash(q):
         from megalite_kernels.attention_part_triton import flash_attention_part

@@ -1,6 +1,6 @@
-"""The fields of DeepSeek's config.json that are not one field of ModelConfig each: read here, written back by `fields_of`. Imports no torch.
+"""The fields of DeepSeek's config.json that are not one field of ModelConfig each, and the way back. Imports no torch.
 
-Every function is given a config.json with its defaults, and raises ConfigError naming a field that would change what the model computes.
+Those that read are given a config.json with its defaults, and raise ConfigError naming a field that would change what the model computes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def mscales(scale: float, head_size: int, scaling: dict[str, Any] | None) -> dic
     return {"mscale": mscale, "mscale_all_dim": all_dim}
 
 
-def kv_heads(given: dict[str, Any]) -> None:
+def kv_heads(given: dict[str, Any]) -> int:
     """Every query head has a key and a value of its own."""
     if given["num_key_value_heads"] not in (None, given["num_attention_heads"]):
         heads = f"is not num_attention_heads = {given['num_attention_heads']}: with latents every head has its own key and value."
         raise _refuse("num_key_value_heads", given["num_key_value_heads"], heads)
+    return int(given["num_attention_heads"])
 
 
 def dense_layers(given: dict[str, Any]) -> list[int]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
 from megalite.config.lora import LoraConfig as LoraConfig
@@ -53,8 +54,8 @@ class ModelConfig:
     """The model. Fields have the names of Hugging Face's LlamaConfig, if it has them."""
 
     preset: str | None = None
-    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3-70b, deepseek-v2-lite or deepseek-v3. Other fields of this section
-    override it."""
+    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3-70b, deepseek-v2-lite or deepseek-v3. Other fields of this
+    section override it."""
     from_hf: str | None = None
     """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read."""
     init_from: str | None = None
@@ -160,6 +161,9 @@ class ModelConfig:
     """Coefficient of the mean squared log-sum-exp of the router's logits, which keeps them small. 0: no loss."""
     router_bias_rate: float = 0.001
     """With router_balance bias, how far a step moves each expert's bias."""
+    expert_capacity_factor: float | None = None
+    """In training an expert processes at most ceil(factor * sequence_length * num_experts_per_tok / num_experts) tokens of each sequence,
+    first choices first, then by position; it drops the others, which keep what their other experts give. null: none is dropped."""
     attention_bias: bool = False
     """Bias on the query, key and value projections."""
     attention_out_bias: bool = False

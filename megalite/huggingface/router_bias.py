@@ -1,7 +1,7 @@
 """What routers add to their scores when they choose, in Hugging Face's files one tensor a mixture, in ours a state of all routers.
 
-A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each; files have the first in fp32, and the second is equal
-at the start of a run. See `megalite.model.routers`.
+A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each; files have the first in fp32, and the second is
+equal at the start of a run. See `megalite.model.routers`.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def to_export(manifest: Manifest, biases: Mapping[int, str]) -> dict[str, Tensor
     if not biases or BIAS not in manifest.tensors:
         experts = manifest.state["config"]["model"].get("num_experts") or 0
         return {name: torch.zeros(experts) for name in biases.values()}
-    bias = torch.from_numpy(whole(manifest, manifest.tensors[BIAS])).view(torch.float64)
+    bias = torch.from_numpy(whole(manifest, manifest.tensors[BIAS])).view(torch.float64).squeeze(-1)
     return {name: bias[layer].float() for layer, name in biases.items()}

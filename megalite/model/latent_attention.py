@@ -59,7 +59,9 @@ class _Heads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, packed: Tensor, key: Tensor, heads: int, plain: int, rotary: tuple[Tensor, Tensor] | None) -> Any:
+    def forward(
+        ctx: Any, queries: Tensor, packed: Tensor, key: Tensor, heads: int, plain: int, rotary: tuple[Tensor, Tensor] | None
+    ) -> Any:
         ctx.plain = plain
         ctx.save_for_backward(*(rotary or ()))
         queries, packed = queries.unflatten(-1, (heads, -1)), packed.unflatten(-1, (heads, -1))
@@ -99,7 +101,8 @@ class LatentAttention(Attention):
             return RMSNorm(weights[f"{name}.{part}_norm.weight"], EPS, model.norm_offset, options.ops)
 
         self.kv_down, self.kv_norm, self.kv_up = own("kv_a"), norm("kv_a"), column("kv_b")
-        self.q_down, self.q_norm = (None, None) if model.q_lora_rank is None else (own("q_a"), norm("q_a"))
+        self.q_down = None if model.q_lora_rank is None else own("q_a")
+        self.q_norm = None if model.q_lora_rank is None else norm("q_a")
         self.q_up = column("q" if model.q_lora_rank is None else "q_b")
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,14 @@ from tests.distributed.test_equivalence import assert_same_run
 
 STEPS = 4
 LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": None}
-SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4, "beta_slow": 1, "attention_factor": 1.1}
+SCALED = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 4,
+    "beta_slow": 1,
+    "attention_factor": 1.1,
+}
 V3 = MIXTURE | LATENTS | {"q_lora_rank": 16, "router_scores": "sigmoid", "num_experts": 8, "n_group": 4, "topk_group": 2}
 V3 |= {"routed_scaling_factor": 2.5, "shared_expert_gate": False, "router_balance": "bias", "router_aux_loss_coef": 0.0}
 V3 |= {"router_bias_rate": 0.01, "attention_scale": 0.5, "rope_scaling": SCALED}

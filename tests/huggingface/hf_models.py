@@ -32,7 +32,7 @@ EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 NARROW = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40}
 LATENT = ALL_HEADS | {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1}
-LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
 GROUPS = {"n_group": 4, "topk_group": 2}
 
@@ -121,6 +121,10 @@ CASES = {
     "qwen2_moe, every second layer": Case("Qwen2Moe", SIZES | TIED | NARROW | SHARED | {"decoder_sparse_step": 2}, BF16),
     "qwen3_moe": Case("Qwen3Moe", SIZES | UNTIED | NARROW | {"head_dim": 12, "norm_topk_prob": True}, shard="20KB"),
     "qwen3_moe, tied, not renormalized": Case("Qwen3Moe", SIZES | TIED | NARROW, BF16),
+    "qwen2_moe, windows": Case(
+        "Qwen2Moe", SIZES | UNTIED | NARROW | SHARED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    ),
+    "qwen3_moe, windows": Case("Qwen3Moe", SIZES | UNTIED | NARROW | {"use_sliding_window": True, "sliding_window": 5}),
     "deepseek_v2": Case(
         "DeepseekV2",
         LATENT | UNTIED | GROUPS | {"q_lora_rank": 12, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},

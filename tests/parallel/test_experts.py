@@ -176,7 +176,8 @@ def test_a_choice_within_groups_is_deepseeks(version: int) -> None:
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-    shape = {"hidden_size": HIDDEN, "n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    shape = {"hidden_size": HIDDEN, "num_attention_heads": 2}
+    shape |= {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
     if version == 2:
         theirs = DeepseekV2TopkRouter(transformers.DeepseekV2Config(**shape, topk_method="group_limited_greedy"))
     else:

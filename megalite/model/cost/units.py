@@ -7,6 +7,7 @@ storage counted once. Shapes of weights are those of the stored parameters (`meg
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 from megalite.config.schema import PROJECTIONS, LoraConfig, ModelConfig
 from megalite.layout import Coordinates
@@ -124,9 +125,8 @@ class Units:
     def _of_own_tokens(self, product: Product) -> Product:
         """The product of each rank's own tokens with a whole matrix, which makes a latent."""
         own, shared = self.share.own_tokens, self.model.qk_rope_head_dim if product.name == "attention.kv_a" else 0
-        kind = SharedColumns if shared else OwnProduct
-        more = {"shared": shared} if shared else {}
-        return kind(**{**vars(product), "rows": own}, ranks=self.share.tokens // own, **more)
+        fields: dict[str, Any] = {**vars(product), "rows": own, "ranks": self.share.tokens // own}
+        return SharedColumns(**fields, shared=shared) if shared else OwnProduct(**fields)
 
     def _attention_block(self, index: int, products: dict[str, Product]) -> Block:
         if self.model.kv_lora_rank is not None:
