@@ -38,7 +38,9 @@ class Gathered(torch.autograd.Function):
     """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Weight | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Weight | None
+    ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         keys, values = _whole(k, v, cp, part)
         out, lse = attention_part(q, keys, values, part.runs[part.rank], [(0, len(keys))], **options)

@@ -41,7 +41,9 @@ class Ring(torch.autograd.Function):
     """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Weight | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Weight | None
+    ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         own, out, lse = part.runs[part.rank], None, None
         for runs, keys, values in _visits(k, v, cp, part):

@@ -48,7 +48,9 @@ class Ulysses(torch.autograd.Function):
     """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Weight | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Weight | None
+    ) -> Tensor:
         ctx.cp, ctx.kv_heads, repeats = cp, k.shape[2], max(cp.size // k.shape[2], 1)
         if options["dropout"] is not None:
             first = options["dropout"].head_offset + q.shape[2] // cp.size * cp.rank
