@@ -25,7 +25,7 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
     "longrope": ("original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
-"""rope_type → the other keys of model.rope_scaling, all required."""
+"""rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
 
 
 @dataclass
@@ -122,9 +122,9 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "full", "each_head"] = "none"
     """Norm of queries and keys: RMSNorm per head (head, Qwen3) or over the full width (full, OLMo-2), LayerNorm without bias per head with
     weights of its own for each head (each_head, Command-R+), or none."""
-    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"] = "silu"
+    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu"] = "silu"
     """Activation of the feed-forward block; gelu_new, gelu_fast and gelu_pytorch_tanh are all the tanh approximation of GELU, relu2 is the
-    square of relu."""
+    square of relu, clamped_swiglu is gpt-oss's."""
     gated_mlp: bool = True
     """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
     num_experts: int | None = None
@@ -135,6 +135,8 @@ class ModelConfig:
     """Inner width of one expert. null: intermediate_size."""
     norm_topk_prob: bool = True
     """Divide the probabilities of a token's experts by their sum; false: the outputs are weighted with the probabilities themselves."""
+    router_logit_bias: bool = False
+    """Routers add a learned bias to their logits (gpt-oss)."""
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     """What a router makes of its logits: probabilities (softmax), or a score for each expert by itself (sigmoid, DeepSeek-V3)."""
     routed_scaling_factor: float = 1.0

@@ -136,6 +136,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},
     "router_scores=softmax": partial(latents.router_fields, "softmax"),
     "router_scores=sigmoid": partial(latents.router_fields, "sigmoid"),
+    "hidden_act=clamped_swiglu": lambda values: {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,
