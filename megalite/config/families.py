@@ -174,6 +174,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "num_key_value_heads": _falcon_kv_heads,
     "qk_norm=qk_layernorm": lambda given: "each_head" if given["qk_layernorm"] else "none",
     "qk_norm=use_qk_norm": lambda given: "each_head" if given["use_qk_norm"] else "none",
+    "qk_norm=heads": lambda given: "head" if given["use_qk_norm"] else "none",
     "attention_scale=latents": latents.attention_scale,
     "num_key_value_heads=all": latents.kv_heads,
     "mlp_only_layers=first": latents.dense_layers,

@@ -140,6 +140,13 @@ FAMILY_NAMES = {
     "deepseek_v3": Names(
         _ENDS, "model.layers", _DEEPSEEK, interleaved=True, router_bias="mlp.gate.e_score_correction_bias", predicts_ahead=True
     ),
+    "glm4_moe": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
+        router_bias="mlp.gate.e_score_correction_bias",
+        predicts_ahead=True,
+    ),
     "gpt_oss": Names(
         _ENDS,
         "model.layers",
