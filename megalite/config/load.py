@@ -223,10 +223,14 @@ def read_arguments(argv: list[str]) -> Arguments:
             option = SHORT.get(name, name)
             if not word.startswith("--"):
                 raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE.")
-            if option != "config" and option not in OPTIONS:
-                raise unknown(
-                    name, "on the command line", [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"], dashes="--"
+            if option in LAUNCH:  # `megalite train` takes them itself
+                raise ConfigError(
+                    f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run starts none and takes their "
+                    "number by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
                 )
+            if option != "config" and option not in OPTIONS:
+                known = [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"]
+                raise unknown(name, "on the command line", known, dashes="--")
             following = value if equals else words.popleft() if words else None
             if following is None or (not equals and following.startswith("--")):
                 raise ConfigError(f"--{name} on the command line has no value. Write --{name} VALUE.")

@@ -184,6 +184,7 @@ def test_what_other_projects_call_an_option_names_one_of_ours():
 MESSAGES = [
     (["--tpp", "2"], None, "--tpp on the command line is not a known option. Nearest: --tp."),
     (["--hidden_size", "2"], None, "--hidden_size on the command line is not a known option. Nearest: --model.hidden_size."),
+    (["--nproc", "2"], None, "--nproc on the command line is for starting the ranks of a run. Leave it out: a dry run starts none"),
     (["--train.lr", "2"], None, "--train.lr on the command line is not a known option. Nearest: --optimizer.lr or --muon.lr."),
     (["--optimizer.weight_dcay=2"], None, "Nearest: --optimizer.weight_decay."),
     (
