@@ -2,9 +2,9 @@
 
 A 25M Llama beside transformers; nanoGPT's small character model beside a GPT written out in plain torch; data parallelism on four ranks
 beside DDP with ZeroRedundancyOptimizer, FSDP2, and torchtitan's Llama under FSDP2; a Llama of width 256 on one to eight ranks beside
-picotron's layers, messages and buckets. Both sides of a pair compute their products with the same library. What cannot be imported on a CPU
-is written out: each such module says what it does, and leaves out. Give `--rounds 10` for ten pairs, and the peers by name where all of them
-take too long.
+picotron's layers, messages and buckets. Both sides of a pair compute their products with the same library. What cannot be imported on a
+CPU is written out: each such module says what it does, and leaves out. Give `--rounds 10` for ten pairs, and the peers by name where all of
+them take too long.
 """
 
 from __future__ import annotations
@@ -66,12 +66,15 @@ class Comparison:
 
     def measure(self, number: int, threads: int) -> None:
         """One round. Every second one is in the opposite order."""
+        for run in self.runs[:: 1 if number % 2 else -1]:
+            run.results.append(self.launch(run, threads))
+
+    def launch(self, run: Run, threads: int) -> dict[str, Any]:
+        """One measured process, or one for each rank with a thread of its own."""
         warmup, steps = self.steps
         spec = {"warmup_steps": warmup, "steps": steps, "product_steps": 0, "peak_size": 64, "config": self.config, "peer": self.peer}
-        for run in self.runs[:: 1 if number % 2 else -1]:
-            threads_each = threads if self.ranks == 1 else 1
-            made = {**spec, "matmul": SETTINGS[self.products]}
-            run.results.append(report.launch(run.module, made, ranks=self.ranks, threads=threads_each))
+        spec |= {"matmul": SETTINGS[self.products]}
+        return report.launch(run.module, spec, ranks=self.ranks, threads=threads if self.ranks == 1 else 1)
 
     def rows(self) -> list[dict[str, Any]]:
         own = self.runs[0].results
@@ -90,7 +93,9 @@ class Comparison:
         ]
 
 
-def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None], peers: Sequence[str] = tuple(PEERS)) -> dict[str, Any]:
+def compare(
+    *, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None], peers: Sequence[str] = tuple(PEERS)
+) -> dict[str, Any]:
     """Run everything and return the figures with the conditions they depend on."""
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         compared = [each for peer in peers for each in comparisons(peer, smoke, Path(scratch))]

@@ -223,14 +223,8 @@ def read_arguments(argv: list[str]) -> Arguments:
             option = SHORT.get(name, name)
             if not word.startswith("--"):
                 raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE.")
-            if option in LAUNCH:  # `megalite train` takes them itself
-                raise ConfigError(
-                    f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run starts none and takes their "
-                    "number by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
-                )
             if option != "config" and option not in OPTIONS:
-                known = [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"]
-                raise unknown(name, "on the command line", known, dashes="--")
+                raise _not_here(name)
             following = value if equals else words.popleft() if words else None
             if following is None or (not equals and following.startswith("--")):
                 raise ConfigError(f"--{name} on the command line has no value. Write --{name} VALUE.")
@@ -239,6 +233,17 @@ def read_arguments(argv: list[str]) -> Arguments:
             else:
                 arguments.overrides[option] = without_brackets(option, [following, *_more_entries(option, words)])
     return arguments
+
+
+def _not_here(name: str) -> ConfigError:
+    """The error for a name on the command line that is no option of a run."""
+    if name in LAUNCH:  # `megalite train` takes them itself
+        return ConfigError(
+            f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run starts none and takes their number "
+            "by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
+        )
+    known = [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"]
+    return unknown(name, "on the command line", known, dashes="--")
 
 
 def _more_entries(option: str, words: deque[str]) -> Iterator[str]:

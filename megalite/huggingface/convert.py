@@ -262,7 +262,7 @@ def _rounded(config: Config, dtypes: Iterable[torch.dtype], like: Path | None, b
     theirs, widest = base.get("dtype") or base.get("torch_dtype"), max(dtypes, key=lambda each: each.itemsize)
     if not config.lora.rank or theirs != "float32" or widest.itemsize >= torch.float32.itemsize:
         return []
-    return [f"the weights are in {name_of(widest)}: the run has rounded those of {like}, which are in {theirs}; adapter-export changes none"]
+    return [f"the weights are in {name_of(widest)}: the run has rounded those of {like}, in {theirs}; adapter-export changes none"]
 
 
 @contextmanager
