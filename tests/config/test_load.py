@@ -146,8 +146,7 @@ def test_without_a_configuration_it_says_how_to_start(capsys):
 )
 def test_a_list_needs_no_brackets(words, option, value):
     arguments = loading.read_arguments([f"--{option}", *words, "--run.name", "after"])
-    parser = loading.build_parser()
-    assert loading.parse_values(parser, arguments.overrides, "on the command line", words=True) == {option: value, "run.name": "after"}
+    assert loading.parse_values(arguments.overrides, "on the command line", words=True) == {option: value, "run.name": "after"}
 
 
 def test_a_list_in_a_file_needs_no_brackets():
