@@ -292,7 +292,16 @@ def export_model(
         write_generation(temporary, found_tokenizer, like, ids)
         identity = write_tokenizer(temporary, found_tokenizer, manifest.state["step"])
         write_card(temporary, manifest, identity, _shown(summary, config["architectures"][0]), reader=found_tokenizer.reader)
-    return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": found_tokenizer.notes}
+    notes = [*found_tokenizer.notes, *_rounded(from_dict(manifest.state["config"]), dtypes.values(), like, base)]
+    return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": notes}
+
+
+def _rounded(config: Config, dtypes: Iterable[torch.dtype], like: Path | None, base: dict[str, Any]) -> list[str]:
+    """A line if a run with adapters has rounded the frozen weights that it started from: they are stored in compute precision."""
+    theirs, widest = base.get("dtype") or base.get("torch_dtype"), max(dtypes, key=lambda each: each.itemsize)
+    if not config.lora.rank or theirs != "float32" or widest.itemsize >= torch.float32.itemsize:
+        return []
+    return [f"the weights are in {name_of(widest)}: the run has rounded those of {like}, in {theirs}; adapter-export changes none"]
 
 
 @contextmanager
