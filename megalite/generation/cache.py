@@ -5,7 +5,8 @@ one that has just left the window. So the next token of a row attends to the fir
 not matter: keys are rotated before they are stored.
 
 Rows may have different lengths. Prompts are read with the attention of training, padded after their ends, where causal attention never
-looks. Nothing here communicates: each tp rank stores the heads that it computes, each stage its layers.
+looks. Each tp rank stores the heads that it computes, each stage its layers. Each cp rank stores whole rows: of a prompt it computes its
+part, attends with it to gathered keys and values (`parallel.context.gathered`), and keeps these. Nothing else here communicates.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from megalite_kernels.attention import attention
+from megalite_kernels.attention_part import attention_part
 from torch import Tensor, nn
 
+from megalite.mesh import MeshAxis
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
 from megalite.model.stage import Stage
+from megalite.parallel.context.gathered import whole_keys
 
 ROUND_UP = 64
 
@@ -57,8 +61,8 @@ class KeyValueCache:
         capacity: maximum number of positions of a row.
     """
 
-    def __init__(self, stage: Stage, rows: int, capacity: int, device: torch.device):
-        self.rows, self.capacity, self.device = rows, capacity, device
+    def __init__(self, stage: Stage, rows: int, capacity: int, device: torch.device, cp: MeshAxis):
+        self.rows, self.capacity, self.device, self.cp = rows, capacity, device, cp
         self._layers: dict[int, _Kept] = {}
         for module in stage.layers.values():
             layer = cast(CachedAttention, module.attention).attention
@@ -102,11 +106,16 @@ class KeyValueCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """Store k and v [seq, batch, kv_heads/tp, head_dim]; return the attention output of q [seq, batch, heads/tp, head_dim], same shape.
 
-        options: those of the attention operation.
+        options: those of the attention operation. With `part`, all three are of this cp rank's part of the rows.
         """
-        kept = self._layers[layer]
+        kept, part = self._layers[layer], options.get("part")
         place = self._places[kept.slots]
+        if part is not None:
+            k, v = whole_keys(k, v, self.cp, part)
         kept.keys[place.rows, :, place.slot], kept.values[place.rows, :, place.slot] = k.transpose(0, 1), v.transpose(0, 1)
+        if part is not None:
+            asked = {name: options[name] for name in ("scale", "window", "softcap")}
+            return attention_part(q, k, v, part.runs[part.rank], [(0, len(k))], **asked)[0].to(q.dtype)
         if place.empty is None:
             return attention(q, k, v, **options)[0]
         used = place.empty.shape[-1]

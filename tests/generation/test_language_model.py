@@ -40,7 +40,7 @@ NAMES = [
 NAMES += ["stablelm, parallel, biases", "gpt_neox", "olmo3, yarn rope", "gemma3", "glm", "glm4", "cohere, norms of each head", "cohere2"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "ministral, some windows"]
 NAMES += ["mixtral", "olmoe", "qwen2_moe, a dense layer", "qwen3_moe"]
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,7 @@ def test_every_layout_says_the_same(layout: dict[str, int], sources, prompts, al
             assert got["drawn"] == expected["drawn"] != expected["greedy"]
             assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
             assert got["likely"][1].equal(expected["likely"][1])
+            assert got["answer"] == pytest.approx(expected["answer"], abs=1e-5), "one token, of which a cp rank has none"
 
 
 def test_log_probabilities_are_those_of_the_logits(sources: dict[str, str], prompts: list[list[int]], alone: list[dict]) -> None:
