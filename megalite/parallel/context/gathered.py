@@ -38,7 +38,7 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any]) -> Tensor:
         ctx.cp, ctx.part, ctx.options = cp, part, options
-        keys, values = whole_keys(k, v, cp, part)
+        keys, values = _whole(k, v, cp, part)
         out, lse = attention_part(q, keys, values, part.runs[part.rank], [(0, len(keys))], **options)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -48,10 +48,10 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         cp, part, dout = ctx.cp, ctx.part, grads[0]
-        keys, values = whole_keys(k, v, cp, part)
+        keys, values = _whole(k, v, cp, part)
         places = part.runs[part.rank], [(0, len(keys))]
         dq, *found = attention_part_backward(dout, q, keys, values, lse, delta(dout, out), *places, **ctx.options)
-        dk, dv = reduce_scatter(_by_rank(torch.stack(found, dim=1), part.runs), cp).wait().unbind(1)
+        dk, dv = reduce_scatter(_by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
@@ -60,7 +60,7 @@ def whole(x: Tensor, cp: MeshAxis, part: Part) -> Tensor:
     return _in_order(all_gather(x, cp).wait(), part.runs)
 
 
-def whole_keys(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> tuple[Tensor, Tensor]:
+def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> tuple[Tensor, Tensor]:
     """Keys and values of whole rows, [seq, batch, kv_heads, dim] each, in the order of positions."""
-    keys, values = whole(torch.stack((k, v), dim=1), cp, part).unbind(1)
+    keys, values = whole(torch.cat((k, v), dim=-1), cp, part).split((k.shape[-1], v.shape[-1]), dim=-1)
     return keys, values
