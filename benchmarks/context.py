@@ -54,13 +54,14 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
                 "checkpoint": {"load": "none"},
             }
 
-        layouts = {method: {"cp": ranks, "context": method} for method in METHODS}
+        layouts: dict[str, dict[str, Any]] = {method: {"cp": ranks, "context": method} for method in METHODS}
         progress("memory of one process")
         one = _measured({"memory": [config(recompute, 1) for recompute in RECOMPUTE]}, ranks=1)["memory"]
         progress(f"memory of {ranks} ranks")
         parts = [config(recompute, 1, **parallel) for parallel in layouts.values() for recompute in RECOMPUTE]
         split = _measured({"memory": parts}, ranks=ranks)["memory"]
-        timed = [config(RECOMPUTE[0], ranks, **parallel) for parallel in ({"dp": ranks, "zero": 0}, *layouts.values())]
+        compared: list[dict[str, Any]] = [{"dp": ranks, "zero": 0}, *layouts.values()]
+        timed = [config(RECOMPUTE[0], ranks, **parallel) for parallel in compared]
         found = []
         for number in range(1, rounds + 1):
             progress(f"steps, round {number} of {rounds}")

@@ -157,8 +157,8 @@ def context_parts() -> Picture:
     )
     blocks, side = 8, 22
     for x, name, note, parts in (
-        (40, "contiguous: ulysses", "for whole rows after the exchange; alone it would be unequal:", contiguous(blocks, len(RANKS))),
-        (450, "zigzag: gather and ring", "an early and a late part each:", zigzag(blocks, len(RANKS))),
+        (40.0, "contiguous: ulysses", "for whole rows after the exchange; alone it would be unequal", contiguous(blocks, len(RANKS))),
+        (450.0, "zigzag: gather and ring", "an early and a late part each", zigzag(blocks, len(RANKS))),
     ):
         owners = _owners(parts)
         made.labels.append(Label(x, 76, name, 12, bold=True))
@@ -166,7 +166,7 @@ def context_parts() -> Picture:
         seen = [sum(query + 1 for query, owner in enumerate(owners) if owner == rank) for rank in range(len(RANKS))]
         made.labels.append(Label(x + blocks * side + 14, 100, "blocks that it sees", 11, fill=FAINT))
         made.labels += [Label(x + blocks * side + 14, 122 + 20 * rank, f"rank {rank}: {count}", 12) for rank, count in enumerate(seen)]
-        made.labels.append(Label(x, 284, note.removesuffix(":"), 11, fill=FAINT))
+        made.labels.append(Label(x, 284, note, 11, fill=FAINT))
     _legend(made, 40, 306)
     return made
 
@@ -191,12 +191,12 @@ def context_moves() -> Picture:
     made.labels.append(Label(x, y + count * side + 40, "all-to-all there, and of the output back", 11, fill=COMMUNICATION))
 
     x = 390.0
-    owners = _owners(zigzag(2 * count, count))
+    row = _owners(zigzag(2 * count, count))
     made.labels.append(Label(x, 76, "gather: all keys and values", 12, bold=True))
     made.labels.append(Label(x, y - 8, "queries of rank 1", 11))
-    _cells(made, x, y, [[owner if owner == 1 else None for owner in owners]], side)
+    _cells(made, x, y, [[owner if owner == 1 else None for owner in row]], side)
     made.labels.append(Label(x, y + 54, "keys and values, on every rank", 11))
-    _cells(made, x, y + 62, [owners], side)
+    _cells(made, x, y + 62, [row], side)
     made.labels.append(Label(x, y + count * side + 40, "all-gather", 11, fill=COMMUNICATION))
 
     x = 650.0

@@ -173,7 +173,7 @@ def hf_directory(given: str, part: hub.Part, option: str) -> Path:
     return Path(given if found is None else found.name)
 
 
-def layout_of(options: argparse.Namespace) -> dict[str, int]:
+def layout_of(options: argparse.Namespace) -> dict[str, Any]:
     """The layout of a model for forward passes that a command was given. Raises ConfigError if it does not match the started ranks."""
     layout = {axis: getattr(options, axis) for axis in AXES}
     ranks = prod(layout.values())
