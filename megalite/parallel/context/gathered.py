@@ -64,8 +64,12 @@ class Gathered(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
+def whole(x: Tensor, cp: MeshAxis, part: Part) -> Tensor:
+    """Every rank's part [seq/cp, …] -> whole rows [seq, …], in the order of positions. All-gather over cp."""
+    return _in_order(all_gather(x, cp).wait(), part.runs)
+
+
 def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> tuple[Tensor, Tensor]:
     """Keys and values of whole rows, [seq, batch, kv_heads, dim] each, in the order of positions."""
-    gathered = all_gather(torch.cat((k, v), dim=-1), cp).wait()  # [seq, batch, kv_heads, both dims], rank by rank
-    keys, values = _in_order(gathered, part.runs).split((k.shape[-1], v.shape[-1]), dim=-1)
+    keys, values = whole(torch.cat((k, v), dim=-1), cp, part).split((k.shape[-1], v.shape[-1]), dim=-1)
     return keys, values
