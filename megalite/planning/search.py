@@ -24,6 +24,7 @@ from megalite.parallel.pipeline.orders import Shape as OrderShape
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.planning.activations import Activations
 from megalite.planning.configuring import broken_rule, configured
+from megalite.planning.context import UNEVEN
 from megalite.planning.memory import RankMemory, estimate
 from megalite.planning.pacing import schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
@@ -166,14 +167,16 @@ class Search:
 
     def _contexts(self, tp: int) -> Iterator[tuple[int, str]]:
         """(cp, method) pairs: powers of two that leave every rank enough of a row, unless the user has fixed cp. If legal, ulysses is a
-        candidate, which is balanced whatever the documents, and one method that takes any number of heads."""
+        candidate, which is balanced whatever the documents, and one method that takes any number of heads; a ring only if it is
+        balanced."""
         longest = max(1, self.job.sequence_length // SHORTEST_PART)
         for cp in self._sizes("cp", [1 << power for power in range(longest.bit_length())]):
             if cp == 1:
                 yield 1, "ulysses"
                 continue
             inside = tp * cp <= self.job.device.per_node  # one collective there, hops beside attention across nodes
-            for context in self._names("context", ("ulysses", "gather" if inside else "ring")):
+            gathers = inside or self.job.rows.imbalance("ring") > UNEVEN
+            for context in self._names("context", ("ulysses", "gather" if gathers else "ring")):
                 yield cp, context
 
     def _cuts_nodes(self, tp: int) -> bool:

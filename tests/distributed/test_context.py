@@ -37,6 +37,7 @@ LONGROPE = {
     **{"rope_type": "longrope", "original_max_position_embeddings": 8, "factor": 2.0},
     **{"short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [1.0, 1.5, 2.0, 4.0]},
 }
+BALANCED = {"parallel": {"context_parts": "balanced"}}
 MODELS: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
     "learned positions that end with the row": (
         {"cp": 4, "context": "gather", "length": 13, "tied": True},
@@ -48,6 +49,8 @@ MODELS: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
         {"model": {"attention_softcap": 2.0, "sliding_window": 3}},
     ),
     "adapters with dropout": ({"cp": 2, "context": "ring", "tp": 2}, {"lora": {"rank": 2, "dropout": 0.3}}),
+    "parts by documents, gathered": ({"cp": 4, "context": "gather", "length": 13, "window": 5}, BALANCED),
+    "parts by documents, in a ring, on stages": ({"cp": 2, "context": "ring", "tp": 2, "schedule": "1f1b", "recompute": "full"}, BALANCED),
     "sharded over some of the data ranks": ({"cp": 4, "context": "gather", "dp": 2, "zero": 3, "dp_shard": 2}, {}),
 }
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -32,12 +34,14 @@ class Part(NamedTuple):
         rank: this rank's index among them.
         length: positions of a row, without the padding at its end.
         document_start: [padded row, batch], of the whole rows; None: each is one document.
+        tiles: of attention, those of each rank's queries that visit each rank's keys (`balanced.between_ranks`); None: not counted.
     """
 
     runs: Sequence[Runs]
     rank: int
     length: int
     document_start: Tensor | None
+    tiles: NDArray[np.int64] | None = None
 
 
 def contiguous(length: int, ranks: int) -> list[Runs]:
