@@ -120,6 +120,7 @@ class Mesh:
         self.world = self._axis("world", dims.peers(self.rank, AXES))
         # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions over the same ranks.
         self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,)), own=name == "cp") for name in ("tp", "cp", "dp"))
+        self.cp_levels = self._cp_levels(dims.context_inner)
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
         self.shard, self.replicate = self._split(self.data, dims.shard)
         stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)  # without experts none of these axes has peers
@@ -162,6 +163,13 @@ class Mesh:
     def _axis(self, name: str, ranks: tuple[int, ...], own: bool = False) -> MeshAxis:
         group = (self._groups.own if own else self._groups.over)(ranks) if len(ranks) > 1 else None
         return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic, self.activity)
+
+    def _cp_levels(self, inner: int) -> tuple[MeshAxis, MeshAxis] | None:
+        """The neighbours on the cp axis that exchange heads, and the ranks at this one's index in every such group; None: no groups."""
+        if inner == 1:
+            return None
+        ranks, first, place = self.cp.ranks, self.cp.rank // inner * inner, self.cp.rank % inner
+        return self._axis("cp_inner", ranks[first : first + inner], own=True), self._axis("cp_outer", ranks[place::inner], own=True)
 
     def _with_shared_memory(self, axis: MeshAxis) -> MeshAxis:
         import torch.distributed as dist

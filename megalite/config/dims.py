@@ -27,6 +27,7 @@ class ParallelDims:
         dp_shard: data ranks over which ZeRO shards; None: all of them, 1: no sharding.
         virtual_stages: pipeline stages per rank.
         microbatches: microbatches of one step on one dp rank.
+        context_inner: neighbouring cp ranks that exchange heads for positions; the others are a ring.
         ep: ranks over which a layer's experts are split, the innermost of dp · cp · tp.
         sharded: whether ZeRO shards anything.
         experts: whether the model has experts.
@@ -39,6 +40,7 @@ class ParallelDims:
     dp_shard: int | None = field(default=None, repr=False)
     virtual_stages: int = field(default=1, repr=False)
     microbatches: int = field(default=1, repr=False)
+    context_inner: int = field(default=1, repr=False)
     ep: int = field(default=1, repr=False)
     sharded: bool = field(default=True, repr=False)
     experts: bool = field(default=False, repr=False)
@@ -58,6 +60,7 @@ class ParallelDims:
             tp=parallel.tp,
             dp_shard=(parallel.dp_shard or dp * parallel.cp) if parallel.zero else 1,
             virtual_stages={"interleaved": parallel.virtual_stages or 2, "zb-v": 2, "v-half": 2}.get(parallel.schedule, 1),
+            context_inner=parallel.context_inner,
             ep=parallel.ep,
             sharded=parallel.zero > 0,
             experts=config.model.num_experts is not None,

@@ -90,7 +90,7 @@ class Attention(nn.Module):
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
         self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], optional(f"{name}.qkv.bias"), tp, sequence_parallel)
         self.out = RowParallelLinear(weights[f"{name}.out.weight"], optional(f"{name}.out.bias"), tp, sequence_parallel)
-        self.attend = options.attention_over(mesh.cp) or _Attention.apply
+        self.attend = options.attention_over(mesh) or _Attention.apply
         self.q_norm, self.k_norm = (self._qk_norm(weights, f"{name}.{part}.weight", mesh) for part in ("q_norm", "k_norm"))
 
     def _qk_norm(self, weights: Mapping[str, Weight], name: str, mesh: Mesh) -> nn.Module | None:

@@ -13,6 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.schema import Config
+from megalite.model.cost.context import Heads, levels
+from megalite.model.cost.context import exchange as exchange_of
+from megalite.model.cost.steps import Share
 from megalite.model.cost.units import Units
 from megalite.planning.kernels import stream
 from megalite.planning.links import Fabric, Group, group
@@ -57,14 +60,18 @@ def exposed(fabric: Fabric, units: Units, attention: tuple[float, float], width:
     """
     if units.share.cp == 1:
         return 0.0, 0.0
-    forward, backward = _exchange(fabric, units, attention, width)
+    forward = backward = 0.0
+    stride = units.share.tp
+    for share, heads in levels(units.share, units.heads):
+        ahead, back = _exchange(fabric, share, heads, stride, attention, width)
+        forward, backward, stride = forward + ahead, backward + back, stride * share.cp
     slower = rows.imbalance(units.share.context) - 1.0
     return forward + slower * attention[0], backward + slower * attention[1]
 
 
-def _exchange(fabric: Fabric, units: Units, attention: tuple[float, float], width: int) -> tuple[float, float]:
-    share, exchange, device = units.share, units.exchange, fabric.device
-    ranks = group(device, share.cp, share.tp)
+def _exchange(fabric: Fabric, share: Share, heads: Heads, stride: int, attention: tuple[float, float], width: int) -> tuple[float, float]:
+    """Of one level, whose ranks are `stride` apart."""
+    exchange, ranks = exchange_of(share, heads), group(fabric.device, share.cp, stride)
     if share.context == "ulysses":
         calls = 2  # of half of the values each
         return (
@@ -74,15 +81,15 @@ def _exchange(fabric: Fabric, units: Units, attention: tuple[float, float], widt
     if share.context == "gather":
         again = fabric.half(exchange.backward * width, ranks)
         return fabric.half(exchange.forward * width, ranks), again + fabric.half(exchange.summed * WIDE, ranks)
-    return _ring(fabric, units, ranks, attention, width)
+    return _ring(fabric, share, heads, ranks, attention, width)
 
 
-def _ring(fabric: Fabric, units: Units, ranks: Group, attention: tuple[float, float], width: int) -> tuple[float, float]:
-    share, exchange, device = units.share, units.exchange, fabric.device
-    part = exchange.forward / share.cp  # values of one rank's keys and values
+def _ring(fabric: Fabric, share: Share, heads: Heads, ranks: Group, attention: tuple[float, float], width: int) -> tuple[float, float]:
+    device = fabric.device
+    part = exchange_of(share, heads).forward / share.cp  # values of one rank's keys and values
     hops, kv, gradients = share.cp - 1, part * width, part * WIDE
     forward, backward = (0.0, 0.0) if device.cpu else (seconds / share.cp for seconds in attention)  # beside one hop
-    merging = stream(device, MERGE * share.tokens * units.heads.query * units.heads.size * WIDE)
+    merging = stream(device, MERGE * share.tokens * heads.query * heads.size * WIDE)
     summing = merging + stream(device, MERGE * gradients)
     ahead = hops * max(0.0, fabric.hop(kv, ranks) - forward)
     back = fabric.hop(gradients, ranks) + max(0.0, fabric.hop(kv, ranks) - backward)  # the first hop, and the last one of gradients

@@ -30,6 +30,7 @@ def choice_of(config: Config) -> Choice:
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
         context=parallel.context,
+        context_inner=parallel.context_inner,
     )
 
 

@@ -51,6 +51,7 @@ class Choice:
     sequence_parallel: bool = False
     cp: int = 1
     context: str = "ulysses"
+    context_inner: int = 1
 
     @property
     def gpus(self) -> int:
@@ -239,7 +240,8 @@ class Stepper:
     def _share(self, choice: Choice) -> Share:
         unit = choice.tp if choice.sequence_parallel else 1
         part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit, self.job.rows.parts)
-        return Share(part, choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context)
+        sizes = choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context
+        return Share(part, *sizes, context_inner=choice.context_inner)
 
     # --- stages ------------------------------------------------------------------------------------------------------------
 

@@ -182,6 +182,13 @@ TRAFFIC = {
     "pp, tied and trained, DoRA": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": DORA},
     "cp, ulysses": {"cp": 4, "tp": 2, "train": {"recompute": "full"}, "model": {"num_attention_heads": 8}},
     "cp, gather": {"cp": 2, "context": "gather", "zero": 2},
+    "cp, ulysses within a ring": {
+        "cp": 4,
+        "context": "ring",
+        "context_inner": 2,
+        "model": {"num_key_value_heads": 1},
+        "train": {"recompute": "full"},
+    },
     "cp, ring, padded rows": {"cp": 3, "context": "ring", "dp": 2},
     "pp, tied, adapters": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": LORA},
 }

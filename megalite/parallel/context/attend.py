@@ -13,14 +13,20 @@ from megalite.parallel.context.parts import Part
 from megalite.parallel.context.ring import Ring
 from megalite.parallel.context.ulysses import Ulysses
 
+Attend = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 METHODS = {"ulysses": Ulysses, "gather": Gathered, "ring": Ring}
 
 
-def attention_over(cp: MeshAxis, method: str) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]:
+def attention_over(cp: MeshAxis, method: str, levels: tuple[MeshAxis, MeshAxis] | None = None) -> Attend:
     """attend(q, k, v, options): q [seq/cp, batch, heads, dim], k and v [seq/cp, batch, kv_heads, dim] -> the shape of q.
 
     options: those of `megalite_kernels.attention`, and `part`, which says what the cp ranks hold. All cp ranks call it in the same order.
+    levels: the inner and the outer axis of a ring of groups (`two_level`).
     """
+    if levels is not None:
+        from megalite.parallel.context.two_level import two_level
+
+        return two_level(*levels)
     function = METHODS[method]
 
     # The others never keep probabilities, and their queries are of no whole document.

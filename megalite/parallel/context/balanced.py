@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.dims import TILE, block_length
-from megalite.parallel.context.parts import Run, Runs
+from megalite.parallel.context.parts import Run, Runs, joined
 
 Counts = NDArray[np.int64]
 Windows = Sequence[tuple[int | None, int]]
@@ -41,7 +41,7 @@ def balanced(starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: s
     _swap(tiles.sum(1), owners, ranks)
     if method == "ring":
         _swap_for_ring(tiles, owners, ranks)
-    return [_joined([blocks[index] for index in np.flatnonzero(owners == rank)]) for rank in range(ranks)]
+    return [joined([blocks[index] for index in np.flatnonzero(owners == rank)]) for rank in range(ranks)]
 
 
 def visited(runs: Sequence[Run], starts: Counts, windows: Windows = EVERY_KEY, queries: int = TILE, keys: int = KEYS) -> Counts:
@@ -145,14 +145,3 @@ def _swap_for_ring(tiles: Counts, owners: Counts, ranks: int) -> None:
             failed = 0
         else:
             failed += 1
-
-
-def _joined(blocks: Sequence[Run]) -> Runs:
-    """Ascending runs, of which neighbours become one."""
-    joined: list[Run] = []
-    for run in blocks:
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = Run(joined[-1].start, joined[-1].length + run.length)
-        else:
-            joined.append(run)
-    return tuple(joined)

@@ -19,7 +19,7 @@ from megalite.config.dims import part_length
 from megalite.config.schema import Config
 from megalite.mesh import MeshAxis
 from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
-from megalite.parallel.context.parts import PARTS, Part, Runs
+from megalite.parallel.context.parts import PARTS, Part, Runs, split
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,12 @@ class Cut:
     Rows whose length has no equal parts are padded at their ends. Padding has no target, and no token before it sees it.
 
     Attributes:
-        parts: the runs of every cp rank, which together hold each position of a padded row once.
-        rank: this rank's index among them.
+        parts: the runs of every group of `inner` cp ranks, which together hold each position of a padded row once.
+        rank: this rank's index among the cp ranks.
         uneven: parallel.context, if documents make its ranks unequal: their tiles are counted. None: not.
         by_documents: rows with documents have parts of their own (`balanced`).
         windows: those of the model's layers.
+        inner: ranks that hold a part piece by piece.
     """
 
     parts: Sequence[Runs]
@@ -41,14 +42,15 @@ class Cut:
     uneven: str | None = None
     by_documents: bool = False
     windows: Windows = EVERY_KEY
+    inner: int = 1
 
     @classmethod
     def of(cls, config: Config, cp: MeshAxis) -> Cut:
-        context, model = config.parallel.context, config.model
-        parts = PARTS[context](part_length(config) * cp.size, cp.size)
+        context, model, inner = config.parallel.context, config.model, config.parallel.context_inner
+        parts = PARTS[context](part_length(config) * cp.size, cp.size // inner)
         uneven = None if context == "ulysses" else context
         windows = tuple(Counter(map(model.window, range(model.num_hidden_layers))).items())
-        return cls(parts, cp.rank, uneven, config.parallel.context_parts == "balanced", windows)
+        return cls(parts, cp.rank, uneven, config.parallel.context_parts == "balanced", windows, inner)
 
     def __call__(
         self,
@@ -84,7 +86,7 @@ class Cut:
     def _part(self, length: int, document_start: Tensor | None) -> Part:
         """document_start: [padded row, batch]."""
         if document_start is None or self.uneven is None:
-            return Part(self.parts, self.rank, length, document_start)
+            return Part(split(self.parts, self.inner), self.rank, length, document_start)
         starts = document_start.numpy()
         parts = balanced(starts, len(self.parts), self.windows, self.uneven) if self.by_documents else self.parts
-        return Part(parts, self.rank, length, document_start, between_ranks(parts, starts, self.windows))
+        return Part(split(parts, self.inner), self.rank, length, document_start, between_ranks(parts, starts, self.windows))

@@ -62,10 +62,10 @@ class Ulysses(torch.autograd.Function):
         (dout,) = to_heads(grads[:1], ctx.cp)
         found = attention_backward(dout, q, k, v, out, tuple(saved), **ctx.options)
         dq, dk, dv = to_positions(found, ctx.cp)
-        return dq, _summed(dk, ctx.kv_heads), _summed(dv, ctx.kv_heads), None, None, None
+        return dq, summed(dk, ctx.kv_heads), summed(dv, ctx.kv_heads), None, None, None
 
 
-def _summed(grad: Tensor, kv_heads: int) -> Tensor:
+def summed(grad: Tensor, kv_heads: int) -> Tensor:
     """The gradient of each key-value head, summed over the ranks that it went to in at least fp32."""
     if grad.shape[2] == kv_heads:
         return grad
