@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,7 @@ def visited(runs: Sequence[Run], starts: Counts, windows: Windows = EVERY_KEY, q
 
     starts: [seq, batch], the first position of each position's document. Tiles begin with their run, and have queries · keys pairs.
     """
-    first = np.concatenate([np.arange(run.start, run.stop, queries) for run in runs])  # of each tile of queries
+    first = np.array([position for run in runs for position in range(run.start, run.stop, queries)])  # of each tile of queries
     key_start, key_length = (np.array(column) for column in zip(*runs, strict=True))
     stop = np.clip(first[:, None] + queries - key_start, 0, key_length)  # [tiles, runs], counted from the run's first key
     total = np.zeros(stop.shape, np.int64)
@@ -59,14 +60,14 @@ def visited(runs: Sequence[Run], starts: Counts, windows: Windows = EVERY_KEY, q
             begin = np.maximum(lowest[:, None] - key_start, 0)
             total += layers * np.where(begin < stop, -(-stop // keys) - begin // keys, 0)
     tiles = [-(-run.length // queries) for run in runs]
-    found: Counts = np.add.reduceat(total, np.cumsum([0, *tiles[:-1]]), axis=0)
+    found: Counts = np.add.reduceat(total, list(accumulate(tiles[:-1], initial=0)), axis=0)
     return found
 
 
 def between_ranks(parts: Sequence[Runs], starts: Counts, windows: Windows = EVERY_KEY) -> Counts:
     """Tiles that attention of each rank's queries to each rank's keys visits, [ranks, ranks]."""
     tiles = visited([run for runs in parts for run in runs], starts, windows)
-    first = np.cumsum([0, *(len(runs) for runs in parts[:-1])])
+    first = list(accumulate(map(len, parts[:-1]), initial=0))
     found: Counts = np.add.reduceat(np.add.reduceat(tiles, first, axis=0), first, axis=1)
     return found
 
@@ -83,7 +84,7 @@ def imbalance(microbatches: Sequence[Counts], method: str) -> float:
 
 def _hops(tiles: Counts) -> Counts:
     """The sum over hops of the tiles of that hop's slowest rank; tiles: [..., ranks, ranks]."""
-    rank = np.arange(tiles.shape[-1])
+    rank = np.array(range(tiles.shape[-1]))
     found: Counts = tiles[..., rank, (rank - rank[:, None]) % len(rank)].max(-1).sum(-1)  # [..., hop, rank]
     return found
 

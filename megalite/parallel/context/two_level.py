@@ -65,6 +65,6 @@ def two_level(inner: MeshAxis, outer: MeshAxis) -> Callable[[Tensor, Tensor, Ten
             used["dropout"] = replace(used["dropout"], head_offset=first)
         heads = _ToHeads.apply(inner, q, k, v)
         out: Tensor = Ring.apply(*heads, outer, Part(runs, outer.rank, part.length, None), used)
-        return _ToPositions.apply(inner, out)  # type: ignore[no-any-return]
+        return _ToPositions.apply(inner, out)
 
     return attend
