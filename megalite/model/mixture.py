@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import ModelConfig
 from megalite.mesh import Mesh
 from megalite.model.forward_state import ForwardState
@@ -40,8 +41,14 @@ class Mixture(nn.Module):
         self.experts = Experts(
             into, weights[f"{name}.experts.down.weight"], own, Activation(model.hidden_act, model.gated_mlp, options.ops)
         )
-        self.dispatch = make_dispatch(options.expert_dispatch, mesh.expert)
+        alike = mesh.tp.size > 1 and not options.sequence_parallel  # in inference
+        self.dispatch = make_dispatch("same_rows" if alike else options.expert_dispatch, mesh.expert)
         self.balance = Balance(model, RouterState.start(model, into.tensor.device), mesh.sequence)
+        self.capacity = None
+        if model.expert_capacity_factor is not None:
+            from megalite.parallel.expert.capacity import Capacity
+
+            self.capacity = Capacity(model.expert_capacity_factor, mesh.sequence, mesh.tp.size)
         self.shared = self.shared_gate = None
         if model.shared_expert_intermediate_size:
             self.shared = FeedForward(model, layer, weights, mesh, options, "mlp.shared")
@@ -52,13 +59,13 @@ class Mixture(nn.Module):
         rows = x.flatten(0, 1)  # [tokens, hidden] of this rank
         logits = self.router(rows)  # [tokens, experts], at least fp32
         probabilities = logits.softmax(-1)
-        choice = self._choice(probabilities, state)
+        targets = None if state.targets is None else state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
+        choice = self._choice(probabilities, targets, state)
         self.dispatch.begin(choice)
         weights = probabilities.gather(1, choice.experts)  # [tokens, k]
         if self.model.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        if state.training and state.targets is not None:
-            targets = state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
+        if state.training and targets is not None:
             weights, statistics = self.balance.with_losses(weights, logits, probabilities, choice, targets, state.loss_scale)
             self._report(state, statistics)
         shared = None if self.shared is None else self._shared(x, rows, state)  # before the host waits for the sizes of the dispatch
@@ -71,14 +78,17 @@ class Mixture(nn.Module):
             state.statistics["router"] = statistics.new_zeros(self.model.num_hidden_layers, len(statistics))
         state.statistics["router"][self.layer] = statistics
 
-    def _choice(self, probabilities: Tensor, state: ForwardState) -> Choice:
-        """The choice of this forward. Recomputation uses that of the first forward: another one would change shapes."""
+    def _choice(self, probabilities: Tensor, targets: Tensor | None, state: ForwardState) -> Choice:
+        """The choice of this forward, in training without what exceeds the capacity. Recomputation uses that of the first forward: another
+        one would change shapes."""
         if (kept := state.choices.pop(self.layer, None)) is not None:
             return kept
         scores = probabilities
         if self.model.router_balance == "bias":
             scores = probabilities + self.balance.state.bias.to(probabilities.dtype)
         choice = choose(scores, self.model.num_experts_per_tok)
+        if self.capacity is not None and state.training and targets is not None:
+            choice = self.capacity.limit(choice, targets != IGNORE_INDEX, state.part)
         if self.keeps_choice and state.training and not torch.is_grad_enabled():
             state.choices[self.layer] = choice
         return choice

@@ -111,10 +111,18 @@ def load_weights(trainer: Trainer, source: str) -> None:
         trainer.store.initialize(trainer.config.run.seed, drawn)
     started = perf_counter()
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        read(trainer.store.to_load(without=drawn))
+        read([*trainer.store.to_load(without=drawn), *_learned_by_routers(trainer, source)])
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"the weights of {source} were read in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
+
+
+def _learned_by_routers(trainer: Trainer, source: str) -> list[Rectangle]:
+    """What the model computes with besides its weights, as far as the source has it."""
+    if trainer.parts.routers is None or source.startswith("hf:"):
+        return []
+    stored = checkpoint.manifest_of(Path(source)).tensors
+    return [part for part in trainer.parts.routers.learned() if part.name in stored]
 
 
 def resume(trainer: Trainer, directory: Path) -> None:

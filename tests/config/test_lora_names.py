@@ -34,6 +34,8 @@ def own(family: str | None, place: Path, **options: Any) -> dict[str, Any]:
         ("gpt2", ["attn.c_proj", "c_attn"], ["o", "q", "k", "v"]),
         ("starcoder2", ["c_proj"], ["down"]),
         (None, ["q_proj", "query_key_value"], ["q", "k", "v"]),
+        ("qwen3_moe", ["q_proj", "mlp.experts.gate_up_proj", "experts.down_proj"], ["q", "experts.in", "experts.down"]),
+        ("mixtral", ["all-linear", "experts.in"], ["q", "k", "v", "o", "gate", "up", "down", "experts.in"]),
     ],
 )
 def test_targets(family, names, roles, tmp_path):

@@ -179,7 +179,7 @@ class OwnProduct(Product):
 
     Attributes:
         rows: rows of this rank: tokens, or for experts k times as many.
-        outputs, inputs: of one matrix; `weights` are its elements.
+        outputs, inputs: of one matrix; `weights` are its elements, `adapter_weights` those of its adapter.
         ranks: tp ranks, each with as many rows.
         matrices: number of matrices on this rank, of which each row is multiplied with one.
     """
@@ -191,13 +191,16 @@ class OwnProduct(Product):
     def local_weights(self) -> int:
         return self.matrices * self.outputs * self.inputs
 
+    def local_adapter_weights(self, tp: int) -> float:
+        return self.matrices * self.adapter_weights
+
     @property
     def flops(self) -> int:
-        return 2 * self.ranks * self.rows * self.weights
+        return 2 * self.ranks * self.rows * (self.weights + self.adapter_weights)
 
     @property
     def training_flops(self) -> int:
-        return (2 if self.frozen else 3) * self.flops
+        return 2 * self.ranks * self.rows * ((2 if self.frozen else 3) * self.weights + 3 * self.adapter_weights)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """None over tp."""
