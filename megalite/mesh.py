@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from megalite.shared_memory import SharedMemory
 
+SHARDS = ("shard", "replicate")  # names of groups on the data axis
 TOTALS = ("totals_up", "totals_down")  # channels of sums that are passed along the pipeline, and back
 
 
@@ -120,14 +121,16 @@ class Mesh:
         self.world = self._axis("world", dims.peers(self.rank, AXES))
         # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions over the same ranks.
         self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,)), own=name == "cp") for name in ("tp", "cp", "dp"))
-        self.cp_levels = self._cp_levels(dims.context_inner)
+        # Neighbours that exchange heads, and the ranks at this one's index in every such group.
+        self.cp_levels = self._split(self.cp, dims.context_inner, ("cp_inner", "cp_outer"), own=True) if dims.context_inner > 1 else None
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
         self.shard, self.replicate = self._split(self.data, dims.shard)
         stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)  # without experts none of these axes has peers
         place = stage.index(self.rank)
         self.expert = self._axis("expert", stage[place // dims.ep * dims.ep :][: dims.ep], own=True)  # as cp: rows must not wait
         self.expert_data = self._axis("expert_data", stage[place % dims.ep :: dims.ep])
-        self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), "expert_")
+        names = "expert_shard", "expert_replicate"
+        self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), names)
         self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if dims.experts else (self.rank,))
         pp_ranks = dims.peers(self.rank, ("pp",))
         # No group of its own: stages communicate only through the channels.
@@ -164,13 +167,6 @@ class Mesh:
         group = (self._groups.own if own else self._groups.over)(ranks) if len(ranks) > 1 else None
         return MeshAxis(name, ranks.index(self.rank), len(ranks), ranks, group, self.traffic, self.activity)
 
-    def _cp_levels(self, inner: int) -> tuple[MeshAxis, MeshAxis] | None:
-        """The neighbours on the cp axis that exchange heads, and the ranks at this one's index in every such group; None: no groups."""
-        if inner == 1:
-            return None
-        ranks, first, place = self.cp.ranks, self.cp.rank // inner * inner, self.cp.rank % inner
-        return self._axis("cp_inner", ranks[first : first + inner], own=True), self._axis("cp_outer", ranks[place::inner], own=True)
-
     def _with_shared_memory(self, axis: MeshAxis) -> MeshAxis:
         import torch.distributed as dist
 
@@ -180,11 +176,11 @@ class Mesh:
 
         return replace(axis, shared=SharedMemory.open(axis.ranks, axis.group, self.timeout or dist.default_pg_timeout))
 
-    def _split(self, axis: MeshAxis, size: int, prefix: str = "") -> tuple[MeshAxis, MeshAxis]:
+    def _split(self, axis: MeshAxis, size: int, names: Sequence[str] = SHARDS, own: bool = False) -> tuple[MeshAxis, MeshAxis]:
         """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its index in every group."""
         first = axis.rank // size * size
-        shard = axis if size == axis.size else self._axis(f"{prefix}shard", axis.ranks[first : first + size])
-        return shard, axis if size == 1 else self._axis(f"{prefix}replicate", axis.ranks[axis.rank % size :: size])
+        group = axis if size == axis.size else self._axis(names[0], axis.ranks[first : first + size], own)
+        return group, axis if size == 1 else self._axis(names[1], axis.ranks[axis.rank % size :: size], own)
 
     def _shard_ranks(self) -> tuple[int, ...]:
         """This rank's neighbours on the data axis, over which buckets are sharded."""

@@ -239,13 +239,14 @@ def test_where_rows_hold_documents_ranks_wait_for_the_slowest():
 LONG = {"max_position_embeddings": 131072}
 
 
-@pytest.mark.parametrize(("parts", "context"), [("zigzag", "gather"), ("balanced", "ring")])
-def test_a_ring_between_nodes_is_considered_only_where_it_is_balanced(parts, context):
+@pytest.mark.parametrize(("parts", "methods"), [("zigzag", {("gather", 1)}), ("balanced", {("ring", 1), ("ring", 2)})])
+def test_a_ring_between_nodes_is_considered_only_where_it_is_balanced(parts, methods):
+    """Over all ranks, and with the two ranks that share a node exchanging heads."""
     sizes = {"data": {"sequence_length": 131072, "reset_positions": True}, "train": {"global_batch_size": 16, "precision": "bf16"}}
     base = from_dict({"model": preset("llama-3-8b") | LONG, "parallel": {"context_parts": parts}, **sizes})
-    fixed = {"tp": 8, "cp": 2, "pp": 1, "micro_batch_size": 1, "recompute": "none"}
+    fixed = {"tp": 4, "cp": 4, "pp": 1, "micro_batch_size": 1, "recompute": "none"}
     search = Search(Job(base.model, A100, 131072, 16, rows=Rows.of(base)), base, 16, fixed, 1)
-    assert {choice.context for choice in search.cores()} == {"ulysses", context}
+    assert {(choice.context, choice.context_inner) for choice in search.cores()} == {("ulysses", 1), *methods}
 
 
 def test_one_device_is_its_kernels_and_its_optimizer():
