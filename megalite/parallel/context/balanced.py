@@ -25,7 +25,7 @@ EVERY_KEY: Windows = ((None, 1),)
 KEYS = TILE // 2
 """Keys of a tile of `TILE` queries."""
 MOST_SWAPS = 16  # per rank
-PAIRS, MOST_FAILURES = 256, 8  # exchanges that are tried at a time, and how often in succession none may help
+MOST_TRIALS, MOST_FAILURES, MOST_PAIRS = 256, 8, 1 << 14  # of exchanges for a ring, of which those of 2^14 / ranks² pairs are one trial
 
 
 def balanced(starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: str = "gather") -> list[Runs]:
@@ -124,25 +124,30 @@ def _swap(costs: Counts, owners: Counts, ranks: int) -> None:
 
 
 def _swap_for_ring(tiles: Counts, owners: Counts, ranks: int) -> None:
-    """Exchange blocks, in place, as long as that makes the slowest rank of any hop faster: of random pairs always the best.
+    """Exchange blocks, in place, as long as that makes the slowest ranks of the hops faster: of random pairs always the best.
 
     The numbers are drawn from a fixed seed, so that all ranks try the same pairs.
     """
     random, one_hot = np.random.default_rng(0), np.eye(ranks, dtype=np.int64)
-    failed = 0
-    while failed < MOST_FAILURES:
-        held = one_hot[owners]  # [blocks, ranks]
-        queries, keys = tiles @ held, tiles.T @ held  # [blocks, ranks]: of each block's queries with a rank's keys, and vice versa
-        between = held.T @ queries  # [ranks, ranks]
-        a, b = random.integers(len(tiles), size=(2, PAIRS))
+    held = one_hot[owners]  # [blocks, ranks]
+    floats = tiles.astype(np.float64)  # products of integers would be slow; these are exact
+    queries, keys = (
+        (each @ held).astype(np.int64) for each in (floats, floats.T)
+    )  # of each block's queries with a rank's keys; vice versa
+    between, failed = held.T @ queries, 0  # [ranks, ranks]
+    for _ in range(MOST_TRIALS):
+        a, b = random.integers(len(tiles), size=(2, max(MOST_PAIRS // ranks**2, 16)))
         a, b = (each[owners[a] != owners[b]] for each in (a, b))
-        moved = held[b] - held[a]  # [pairs, ranks]: what block a adds to the ranks, and b takes away
+        moved = one_hot[owners[b]] - one_hot[owners[a]]  # [pairs, ranks]: what block a adds to the ranks, and b takes away
         corner = tiles[a, a] - tiles[a, b] - tiles[b, a] + tiles[b, b]
-        change = moved[:, :, None] * (queries[a] - queries[b])[:, None] + (keys[a] - keys[b])[:, :, None] * moved[:, None]
-        after = _hops(between + change + corner[:, None, None] * moved[:, :, None] * moved[:, None])
-        best = int(after.argmin())
-        if after[best] < _hops(between):
-            owners[[a[best], b[best]]] = owners[[b[best], a[best]]]
-            failed = 0
-        else:
-            failed += 1
+        added = queries[a] - queries[b] + corner[:, None] * moved
+        after = between + moved[:, :, None] * added[:, None] + (keys[a] - keys[b])[:, :, None] * moved[:, None]
+        best = int(_hops(after).argmin())
+        failed += 1
+        if _hops(after[best]) < _hops(between):
+            one, two, between, failed = a[best], b[best], after[best], 0
+            queries += (tiles[:, one] - tiles[:, two])[:, None] * moved[best]
+            keys += (tiles[one] - tiles[two])[:, None] * moved[best]
+            owners[[one, two]] = owners[[two, one]]
+        if failed == MOST_FAILURES:
+            return
