@@ -89,7 +89,7 @@ def _ring(fabric: Fabric, share: Share, heads: Heads, ranks: Group, attention: t
     part = exchange_of(share, heads).forward / share.cp  # values of one rank's keys and values
     hops, kv, gradients = share.cp - 1, part * width, part * WIDE
     forward, backward = (0.0, 0.0) if device.cpu else (seconds / share.cp for seconds in attention)  # beside one hop
-    merging = stream(device, MERGE * share.tokens * heads.query * heads.size * WIDE)
+    merging = stream(device, MERGE * share.tokens * heads.query * heads.value_size * WIDE)
     summing = merging + stream(device, MERGE * gradients)
     ahead = hops * max(0.0, fabric.hop(kv, ranks) - forward)
     back = fabric.hop(gradients, ranks) + max(0.0, fabric.hop(kv, ranks) - backward)  # the first hop, and the last one of gradients

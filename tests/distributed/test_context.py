@@ -122,7 +122,7 @@ def test_ulysses_within_a_ring_is_one_process(kv_heads, ranks):
     exchanged = sequence // 4 * (2 * heads + 2 * kv) * batch * dim * width // 2
     hop = sequence // 2 * 2 * (kv // 2) * batch * dim * width
     assert [rank["sent"] for rank in found] == [[exchanged + hop, exchanged + 2 * hop]] * 4
-    whole, own = Share(sequence // 4, batch, cp=4, context="ring", context_inner=2), Heads(heads, kv_heads, dim)
+    whole, own = Share(sequence // 4, batch, cp=4, context="ring", context_inner=2), Heads(heads, kv_heads, dim, dim)
     planned = [exchange(*level) for level in levels(whole, own)]
     assert [each.forward * width // 2 for each in planned] == [exchanged, hop], "what plans count"
 

@@ -36,6 +36,7 @@ class Heads(NamedTuple):
     query: int
     kv: int
     size: int
+    value_size: int
 
 
 def levels(share: Share, heads: Heads) -> tuple[tuple[Share, Heads], ...]:
@@ -45,15 +46,15 @@ def levels(share: Share, heads: Heads) -> tuple[tuple[Share, Heads], ...]:
         return ((share, heads),)
     within = replace(share, cp=inner, context="ulysses", context_inner=1)
     between = replace(share, sequence=share.sequence * inner, cp=share.cp // inner, context_inner=1)
-    return (within, heads), (between, Heads(heads.query // inner, max(heads.kv, inner) // inner, heads.size))
+    return (within, heads), (between, heads._replace(query=heads.query // inner, kv=max(heads.kv, inner) // inner))
 
 
 def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
     """Queries, keys, values and the output, for the backward of attention."""
     share, heads = levels(share, heads)[0]
     by_heads = share.cp > 1 and share.context == "ulysses"
-    packed = (heads.query + 2 * _kv_copies(share, heads)) * heads.size
-    output = share.tokens * heads.query * heads.size
+    packed = (heads.query + _kv_copies(share, heads)) * heads.size + _kv_copies(share, heads) * heads.value_size
+    output = share.tokens * heads.query * heads.value_size
     found = Buffer("queries, keys and values", share.tokens * packed), Buffer("output", output)
     return (*found, Buffer("output with whole rows", output)) if by_heads else found
 
@@ -63,7 +64,7 @@ def exchange(share: Share, heads: Heads) -> Exchange:
     if share.cp == 1:
         return Exchange()
     if share.context == "ulysses":  # queries, keys and values there, the output back
-        values = 2 * share.tokens * (heads.query + _kv_copies(share, heads)) * heads.size
+        values = share.tokens * (heads.query + _kv_copies(share, heads)) * (heads.size + heads.value_size)
         return Exchange(values, values)
     values = _whole(share, heads)
     return Exchange(values, values, values)
@@ -89,4 +90,4 @@ def _kv_copies(share: Share, heads: Heads) -> int:
 
 def _whole(share: Share, heads: Heads) -> int:
     """Values of the keys and values of whole rows."""
-    return 2 * share.tokens * share.cp * heads.kv * heads.size
+    return share.tokens * share.cp * heads.kv * (heads.size + heads.value_size)
