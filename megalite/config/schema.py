@@ -288,6 +288,12 @@ class ParallelConfig:
     """Context-parallel size: number of ranks over which each sequence is split."""
     context: Literal["ulysses", "gather", "ring"] = "ulysses"
     """With cp > 1, what attention exchanges: heads for positions (ulysses), all keys and values at once (gather) or rank by rank (ring)."""
+    context_inner: int = 1
+    """With context ring, number of neighbouring ranks, best those of a node, that exchange heads for positions (ulysses); the ring is
+    between such groups. 1: a ring over all ranks."""
+    context_parts: Literal["zigzag", "balanced"] = "zigzag"
+    """With context gather or ring, the part of a row that a rank holds: an early and a late run (zigzag), or with documents the blocks that
+    give all ranks equally much attention to compute (balanced), chosen anew for every microbatch."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
     ep: int = 1

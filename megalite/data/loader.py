@@ -29,6 +29,8 @@ class Loader:
     vocab_size: a token at or above it is an error: tp ranks, which split the vocabulary, would each take it for another rank's.
     make: makes a microbatch of whole rows: under context parallelism of this rank's part of them.
     samples: number of samples of the dataset; rows past it are padded and not counted. None: the dataset is endless.
+
+    current: the microbatches that `step` has returned last.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._next: tuple[int, Future[list[Microbatch]]] | None = None
         self._closed = False
+        self.current: list[Microbatch] = []
 
     def step(self, first_sample: int) -> list[Microbatch]:
         """This rank's microbatches of the global batch that starts at `first_sample`. Starts reading the batch after it.
@@ -64,7 +67,7 @@ class Loader:
         if self._next is None or self._next[0] != first_sample:  # the first step, or the run went back or skipped samples
             self._next = self._request(first_sample)
         (_, future), self._next = self._next, None
-        batch = future.result()
+        batch = self.current = future.result()
         following = first_sample + self._global_batch
         if self._end is None or following < self._end:
             self._next = self._request(following)  # read while this step computes

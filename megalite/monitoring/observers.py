@@ -1,9 +1,9 @@
 """The list of a run's instruments, which the command `train` passes to the training loop as observers.
 
-epochs.py counts tokens and epochs, phases.py times each step by phase, rank_times.py compares the ranks, gpu.py reads the device's memory
-and sensors, timeline_recorder.py and timeline.py record and compare the pipeline's timeline, tracing.py runs torch's profiler,
-prediction.py reports at the end the prediction's error. Not observers: links.py tests the network before the first step, out_of_memory.py
-suggests changes when memory runs out.
+epochs.py counts tokens and epochs, phases.py times each step by phase, rank_times.py compares the ranks, context_imbalance.py predicts how
+unequal context parallelism makes them, gpu.py reads the device's memory and sensors, timeline_recorder.py and timeline.py record and
+compare the pipeline's timeline, tracing.py runs torch's profiler, prediction.py reports at the end the prediction's error. Not observers:
+links.py tests the network before the first step, out_of_memory.py suggests changes when memory runs out.
 """
 
 from __future__ import annotations
@@ -43,5 +43,10 @@ def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = No
     """All instruments of a run, the same on every rank. own: this rank's environment; device: the planner's description of its device."""
     phases = PhaseTimes(trainer)
     ranks = RankTimes(trainer, phases)
+    context: list[Observer] = []
+    if trainer.config.parallel.cp > 1:
+        from megalite.monitoring.context_imbalance import ContextImbalance
+
+        context.append(ContextImbalance(trainer))
     recorders = ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer)
-    return Epochs(trainer), phases, ranks, Gpu(trainer), *recorders, Outcome(trainer, own, device)
+    return Epochs(trainer), phases, ranks, *context, Gpu(trainer), *recorders, Outcome(trainer, own, device)

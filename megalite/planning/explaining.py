@@ -53,13 +53,18 @@ def described(choice: Choice) -> str:
     """A one-line description of a choice."""
     sizes = {"tp": choice.tp, "cp": choice.cp, "pp": choice.pp, "dp": choice.dp}
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one device"]
-    parts += [choice.context] if choice.cp > 1 else []
+    parts += [method(choice)] if choice.cp > 1 else []
     if choice.pp > 1:
         parts.append(choice.schedule + (f" with {choice.virtual_stages} stages a rank" if choice.asked_stages else ""))
     parts += [f"ZeRO-{choice.zero}"] if choice.data > 1 or choice.zero == 3 else []
     parts.append(f"micro-batches of {choice.micro_batch_size}")
     parts += [f"recomputation {choice.recompute}"] if choice.recompute != "none" else []
     return ", ".join(parts + ([offloaded(choice)] if choice.offload != "none" else []))
+
+
+def method(choice: Choice) -> str:
+    """That of context parallelism; in a ring of groups, with their size."""
+    return choice.context if choice.context_inner == 1 else f"{choice.context}/{choice.context_inner}"
 
 
 def offloaded(choice: Choice) -> str:
@@ -72,7 +77,7 @@ def row(job: Job, plan: Plan) -> tuple[str, ...]:
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
-    cp = f"{choice.cp} {choice.context}" if choice.cp > 1 else "1"
+    cp = f"{choice.cp} {method(choice)}" if choice.cp > 1 else "1"
     cells = (choice.tp, cp, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
     more = (choice.micro_batch_size, choice.recompute, place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
     sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
@@ -95,6 +100,7 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
         "tp": choice.tp,
         "cp": choice.cp,
         "context": choice.context if choice.cp > 1 else None,
+        "context_inner": choice.context_inner,
         "pp": choice.pp,
         "virtual_stages": choice.virtual_stages,
         "schedule": choice.schedule,

@@ -87,8 +87,16 @@ class Passes(NamedTuple):
 class Operations:
     """The times of a model's units on a device; with adapters, all other weights are frozen."""
 
-    def __init__(self, device: Device, model: ModelConfig, precision: str, software: Software = OURS, lora: LoraConfig | None = None):
-        self.device, self.model, self.precision, self.software, self.lora = device, model, precision, software, lora
+    def __init__(
+        self,
+        device: Device,
+        model: ModelConfig,
+        precision: str,
+        software: Software = OURS,
+        lora: LoraConfig | None = None,
+        rows: context.Rows = context.WHOLE,
+    ):
+        self.device, self.model, self.precision, self.software, self.lora, self.rows = device, model, precision, software, lora, rows
         self.size = ELEMENTWISE_BYTES[precision]
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
@@ -202,7 +210,7 @@ class Operations:
         """Exposed communication of a layer's attention over cp, forward and backward."""
         units = self.units(share)
         forward, backward = zip(*map(self._attention, units.layer(index).attentions), strict=True)
-        return context.exposed(self.fabric, units, (sum(forward), sum(backward)), self.size)
+        return context.exposed(self.fabric, units, (sum(forward), sum(backward)), self.size, self.rows)
 
     def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:

@@ -241,6 +241,27 @@ ROWS = [
         world=3,
     ),
     Row(
+        "inner ranks belong to a ring",
+        {"parallel.context_inner": 2, "parallel.cp": 4, "model.num_attention_heads": 8},
+        {"parallel.context": "ring"},
+        ("does not fit parallel.cp = 4 and parallel.context = ulysses", "Set parallel.context to ring"),
+        world=4,
+    ),
+    Row(
+        "inner ranks divide the ring",
+        {"parallel.context_inner": 4, "parallel.cp": 4, "parallel.context": "ring"},
+        {"parallel.context_inner": 2},
+        ("does not divide parallel.cp = 4 into several groups", "one group alone is parallel.context = ulysses", "Nearest: 2."),
+        world=4,
+    ),
+    Row(
+        "inner ranks divide heads",
+        {"parallel.context_inner": 3, "parallel.cp": 6, "parallel.context": "ring", "model.num_attention_heads": 8},
+        {"parallel.context_inner": 2},
+        ("does not fit heads / tp = 8", "each inner rank attends with whole heads"),
+        world=6,
+    ),
+    Row(
         "virtual stages belong to the schedule",
         {"parallel.virtual_stages": 2},
         {"parallel.schedule": "interleaved"},

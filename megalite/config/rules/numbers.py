@@ -9,7 +9,7 @@ from typing import Any
 from megalite.config.rule import Rule, RuleContext
 
 _SIZES = """parallel.tp parallel.pp parallel.dp parallel.cp parallel.ep parallel.dp_shard parallel.virtual_stages parallel.powersgd_rank
-    model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads
+    parallel.context_inner model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads
     model.num_key_value_heads model.head_dim model.max_position_embeddings model.sliding_window data.sequence_length
     model.num_experts model.num_experts_per_tok model.moe_intermediate_size model.shared_expert_intermediate_size
     model.decoder_sparse_step model.kv_lora_rank model.q_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim

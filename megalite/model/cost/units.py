@@ -91,9 +91,9 @@ class Units:
         return context.Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size)
 
     @property
-    def exchange(self) -> context.Exchange:
-        """What a layer's attention exchanges over cp."""
-        return context.exchange(self.share, self.heads)
+    def exchanges(self) -> tuple[tuple[int, context.Exchange], ...]:
+        """What a layer's attention exchanges over cp, or over each of its two levels, with the number of ranks there."""
+        return tuple((share.cp, context.exchange(share, heads)) for share, heads in context.levels(self.share, self.heads))
 
     # --- a layer -----------------------------------------------------------------------------------------------------------
 
