@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalite.config import latents
 from megalite.config.rule import show
 from megalite.config.schema import ROPE_SCALING_KEYS, ConfigError, ModelConfig
 
@@ -162,6 +163,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "num_key_value_heads": _falcon_kv_heads,
     "qk_norm=qk_layernorm": lambda given: "each_head" if given["qk_layernorm"] else "none",
     "qk_norm=use_qk_norm": lambda given: "each_head" if given["use_qk_norm"] else "none",
+    "attention_scale=latents": latents.attention_scale,
+    "num_key_value_heads=all": latents.kv_heads,
+    "mlp_only_layers=first": latents.dense_layers,
+    "shared_expert_intermediate_size": latents.shared_width,
+    "n_group": latents.groups,
+    "topk_group": latents.topk_group,
+    "router_scores=softmax": functools.partial(latents.scores, "softmax"),
+    "router_scores=sigmoid": functools.partial(latents.scores, "sigmoid"),
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",

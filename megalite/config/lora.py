@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""The roles of a layer's matrices, which can have adapters."""
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b")
+"""The roles of a layer's matrices, which can have adapters. The last four are those of latent attention."""
 EXPERTS = ("experts.in", "experts.down")
 """The roles of the matrices of a layer's experts: gate and up of all experts, and down of all."""
 SAVED_MODULES = ("embedding", "head", "norms")
@@ -24,9 +24,10 @@ class LoraConfig:
     dropout: float = 0.0
     """Dropout probability on the adapters' input."""
     targets: list[str] | None = None
-    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down, or their names in PEFT (q_proj; query_key_value means all
-    its parts), and experts.in and experts.down of a mixture's experts, each with an adapter of its own (PEFT's target_parameters
-    experts.gate_up_proj and experts.down_proj). null, all-linear or an empty list: all projections of the model but those of experts."""
+    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down and of latent attention q_a, q_b, kv_a, kv_b, or their
+    names in PEFT (q_proj; query_key_value means all its parts), and experts.in and experts.down of a mixture's experts, each with an
+    adapter of its own (PEFT's target_parameters experts.gate_up_proj and experts.down_proj). null, all-linear or an empty list: all
+    projections of the model but those of experts."""
     ranks: dict[str, int] | None = None
     """Ranks of single projections, {down: 4}. null: all have rank."""
     alphas: dict[str, float] | None = None

@@ -25,13 +25,15 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
     family = _family(given)
     tables = {name: table for name, table in FAMILY_NAMES.items() if family in (None, name.partition(",")[0])} or FAMILY_NAMES
     mixture = any("mlp.experts.in" in table.layer.values() for table in tables.values())
-    own_names = (*PROJECTIONS, *(EXPERTS if mixture else ()))
+    there = {"gate", *(part for parts in _projections(tables).values() for part in parts)}
+    projections = tuple(role for role in PROJECTIONS if role in there)
+    own_names = (*projections, *(EXPERTS if mixture else ()))
     whose = f"a {family} model" if family in tables else "any family"
     found: dict[str, Any] = {}
     if targets := given.get("lora.targets"):
         own = _translated("lora.targets", targets, _projections(tables), (ALL, *own_names), f"projection of {whose}")
         experts = [name for name in own if name in EXPERTS]  # which all-linear does not mean
-        found["lora.targets"] = own if ALL not in own else [*PROJECTIONS, *experts] if experts else None
+        found["lora.targets"] = own if ALL not in own else [*projections, *experts] if experts else None
     if modules := given.get("lora.modules_to_save"):
         own = _translated("lora.modules_to_save", modules, _ends(tables), SAVED_MODULES, f"module of {whose} that can be trained in full")
         found["lora.modules_to_save"] = own
@@ -88,7 +90,7 @@ def _modules(tables: dict[str, Names], of: Callable[[Names], dict[str, str]], kn
 
 
 def _projections(tables: dict[str, Names]) -> dict[str, list[str]]:
-    own = {f"{'attention' if role in 'qkv' else 'mlp'}.{role}": role for role in PROJECTIONS} | {"attention.out": "o"}
+    own = {f"{'mlp' if role in ('gate', 'up', 'down') else 'attention'}.{role}": role for role in PROJECTIONS} | {"attention.out": "o"}
     own |= {f"mlp.shared.{role}": role for role in ("gate", "up", "down")}  # of a shared expert
     return _modules(tables, lambda table: table.layer, own)
 

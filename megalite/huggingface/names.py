@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.family_names import EACH_HEAD, Names, names_of
 from megalite.config.schema import ModelConfig
-from megalite.huggingface.head_order import grouped_heads, rotated_channels, rows_of
+from megalite.huggingface.head_order import decoupled_channels, grouped_heads, rotated_channels, rows_of
 from megalite.model.parameters import model_specs
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ def _joined(theirs: str, parts: dict[str, tuple[int, ...]], transposed: bool) ->
 def _ordered(name: str, place: Place, model: ModelConfig, names: Names) -> Place:
     """The place with its rows in our order of heads and of their channels."""
     part = name.rpartition(".")[2]
+    if model.kv_lora_rank is not None:
+        return _decoupled(part, place, model, names)
     channels = rotated_channels(model.head_size, model.rotary_dim, names.interleaved) if part in _ROTATED else range(model.head_size)
     if names.grouped is not None and names.grouped in place.theirs:
         heads = grouped_heads(part, model.num_attention_heads, model.kv_heads)
@@ -144,3 +146,12 @@ def _ordered(name: str, place: Place, model: ModelConfig, names: Names) -> Place
         return place
     start = 0 if names.grouped else place.rows[0]
     return replace(place, rows=rows_of(tuple(heads), tuple(channels), start))
+
+
+def _decoupled(part: str, place: Place, model: ModelConfig, names: Names) -> Place:
+    """The same in latent attention: the rotating channels follow others, in each head of queries and, once, after the latent."""
+    plain = {"q": model.qk_nope_head_dim, "q_b": model.qk_nope_head_dim, "kv_a": model.kv_lora_rank or 0}.get(part)
+    if plain is None:
+        return place
+    channels = tuple(decoupled_channels(plain, model.qk_rope_head_dim, names.interleaved))
+    return replace(place, rows=rows_of(tuple(range(len(place.rows) // len(channels))), channels, 0))

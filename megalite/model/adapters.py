@@ -45,7 +45,9 @@ def _adapters(spec: ParamSpec, lora: LoraConfig, partial_axis: str | None) -> li
     for base in (segment for segment in spec.segments if lora.adapts(segment.role)):
         (outputs, inputs), rank, by_rows = base.shape, lora.rank_of(base.role), base.split == 0
         a_partial, b_partial = (partial_axis, None) if by_rows else (None, partial_axis)
-        split = None if by_rows else 1
+        if base.split is None:  # the whole matrix on each rank of the axis: what is partial of the base is of both
+            a_partial = b_partial = base.grad_partial_axis
+        split = 1 if base.split == 1 else None
         first.append(
             Segment(name_of(base.name, A), (rank, inputs), split, grad_partial_axis=a_partial, init_std=(3 * inputs) ** -0.5, role=ADAPTER)
         )

@@ -122,7 +122,9 @@ class _Specs:
         for block, before, after in (("attention", "input_norm", "attention.output_norm"), ("mlp", "mlp_norm", "mlp.output_norm")):
             if model.norm_placement != "post" and not (block == "mlp" and model.parallel_block == "shared_norm"):
                 specs += self.norm(f"{name}.{before}", unit)
-            if block == "attention":
+            if block == "attention" and model.kv_lora_rank is not None:
+                specs += self.latent_attention(f"{name}.attention", unit, model.kv_lora_rank)
+            elif block == "attention":
                 q, kv = model.num_attention_heads * head, model.kv_heads * head
                 parts: tuple[tuple[str, int, int], ...] = (("q", q, 1), ("k", kv, copies), ("v", kv, copies))
                 specs += self.column(f"{name}.attention.qkv", unit, parts, model.attention_bias)
@@ -135,6 +137,27 @@ class _Specs:
             if model.norm_placement != "pre":
                 specs += self.norm(f"{name}.{after}", unit)
         return specs
+
+    def latent_attention(self, name: str, unit: int, rank: int) -> list[ParamSpec]:
+        """Multi-head latent attention: all tp ranks hold the matrices that make latents, each those of its heads that read them.
+
+        Rows of `q_b` (`q` without a latent of queries) by head: what does not rotate, then what does. Rows of `kv_a`: the latent, then the
+        shared key that rotates. Rows of `kv_b` by head: the key, then the value.
+        """
+        model, heads = self.model, self.model.num_attention_heads
+        queries, q_rank = heads * model.head_size, model.q_lora_rank
+
+        def up(part: str, outputs: int, inputs: int) -> list[ParamSpec]:
+            return _each_alone(unit, Segment(f"{name}.{part}.weight", (outputs, inputs), 0, init_std=self.std, role=part))
+
+        def latent(part: str, outputs: int, width: int) -> list[ParamSpec]:
+            made = self._of_own_tokens(f"{name}.{part}.weight", unit, outputs, part)
+            return made + self.norm(f"{name}.{part}_norm", unit, width, rms=True)
+
+        specs = up("q", queries, model.hidden_size) if q_rank is None else latent("q_a", q_rank, q_rank) + up("q_b", queries, q_rank)
+        specs += latent("kv_a", rank + model.qk_rope_head_dim, rank)
+        specs += up("kv_b", heads * (model.qk_nope_head_dim + model.v_head_dim), rank)
+        return specs + self.row(f"{name}.out", "o", unit, heads * model.v_head_dim, False)
 
     def feed_forward(self, name: str, unit: int, width: int) -> list[ParamSpec]:
         parts = (("gate", width, 1), ("up", width, 1)) if self.model.gated_mlp else (("up", width, 1),)
@@ -160,10 +183,10 @@ class _Specs:
             specs += self._of_own_tokens(f"{name}.shared_gate.weight", unit, 1) if model.shared_expert_gate else []
         return specs
 
-    def _of_own_tokens(self, name: str, unit: int, outputs: int) -> list[ParamSpec]:
+    def _of_own_tokens(self, name: str, unit: int, outputs: int, role: str = "") -> list[ParamSpec]:
         """A matrix [outputs, hidden] that every tp rank multiplies its own part of the sequence with."""
         shape = (outputs, self.model.hidden_size)
-        return _each_alone(unit, Segment(name, shape, grad_partial_axis=self.partial_axis, init_std=self.std))
+        return _each_alone(unit, Segment(name, shape, grad_partial_axis=self.partial_axis, init_std=self.std, role=role))
 
     def head(self, holds_embedding: bool) -> list[ParamSpec]:
         """Final norm and head. A tied head on a rank without the embedding stores a copy, which is neither counted nor saved."""

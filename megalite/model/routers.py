@@ -76,7 +76,7 @@ class Routers:
 
     def learned(self) -> list[Rectangle]:
         """What the model computes with: the biases of the choice, with which the loads are stored."""
-        return list(self.rectangles()) if self.model.router_balance == "bias" else []
+        return list(self.rectangles()) if self.model.biased_choice else []
 
     def rectangles(self) -> Iterator[Rectangle]:
         """The states, to save or to fill."""
