@@ -47,7 +47,7 @@ LAUNCH = {
     "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
 }
 """What `megalite.commands.launch` takes, which is no part of the configuration → help."""
-SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero")}, "faults": "faults.inject"}
+SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "ep", "zero")}, "faults": "faults.inject"}
 SECTIONS = [section.name for section in fields(Config)]
 OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
 """Every option, section.key → its dataclass field."""
