@@ -32,7 +32,8 @@ class Family:
     """ModelConfig fields whose value the family fixes, if it differs from ModelConfig's default."""
     window: str | None = None
     """Layers with a sliding window: every_layer (Mistral); or, if layer_types is missing, upper_layers (Qwen), without_rope (SmolLM3) or
-    pattern: all but every n-th, n being the default of sliding_window_pattern, and all if that is null; None: no window."""
+    pattern: all but every n-th, n being the default of sliding_window_pattern, and all if that is null; None: no window. Behind the switch
+    use_sliding_window: every_second_lower_layer, from the first to max_window_layers (Qwen2-MoE), every_layer_if_switched (Qwen3-MoE)."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in layers with a window, by default; None: they have those of other layers."""
     computed: tuple[str, ...] = ()
@@ -279,6 +280,10 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
             local = _local_layers(given)
         elif family.window == "without_rope":
             local = shape["no_rope_layers"]
+        elif family.window == "every_second_lower_layer":
+            local = list(range(0, min(given["max_window_layers"], shape["num_hidden_layers"]), 2))
+        elif family.window == "every_layer_if_switched":
+            local = list(range(shape["num_hidden_layers"]))
         else:
             local = list(range(given["max_window_layers"], shape["num_hidden_layers"]))
         return {"sliding_window": window, "sliding_window_layers": local}

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
 from megalite.config.lora import LoraConfig as LoraConfig
@@ -160,6 +161,9 @@ class ModelConfig:
     """Coefficient of the mean squared log-sum-exp of the router's logits, which keeps them small. 0: no loss."""
     router_bias_rate: float = 0.001
     """With router_balance bias, how far a step moves each expert's bias."""
+    expert_capacity_factor: float | None = None
+    """In training an expert processes at most ceil(factor * sequence_length * num_experts_per_tok / num_experts) tokens of each sequence,
+    first choices first, then by position; it drops the others, which keep what their other experts give. null: none is dropped."""
     attention_bias: bool = False
     """Bias on the query, key and value projections."""
     attention_out_bias: bool = False

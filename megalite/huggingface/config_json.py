@@ -9,7 +9,10 @@ from megalite.config import latents
 from megalite.config.families import Family, families, from_hf_config
 from megalite.config.schema import ConfigError, ModelConfig
 
-_TRAINING_ONLY = ("embedding_dropout", "attention_dropout", "residual_dropout", "router_aux_loss_coef", "router_z_loss_coef")
+_TRAINING_ONLY = (
+    *("embedding_dropout", "attention_dropout", "residual_dropout"),
+    *("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor"),
+)
 _MIXTURE = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size"),
     *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
@@ -167,6 +170,8 @@ def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
         return {"sliding_window": window}
     if row.window is None or (window is None and row.window != "pattern"):
         return {}
+    if row.window == "every_layer_if_switched":
+        return {"use_sliding_window": True, "sliding_window": window}
     types = ["sliding_attention" if layer in local else "full_attention" for layer in range(values["num_hidden_layers"])]
     switch = {} if row.window == "pattern" else {"use_sliding_window": True, "max_window_layers": 0}
     return {**switch, "sliding_window": window or 4096, "layer_types": types}

@@ -55,7 +55,7 @@ NAMED = 5  # problems listed in a message
 FREE_TO_CHANGE = (
     *("max_position_embeddings", "rope_theta", "rope_local_theta", "rope_scaling", "sliding_window", "sliding_window_layers"),
     *("initializer_range", "embedding_dropout", "attention_dropout", "residual_dropout"),
-    *("router_balance", "router_aux_loss_coef", "router_z_loss_coef"),
+    *("router_balance", "router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor"),
 )
 """Fields in which a run may differ from the model whose weights it starts from: to extend the context, or to train with dropout."""
 
@@ -115,6 +115,8 @@ def _bound(weights: Weights, model: ModelConfig, family: str) -> dict[str, Place
     """The places with the stored names. Raises ConversionError naming tensors that are missing, of another shape, or unknown."""
     names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
     found, tied = places(model, family), model.tie_word_embeddings
+    if any(name.endswith("experts.gate_up_proj") for name in weights):
+        found = {name: _fused(place) for name, place in found.items()}
     head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
     other_parts = names.multimodal[1] if names.multimodal and stored("") else ()  # of a file in which names have a prefix
     if names.predicts_ahead:
@@ -134,6 +136,11 @@ def _bound(weights: Weights, model: ModelConfig, family: str) -> dict[str, Place
     if tied and head in weights and not torch.equal(weights[head], weights[stored(found["embedding.weight"].theirs)]):
         raise ConversionError(f"{weights.directory}: {head} is not the embedding, though config.json says tie_word_embeddings")
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
+
+
+def _fused(place: Place) -> Place:
+    """The place in a file that holds the experts of a layer as one tensor, and names what is next to them as transformers 5 does."""
+    return place.fused() if place.pieces else replace(place, theirs=place.theirs.replace("block_sparse_moe.", "mlp."))
 
 
 def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:

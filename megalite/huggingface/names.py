@@ -28,7 +28,8 @@ class Place:
     """The place of one of our tensors: rows of a Hugging Face tensor, in our order, or columns if it is transposed.
 
     Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {} where their numbers are.
-    The experts of a layer are many tensors of equal shape, our rows in this order: `pieces` completes their names in `theirs`.
+    The experts of a layer are many tensors of equal shape, our rows in this order: `pieces` completes their names in `theirs`. In a fused
+    file they are one tensor [experts, rows, columns], with `experts` set.
     """
 
     theirs: str
@@ -37,6 +38,7 @@ class Place:
     transposed: bool
     columns: int | None = None
     pieces: tuple[tuple[int | str, ...], ...] = ()
+    experts: int | None = None
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -44,6 +46,8 @@ class Place:
         if self.pieces:
             shape = (self.shape[0] // len(self.pieces), *self.shape[1:])
             return {self.theirs.format(*piece): shape for piece in self.pieces}
+        if self.experts is not None:
+            return {self.theirs: (self.experts, self.shape[0] // self.experts, *self.shape[1:])}
         if self.columns is None:
             return {self.theirs: self.shape}
         heads = self.shape[0] // self.columns
@@ -55,6 +59,13 @@ class Place:
     def numel(self) -> int:
         """Number of elements of our tensor."""
         return len(self.rows) * prod(self.shape) // self.shape[1 if self.transposed else 0]
+
+    def fused(self) -> Place:
+        """The place of a layer's experts in a file that holds them as transformers 5 computes with them."""
+        down = "{}.{}" not in self.theirs
+        stem = self.theirs.partition("experts.{}")[0].replace("block_sparse_moe", "mlp")
+        experts = len({piece[0] for piece in self.pieces})
+        return replace(self, theirs=f"{stem}experts.{'down_proj' if down else 'gate_up_proj'}", pieces=(), experts=experts)
 
     def read(self, theirs: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A rectangle of our tensor, given the Hugging Face tensor of this `shape`: a view of it if the rows are consecutive."""

@@ -9,6 +9,7 @@ Stored names differ where segments are fused: `layers.3.attention.qkv.weight` ho
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
@@ -170,9 +171,11 @@ class _Specs:
         gate, then its up; `experts.down` [experts · hidden, width]. An expert is whole on its ranks.
         """
         model, hidden, experts = self.model, self.model.hidden_size, self.model.num_experts or 0
-        rows = experts * (2 if model.gated_mlp else 1) * model.expert_width
-        into = Segment(f"{name}.experts.in.weight", (rows, hidden), 0, init_std=self.std, axis="expert")
-        down = Segment(f"{name}.experts.down.weight", (experts * hidden, model.expert_width), 0, init_std=self.out_std, axis="expert")
+        fused, width = 2 if model.gated_mlp else 1, model.expert_width
+        stacked = partial(Segment, split=0, axis="expert", experts=experts)
+        shape = (experts * fused * width, hidden)
+        into = stacked(f"{name}.experts.in.weight", shape, init_std=self.std, role="experts.in", fused=fused)
+        down = stacked(f"{name}.experts.down.weight", (experts * hidden, width), init_std=self.out_std, role="experts.down")
         specs = self._of_own_tokens(f"{name}.router.weight", unit, experts)
         specs += [ParamSpec(each.name, unit, (each,), domain="expert") for each in (into, down)]
         if model.shared_expert_intermediate_size:

@@ -111,7 +111,7 @@ def load_weights(trainer: Trainer, source: str) -> None:
     else:
         manifest = without_adapters(_checked(trainer, Path(source)))
         read, known = partial(checkpoint.load, manifest, convert=True), manifest.tensors
-    states = [] if routers is None or not trainer.config.model.biased_choice else routers.rectangles()
+    states = [] if routers is None else routers.learned()
     biases = [each for each in states if each.name.endswith("bias") and (known is None or each.name in known)]
     drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
     if drawn:

@@ -121,6 +121,10 @@ CASES = {
     "qwen2_moe, every second layer": Case("Qwen2Moe", SIZES | TIED | NARROW | SHARED | {"decoder_sparse_step": 2}, BF16),
     "qwen3_moe": Case("Qwen3Moe", SIZES | UNTIED | NARROW | {"head_dim": 12, "norm_topk_prob": True}, shard="20KB"),
     "qwen3_moe, tied, not renormalized": Case("Qwen3Moe", SIZES | TIED | NARROW, BF16),
+    "qwen2_moe, windows": Case(
+        "Qwen2Moe", SIZES | UNTIED | NARROW | SHARED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    ),
+    "qwen3_moe, windows": Case("Qwen3Moe", SIZES | UNTIED | NARROW | {"use_sliding_window": True, "sliding_window": 5}),
     "deepseek_v2": Case(
         "DeepseekV2",
         LATENT | UNTIED | GROUPS | {"q_lora_rank": 12, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},

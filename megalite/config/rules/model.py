@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, divisors, is_checkpoint
-from megalite.config.schema import PROJECTIONS, ROPE_SCALING_KEYS, SAVED_MODULES, LoraConfig, ModelConfig
+from megalite.config.schema import EXPERTS, PROJECTIONS, ROPE_SCALING_KEYS, SAVED_MODULES, LoraConfig, ModelConfig
 
 
 def _layers_exist(name: str) -> Rule:
@@ -110,6 +110,22 @@ def _adapted(option: str) -> Rule:
     )
 
 
+def _of_experts(c: RuleContext) -> str:
+    """The first of lora.targets that is a part of experts, else an empty text."""
+    return _first("targets", lambda c, name: name in EXPERTS, c)
+
+
+_WITH_EXPERTS = tuple(
+    Rule(
+        f"lora.{option} and experts",
+        f"lora.{option}",
+        partial(lambda option, c: getattr(c.lora, option) and _of_experts(c), option),
+        message=lambda c: f"is not supported for {_of_experts(c)} of lora.targets, as in PEFT",
+        legal=f"Set it to {off}, or remove {' and '.join(EXPERTS)} from lora.targets.",
+    )
+    for option, off in (("dropout", "0"), ("dora", "false"))
+)
+
 _WITHOUT_EXPERTS = tuple(
     Rule(
         f"{name} needs experts",
@@ -120,7 +136,7 @@ _WITHOUT_EXPERTS = tuple(
     )
     for name in (
         *("moe_intermediate_size", "shared_expert_intermediate_size", "router_aux_loss_coef", "router_z_loss_coef"),
-        *("router_scores", "routed_scaling_factor", "n_group"),
+        *("router_scores", "routed_scaling_factor", "n_group", "expert_capacity_factor"),
     )
 )
 
@@ -361,9 +377,9 @@ RULES: tuple[Rule, ...] = (
         message="trains the model itself, but other options of lora are set",
         legal="Set it, for example to 16, or remove the others.",
     ),
-    _unknown("targets", PROJECTIONS),
-    _unknown("ranks", PROJECTIONS),
-    _unknown("alphas", PROJECTIONS),
+    _unknown("targets", (*PROJECTIONS, *EXPERTS)),
+    _unknown("ranks", (*PROJECTIONS, *EXPERTS)),
+    _unknown("alphas", (*PROJECTIONS, *EXPERTS)),
     _unknown("modules_to_save", SAVED_MODULES),
     Rule(
         "lora.targets are there",
@@ -379,6 +395,14 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: f"names {_first('targets', lambda c, name: name not in _attention_has(c), c)}, which this model does not have",
         legal=_ALONE,
     ),
+    Rule(
+        "adapters of experts need experts",
+        "lora.targets",
+        lambda c: not c.model.num_experts and _of_experts(c),
+        message=lambda c: f"names {_of_experts(c)}, but the model has no experts",
+        legal=_ALONE,
+    ),
+    *_WITH_EXPERTS,
     _adapted("ranks"),
     _adapted("alphas"),
     Rule(

@@ -182,7 +182,7 @@ class OwnProduct(Product):
 
     Attributes:
         rows: rows of this rank: tokens, or for experts k times as many.
-        outputs, inputs: of one matrix; `weights` are its elements.
+        outputs, inputs: of one matrix; `weights` are its elements, `adapter_weights` those of its adapter.
         ranks: tp ranks, each with as many rows.
         matrices: number of matrices on this rank, of which each row is multiplied with one.
     """
@@ -194,17 +194,16 @@ class OwnProduct(Product):
     def local_weights(self) -> int:
         return self.matrices * self.outputs * self.inputs
 
+    def local_adapter_weights(self, tp: int) -> float:
+        return self.matrices * self.adapter_weights + self.adapter_outputs
+
     @property
     def flops(self) -> int:
-        return self.ranks * super().flops
+        return 2 * self.ranks * self.rows * (self.weights + self.adapter_weights)
 
     @property
     def training_flops(self) -> int:
-        return self.ranks * super().training_flops
-
-    def local_adapter_weights(self, tp: int) -> float:
-        """Both factors are whole on each rank."""
-        return self.adapter_weights + self.adapter_outputs
+        return 2 * self.ranks * self.rows * ((2 if self.frozen else 3) * self.weights + 3 * self.adapter_weights)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """None over tp."""

@@ -95,7 +95,7 @@ class Balance:
         factor = scale / self.layers
         statistics = torch.zeros(logits.shape[1] + 3, dtype=torch.float64, device=logits.device)
         statistics[:AUXILIARY] = count_by_column(choice.experts, valid, len(choice.counts)).sum(0)
-        statistics[DROPPED] = (choice.inverse == len(choice.order)).sum()
+        statistics[DROPPED] = ((choice.inverse == len(choice.order)).view_as(choice.experts) & valid.flatten().unsqueeze(1)).sum()
         shares = self._shares(choice, valid).to(logits.dtype)  # [1 or batch, experts]
         shares = shares.expand(valid.shape[1], -1)
         balance = (probabilities.view(*valid.shape, -1) * shares * valid.unsqueeze(-1)).sum() * shares.shape[1]
