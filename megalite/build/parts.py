@@ -6,7 +6,7 @@ The trainer, verification and generation build the same parts here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,6 +143,8 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
     if config.model.num_experts:
         from megalite.model.routers import Routers
 
-        routers = Routers(config.model, stages.values(), store.device)
+        # Biases are frozen with the weights: PEFT's files of adapters have no place for them.
+        rate = 0.0 if config.lora.rank else config.model.router_bias_rate
+        routers = Routers(replace(config.model, router_bias_rate=rate), stages.values(), store.device)
     runtime = Runtime(stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer)
     return Parts(store, stages, runtime, routers)

@@ -46,6 +46,9 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank"), (0, 1)),
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
+    "model.kv_lora_rank": (0, None),
+    "model.topk_group": (0, 1),
+    "model.routed_scaling_factor": (0.0, 1.0),
     "model.vocab_size": (0, 257),
     "model.hidden_size": (0, 8),
     "model.num_attention_heads": (0, 1),
@@ -79,6 +82,20 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
 }
 
 EXPERTS = {"model.num_experts": 4}
+GROUPS = EXPERTS | {"model.num_experts_per_tok": 1}
+LATENTS = {"model.kv_lora_rank": 8}
+LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same option must be
+    "qk_norm does not fit latents": ("model.qk_norm", "head", "none"),
+    "head_dim does not fit latents": ("model.head_dim", 16, None),
+    "attention_bias does not fit latents": ("model.attention_bias", True, False),
+    "attention_out_bias does not fit latents": ("model.attention_out_bias", True, False),
+    "partial_rotary_factor does not fit latents": ("model.partial_rotary_factor", 0.5, 1.0),
+    "every head has its key and value": ("model.num_key_value_heads", 2, None),
+    "even rotating width for rope": ("model.qk_rope_head_dim", 3, 2),
+    "model.q_lora_rank in range": ("model.q_lora_rank", 0, 1),
+    "model.qk_nope_head_dim in range": ("model.qk_nope_head_dim", 0, 1),
+    "model.v_head_dim in range": ("model.v_head_dim", 0, 1),
+}
 _REAL = ("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor")
 ROWS = [
     *(
@@ -86,6 +103,35 @@ ROWS = [
         for name, value in (("moe_intermediate_size", 8), ("shared_expert_intermediate_size", 8))
     ),
     *(Row(f"{name} needs experts", {f"model.{name}": 0.1}, EXPERTS) for name in _REAL),
+    Row("router_scores needs experts", {"model.router_scores": "sigmoid"}, EXPERTS),
+    Row("routed_scaling_factor needs experts", {"model.routed_scaling_factor": 2.5}, EXPERTS),
+    Row("n_group needs experts", {"model.n_group": 2}, EXPERTS),
+    Row("model.n_group in range", GROUPS | {"model.n_group": 0}, {"model.n_group": 1}),
+    Row("groups divide the experts", GROUPS | {"model.n_group": 3}, {"model.n_group": 2}, ("Nearest: 2 or 4.",)),
+    Row(
+        "a group has two experts",
+        GROUPS | {"model.n_group": 4, "model.router_scores": "sigmoid"},
+        {"model.n_group": 2},
+        ("two best experts", "up to 2"),
+    ),
+    Row("topk_group needs groups", GROUPS | {"model.topk_group": 2}, {"model.n_group": 2}, ("model.n_group = null",)),
+    Row(
+        "groups have a token's experts",
+        EXPERTS | {"model.n_group": 4, "model.num_experts_per_tok": 2},
+        {"model.topk_group": 2},
+        ("model.topk_group = 1 of model.n_group = 4",),
+    ),
+    *(
+        Row(f"{name} needs latents", {f"model.{name}": 8}, LATENTS, ("model.kv_lora_rank = null",))
+        for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ),
+    *(Row(rule, LATENTS | {option: bad}, {option: good}) for rule, (option, bad, good) in LATENT_ROWS.items()),
+    Row(
+        "model.qk_rope_head_dim in range",
+        LATENTS | {"model.qk_rope_head_dim": 0, "model.position": "none"},
+        {"model.qk_rope_head_dim": 1},
+    ),
+    Row("lora.targets are of this attention", {"lora.rank": 4, "lora.targets": ["q", "kv_b"]}, LATENTS, ("names kv_b",)),
     Row("a token's experts exist", EXPERTS | {"model.num_experts_per_tok": 5}, {"model.num_experts_per_tok": 4}, ("Nearest: 4.",)),
     Row("mlp_only_layers exist", EXPERTS | {"model.mlp_only_layers": [4]}, {"model.mlp_only_layers": [3]}),
     Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
