@@ -25,7 +25,8 @@ MODEL = {
 METHODS = ("ulysses", "gather", "ring")
 RECOMPUTE = ("selective", "full")  # without it, a CPU keeps every probability: what is split then are these
 MOST = {"ulysses": 0.30, "gather": 0.35, "ring": 0.30}
-"""Memory of a rank beside one process, of a model with four query heads to a key-value head; gather has the keys and values of whole rows while a layer computes."""
+"""Memory of a rank beside one process, of a model with four query heads to a key-value head; gather has the keys and values of whole rows
+while a layer computes."""
 COLUMNS = {
     "layout": "layout",
     "recompute": "recompute",
