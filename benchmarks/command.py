@@ -3,7 +3,7 @@
     python tools/benchmark.py step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a GPU, 1B and layers of 8B
     python tools/benchmark.py kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel against torch's and Liger's
     python tools/benchmark.py overhead                                     small models on one process and on up to 8 ranks
-    python tools/benchmark.py peers [NAME ...] [--rounds 10]                ratios to transformers, nanoGPT, DDP and FSDP2 at equal settings
+    python tools/benchmark.py peers [NAME ...] [--rounds 10]                ratios to transformers, nanoGPT, DDP, torchtitan, picotron …
     python tools/benchmark.py comm                                         data parallelism on 4 ranks against torch's
     python tools/benchmark.py checkpoint                                   saving on 4 ranks against torch.save
     python tools/benchmark.py scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
@@ -180,7 +180,7 @@ def measure(options: argparse.Namespace) -> Path:
         del common["threads"]
         return save(prepare.compare(**common, megabytes=options.megabytes, workers=options.workers))
     if options.benchmark == "peers":
-        common["peers"] = list(dict.fromkeys(options.peers)) or peers.PEERS
+        common["peers"] = list(dict.fromkeys(options.peers or peers.PEERS))
     return save(ON_CPU[options.benchmark].compare(**common))
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from megalite_kernels.attention import attention
 from megalite_kernels.attention_part import attention_part
+from megalite_kernels.attention_sinks import join
 from torch import Tensor, nn
 
 from megalite.generation.latent_cache import LatentReader
@@ -136,11 +137,12 @@ class KeyValueCache:
 
     def within_prompts(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention of rows, or of this cp rank's part of them, to whole rows from their beginning."""
-        if "part" not in options:
+        part, sinks = options.get("part"), options.get("sinks")
+        if part is None and sinks is None:
             return attention(q, k, v, **options)[0]
-        part = options["part"]
         asked = {name: options[name] for name in ("scale", "window", "softcap")}
-        return attention_part(q, k, v, part.runs[part.rank], [(0, len(k))], **asked)[0].to(q.dtype)
+        out, lse = attention_part(q, k, v, [(0, len(q))] if part is None else part.runs[part.rank], [(0, len(k))], **asked)
+        return (out if sinks is None else join(out, lse, sinks.tensor)[0]).to(q.dtype)
 
     @property
     def reads_prompts(self) -> bool:
@@ -161,16 +163,20 @@ class KeyValueCache:
         place = self._places[kept.slots]
         assert place.empty is not None
         used = place.empty.shape[-1]
-        return _attend(q, kept.keys[:, :, :used], kept.values[:, :, :used], place.empty, options["scale"], options["softcap"])
+        return _attend(q, kept.keys[:, :, :used], kept.values[:, :, :used], place.empty, options)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, options: dict[str, Any]) -> Tensor:
     """softmax(scale · q kᵀ) v for one query of each row, q [1, batch, heads, head_dim]; scores in at least fp32."""
+    scale, softcap, sinks = options["scale"], options["softcap"], options.get("sinks")
     query = q[0].unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, heads per kv_head, head_dim]
     scores = (query @ keys.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    probabilities = torch.softmax(scores.masked_fill_(empty, -torch.inf), -1).to(q.dtype)
+    scores.masked_fill_(empty, -torch.inf)
+    if sinks is not None:  # one more score, without a value
+        scores = torch.cat((scores, sinks.tensor.to(scores.dtype).view(scores.shape[1:3]).expand(scores.shape[:3]).unsqueeze(-1)), -1)
+    probabilities = torch.softmax(scores, -1).to(q.dtype)[..., : keys.shape[2]]
     return (probabilities @ values).flatten(1, 2).unsqueeze(0)
 
 

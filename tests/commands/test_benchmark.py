@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bubble, checkpoint, comm, context, overhead, pairs, plan, prepare, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, context, overhead, pairs, peers, plan, prepare, report, scaling, step
 from benchmarks.command import main
 from benchmarks.ours import step_products
 from benchmarks.preparing import measured
@@ -119,6 +119,13 @@ def test_peers_are_compared_round_by_round_next_to_a_run_against_itself(run: Cal
     ]
     own, peer, _ = rows[:3]
     assert own["ratio"] == 1 and peer["ratio"] == pytest.approx(median(peer["step_ms"][0]) / median(own["step_ms"][0]))
+
+
+@pytest.mark.usefixtures("launched_forked")
+@pytest.mark.parametrize("peer", ["torchtitan", "picotron"])
+def test_what_is_written_out_for_several_ranks_runs(peer: str, tmp_path: Path) -> None:
+    (comparison,) = peers.comparisons(peer, True, tmp_path)
+    assert comparison.ranks == 2 and len(comparison.launch(comparison.runs[1], 1)["seconds"]) == comparison.steps[1]
 
 
 def test_a_ratio_is_the_median_over_pairs() -> None:
