@@ -20,12 +20,13 @@ from benchmarks.step import SMOKE_MODEL
 RANKS = 4
 MODEL = {
     **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 8192},
+    **{"num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 8192},
 }
 METHODS = ("ulysses", "gather", "ring")
 RECOMPUTE = ("selective", "full")  # without it, a CPU keeps every probability: what is split then are these
 MOST = {"ulysses": 0.30, "gather": 0.35, "ring": 0.30}
-"""Memory of a rank beside one process; gather has the keys and values of whole rows while a layer computes."""
+"""Memory of a rank beside one process, of a model with four query heads to a key-value head; gather has the keys and values of whole rows
+while a layer computes."""
 COLUMNS = {
     "layout": "layout",
     "recompute": "recompute",
@@ -87,6 +88,8 @@ def time_rows(rounds: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """Rows of dp, then of each method: the median over steps and rounds."""
     names = [f"dp {ranks}", *(f"cp {ranks}, {method}" for method in METHODS)]
     rows: list[dict[str, Any]] = []
+    if not rounds:  # memory alone, which load does not change
+        return rows
     for index, name in enumerate(names):
         seconds = [value for each in rounds for value in each["seconds"][index]]
         row = {"layout": name, "recompute": RECOMPUTE[0], "ms_per_step": 1e3 * median(seconds), "step_ms": [1e3 * each for each in seconds]}

@@ -60,6 +60,7 @@ class Gathered(torch.autograd.Function):
         if ctx.sinks is not None:
             ctx.sinks.accumulate(sinks_gradient(ctx.sinks.tensor, lse, inner))
         dq, *found = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
+        del keys, values  # their gradients take as much again
         dk, dv = reduce_scatter(_by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
