@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FILE = "metrics.jsonl"
 MEMBER = "epoch/"
 """The keys for the epochs of a blend's members start with this."""
+SOURCE, VALIDATED = "loss/", "val_loss/"
+"""So do those for the training losses of a blend's members, and for the losses of validation sets."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ class MetricsWriter(ExitStack):
         """Write a step's line. `numbers`: further keys of the line."""
         self._write(asdict(metrics) | dict(numbers or {}))
 
-    def validation(self, step: int, loss: float) -> None:
-        self._write({"step": step, "val_loss": loss})
+    def validation(self, step: int, loss: float, by_set: Mapping[str, float] | None = None) -> None:
+        """Write a validation's line. by_set: the losses of validation sets by name."""
+        self._write({"step": step, "val_loss": loss} | {f"{VALIDATED}{name}": each for name, each in (by_set or {}).items()})
 
     def _write(self, record: dict[str, Any]) -> None:
         """Non-finite numbers are written as null, because JSON has none."""

@@ -9,9 +9,10 @@ from megalite.model.cost import model_flops_per_token
 from megalite.planning.peaks import peak_flops
 
 
-def throughput(config: Config, seconds: float, ranks: int, device_name: str) -> dict[str, Any]:
-    """The throughput of a step of `seconds`, under its keys in metrics.jsonl. Masked tokens count too, because they are computed."""
-    tokens_per_second = config.train.global_batch_size * config.data.sequence_length / seconds
+def throughput(config: Config, seconds: float, ranks: int, device_name: str, batch: int | None = None) -> dict[str, Any]:
+    """The throughput of a step of `seconds`, under its keys in metrics.jsonl. Masked tokens count too, because they are computed.
+    batch: its samples; default: train.global_batch_size."""
+    tokens_per_second = (batch or config.train.global_batch_size) * config.data.sequence_length / seconds
     per_rank = tokens_per_second * model_flops_per_token(config.model, config.data.sequence_length, config.lora) / ranks
     peak = peak_flops(device_name, config.train.precision)
     return {"tokens_per_second": tokens_per_second, "tflops_per_gpu": per_rank / 1e12, "mfu": None if peak is None else per_rank / peak}
