@@ -124,7 +124,7 @@ class Mesh:
         self.shard, self.replicate = self._split(self.data, dims.shard)
         stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)  # without experts none of these axes has peers
         place = stage.index(self.rank)
-        self.expert = self._axis("expert", stage[place // dims.ep * dims.ep :][: dims.ep])
+        self.expert = self._axis("expert", stage[place // dims.ep * dims.ep :][: dims.ep], own=True)  # as cp: rows must not wait
         self.expert_data = self._axis("expert_data", stage[place % dims.ep :: dims.ep])
         self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), "expert_")
         self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if dims.experts else (self.rank,))

@@ -15,6 +15,9 @@ What runs: on a GPU, the first implementation that supports the call, or the one
 16-bit attention with heads of up to 256 channels flash attention in Triton (`attention_triton`), and the rest, such as fp32, whose products
 would not use tensor cores there, the reference. With train.kernels = torch only torch's own kernels or the reference run.
 
+Values may have another width than queries and keys, and the output then has theirs. The kernels have one width: for them the narrower
+tensors are padded with zeros, which changes no result.
+
 On CPU the reference replaces torch's fused scaled_dot_product_attention at every length: measured in fp32 on one core from sequence 64
 to 2,048, its forward takes 0.9–1.5 times as long and its backward 1.2–2.2 times (with oneDNN's products 0.8–5 and 1.1–10 times, worst when
 short). With `recompute` only the inputs are kept, and memory is linear in the sequence; otherwise the probabilities are kept. The kernels
@@ -136,6 +139,11 @@ def _route(q: Tensor, k: Tensor, v: Tensor, window: int | None, document_start: 
     return choose(Call(q, k, v, *given)).name
 
 
+def _takes_kernel(q: Tensor) -> bool:
+    """Whether something else than the reference may compute the call."""
+    return q.is_cuda or takes_triton(q)
+
+
 def _library(route: str, *options: Any) -> tuple[Any, Any]:
     """The passes of a kernel that is not of this package, and the options of a call to it."""
     from megalite_kernels.attention_library import Options
@@ -145,6 +153,11 @@ def _library(route: str, *options: Any) -> tuple[Any, Any]:
     assert calls is not None
     calls.prepare()
     return calls, Options(*options)
+
+
+def padded(width: int, *tensors: Tensor) -> list[Tensor]:
+    """The tensors with zeros added to their last dimension up to a width."""
+    return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def _fields(dropout: AttentionDropout | None) -> tuple[Tensor | None, int, float, int, int]:
@@ -167,12 +180,17 @@ def attention(
     recompute: bool = False,
     boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """out [S, B, hq, D], contiguous, and the tensors to save for `attention_backward`: the reference's probabilities block by block (none
+    """out [S, B, hq, Dv], contiguous, and the tensors to save for `attention_backward`: the reference's probabilities block by block (none
     with `recompute` or a soft-cap), or a kernel's log-sum-exp of each query's scores.
 
-    q [S, B, hq, D]; k, v [S, B, hk, D], hq a multiple of hk; document_start [S, B] is the index in the row of the first token of the
-    token's document; `boundaries` says the same, and without it some implementations cannot run. Any strides.
+    q [S, B, hq, D]; k [S, B, hk, D]; v [S, B, hk, Dv], hq a multiple of hk; document_start [S, B] is the index in the row of the first
+    token of the token's document; `boundaries` says the same, and without it some implementations cannot run. Any strides.
     """
+    widths = q.shape[-1], v.shape[-1]
+    if widths[0] != widths[1] and _takes_kernel(q):
+        others: dict[str, Any] = {"window": window, "document_start": document_start, "softcap": softcap, "dropout": dropout}
+        out, kept = attention(*padded(max(widths), q, k, v), scale=scale, recompute=recompute, boundaries=boundaries, **others)
+        return out[..., : widths[1]].contiguous(), kept
     route = _route(q, k, v, window, document_start, softcap, dropout, boundaries)
     if route == "triton":
         from megalite_kernels import attention_triton
@@ -184,7 +202,7 @@ def attention(
         return calls.forward(q, k, v, options)
     problem = _Problem(q, k, window, document_start, softcap, dropout)
     query, key, value = _rows(q, problem.kv_heads, scale), _rows(k, problem.kv_heads), _rows(v, problem.kv_heads)
-    out = torch.empty_like(query)
+    out = torch.empty(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
     saved = []
     for block in problem.blocks:
         scores = problem.scores(query, key, block)
@@ -193,7 +211,7 @@ def attention(
             saved.append(probabilities)
         dropped = problem.drop(probabilities, block)
         torch.bmm(dropped, value[:, block.keys.start : block.keys.stop], out=out[:, problem.query_rows(block)])
-    return _heads(out, q, problem.kv_heads), tuple(saved)
+    return _heads(out, q.new_empty(*q.shape[:3], v.shape[-1]), problem.kv_heads), tuple(saved)
 
 
 def attention_backward(
@@ -212,11 +230,17 @@ def attention_backward(
     recompute: bool = False,
     boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [S, B, hq, D], dk and dv [S, B, hk, D]; options as in forward, `saved` as forward returned it.
+    """dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv]; options as in forward, `saved` as forward returned it.
 
     The reference does not read `out`; a kernel, which never holds a whole row of probabilities, computes Σ_keys p∘dp = Σ_dim dout∘out from
     it.
     """
+    widths = q.shape[-1], v.shape[-1]
+    if widths[0] != widths[1] and _takes_kernel(q):
+        others: dict[str, Any] = {"window": window, "document_start": document_start, "softcap": softcap, "dropout": dropout}
+        dout, q, k, v, out = padded(max(widths), dout, q, k, v, out)
+        dq, dk, dv = attention_backward(dout, q, k, v, out, saved, scale=scale, recompute=recompute, boundaries=boundaries, **others)
+        return dq[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
     route = _route(q, k, v, window, document_start, softcap, dropout, boundaries)
     if route == "triton":
         from megalite_kernels import attention_triton

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows
+from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows, padded
 from megalite_kernels.dispatch import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
@@ -138,25 +138,27 @@ def attention_part(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [Sq, B, hq, D] and lse [Sq, B, hq], in at least fp32.
+    """out [Sq, B, hq, Dv] and lse [Sq, B, hq], in at least fp32.
 
-    q [Sq, B, hq, D] at the positions of `queries`; k, v [Sk, B, hk, D] at those of `keys`; document_start [Sq, B] is the position of the
-    first token of each query's document. The position offset of `dropout` is added to all positions.
+    q [Sq, B, hq, D] at the positions of `queries`; k [Sk, B, hk, D] and v [Sk, B, hk, Dv] at those of `keys`; document_start [Sq, B] is the
+    position of the first token of each query's document. The position offset of `dropout` is added to all positions.
     """
     if _takes_flash(q):
         from megalite_kernels.attention_part_triton import flash_attention_part
 
-        return flash_attention_part(q, k, v, tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout)
+        tensors, options = padded(max(q.shape[-1], v.shape[-1]), q, k, v), (scale, window, document_start, softcap, dropout)
+        found, log_sum = flash_attention_part(*tensors, tuple(queries), tuple(keys), *options)
+        return found[..., : v.shape[-1]], log_sum
     problem = _Problem(q, k, scale, softcap, dropout)
     value, query = _rows(v, problem.kv_heads), problem.query
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
     lse = query.new_full(query.shape[:2], -torch.inf)
     for block in _blocks(queries, keys, window, document_start, q.device):
         rows, scores = problem.rows(block), problem.scores(block)
         part = torch.logsumexp(scores, -1)
         probabilities = scores.sub_(torch.where(part == -torch.inf, 0, part).unsqueeze(-1)).exp_()
         merge_(out[:, rows], lse[:, rows], torch.bmm(problem.drop(probabilities, block), value[:, block.columns]), part)
-    like = q.new_empty(q.shape, dtype=out.dtype)
+    like = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=out.dtype)
     return _heads(out, like, problem.kv_heads), _heads(lse.unsqueeze(-1), like[..., :1], problem.kv_heads).squeeze(-1)
 
 
@@ -182,7 +184,7 @@ def attention_part_backward(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """These keys' part of dq [Sq, B, hq, D], and these queries' part of dk and dv [Sk, B, hk, D], in at least fp32.
+    """These keys' part of dq [Sq, B, hq, D], and these queries' part of dk [Sk, B, hk, D] and dv [Sk, B, hk, Dv], in at least fp32.
 
     lse, delta [Sq, B, hq]: of all keys that the queries see. Other arguments as in `attention_part`.
     """
@@ -190,7 +192,9 @@ def attention_part_backward(
         from megalite_kernels.attention_part_triton import flash_attention_part_backward
 
         options = tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout
-        return flash_attention_part_backward(dout, q, k, v, lse, delta, *options)
+        dout, *tensors = padded(max(q.shape[-1], v.shape[-1]), dout, q, k, v)
+        dq, dk, dv = flash_attention_part_backward(dout, *tensors, lse, delta, *options)
+        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
     problem = _Problem(q, k, scale, softcap, dropout)
     kv_heads, query, key = problem.kv_heads, problem.query, problem.key
     value, grad = _rows(v, kv_heads), _rows(dout, kv_heads)

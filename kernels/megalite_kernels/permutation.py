@@ -32,3 +32,26 @@ def order_by_column(sizes: Tensor, total: int) -> Tensor:
     """The order that sorts blocks of rows by column, then by row of `sizes` [rows, columns], if they come by row, then by column."""
     columns = torch.arange(sizes.shape[1], device=sizes.device).repeat(sizes.shape[0])
     return columns.repeat_interleave(sizes.flatten(), output_size=total).argsort(stable=True)
+
+
+def places_among_equals(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """For each of the flat `values`, 0 … number - 1, how many equal ones come before it; and how often each number occurs."""
+    counts, order = count(values, number), values.argsort(stable=True)
+    places = torch.empty_like(values)
+    places[order] = torch.arange(len(values), device=values.device) - sums_before(counts)[values[order]]
+    return places, counts
+
+
+def sums_before(counts: Tensor) -> Tensor:
+    """The sum of the rows before each row."""
+    return counts.cumsum(0) - counts
+
+
+def choice_groups(choices: Tensor, valid: Tensor, number: int) -> Tensor:
+    """Numbers of the groups (valid first, then slot, column and what is chosen of `number`) of choices [rows, columns, k].
+
+    valid: [rows, columns] bool. There are 2 · k · columns · number groups.
+    """
+    columns, k = choices.shape[1:]
+    slots = torch.arange(k, device=choices.device) + k * (~valid).unsqueeze(-1)
+    return (slots * columns + torch.arange(columns, device=choices.device).view(1, -1, 1)) * number + choices

@@ -102,8 +102,7 @@ class Parts:
 
     def to_load(self) -> list[Rectangle]:
         """What a trained model computes with: its weights, and what a choice of experts adds to the probabilities."""
-        biased = self.routers is not None and self.routers.model.router_balance == "bias"
-        return [*self.store.to_load(), *(self.routers.rectangles() if biased and self.routers is not None else ())]
+        return [*self.store.to_load(), *(self.routers.learned() if self.routers is not None else ())]
 
 
 def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True, state: StateMemory | None = None) -> Parts:

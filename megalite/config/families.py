@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalite.config import latents
 from megalite.config.rule import show
 from megalite.config.schema import ROPE_SCALING_KEYS, ConfigError, ModelConfig
 
@@ -31,7 +32,8 @@ class Family:
     """ModelConfig fields whose value the family fixes, if it differs from ModelConfig's default."""
     window: str | None = None
     """Layers with a sliding window: every_layer (Mistral); or, if layer_types is missing, upper_layers (Qwen), without_rope (SmolLM3) or
-    pattern: all but every n-th, n being the default of sliding_window_pattern, and all if that is null; None: no window."""
+    pattern: all but every n-th, n being the default of sliding_window_pattern, and all if that is null; None: no window. Behind the switch
+    use_sliding_window: every_second_lower_layer, from the first to max_window_layers (Qwen2-MoE), every_layer_if_switched (Qwen3-MoE)."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in layers with a window, by default; None: they have those of other layers."""
     computed: tuple[str, ...] = ()
@@ -161,6 +163,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "num_key_value_heads": _falcon_kv_heads,
     "qk_norm=qk_layernorm": lambda given: "each_head" if given["qk_layernorm"] else "none",
     "qk_norm=use_qk_norm": lambda given: "each_head" if given["use_qk_norm"] else "none",
+    "attention_scale=latents": latents.attention_scale,
+    "num_key_value_heads=all": latents.kv_heads,
+    "mlp_only_layers=first": latents.dense_layers,
+    "shared_expert_intermediate_size": latents.shared_width,
+    "n_group": latents.groups,
+    "topk_group": latents.topk_group,
+    "router_scores=softmax": functools.partial(latents.scores, "softmax"),
+    "router_scores=sigmoid": functools.partial(latents.scores, "sigmoid"),
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
@@ -270,6 +280,10 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
             local = _local_layers(given)
         elif family.window == "without_rope":
             local = shape["no_rope_layers"]
+        elif family.window == "every_second_lower_layer":
+            local = list(range(0, min(given["max_window_layers"], shape["num_hidden_layers"]), 2))
+        elif family.window == "every_layer_if_switched":
+            local = list(range(shape["num_hidden_layers"]))
         else:
             local = list(range(given["max_window_layers"], shape["num_hidden_layers"]))
         return {"sliding_window": window, "sliding_window_layers": local}

@@ -25,6 +25,8 @@ class Names:
         interleaved: rotary embeddings rotate neighbouring channels.
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
         expert: modules of one expert that `mlp.experts.in` holds, in this order; their names follow a name that ends in {}.{}.
+        router_bias: the tensor of a mixture that is added to the scores when experts are chosen; empty if files have none.
+        predicts_ahead: files have layers after the last one, which predict further tokens and are not read.
         multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other parts, which are not read.
     """
 
@@ -37,6 +39,8 @@ class Names:
     interleaved: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
+    router_bias: str = ""
+    predicts_ahead: bool = False
     multimodal: tuple[str, tuple[str, ...]] | None = None
 
 
@@ -72,6 +76,11 @@ _NEOX_LINEARS = {theirs.replace("self_attention", "attention"): ours for theirs,
 _MIXTURE = {"mlp.gate": "mlp.router", "mlp.experts.{}.{}": "mlp.experts.in", "mlp.experts.{}.down_proj": "mlp.experts.down"}
 _SHARED = {"mlp.shared_expert_gate": "mlp.shared_gate"}
 _SHARED |= {f"mlp.shared_expert.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
+_LATENT = {f"self_attn.{part}_proj": f"attention.{part}" for part in ("q", "q_a", "q_b", "kv_b")}
+_LATENT |= {f"self_attn.{part}_layernorm": f"attention.{part}_norm" for part in ("q_a", "kv_a")}
+_LATENT |= {"self_attn.kv_a_proj_with_mqa": "attention.kv_a"}
+_SHARED_EXPERTS = {f"mlp.shared_experts.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
+_DEEPSEEK = _LATENT | _GATE_UP | _OUT | _BEFORE | _MIXTURE | _SHARED_EXPERTS
 _MIXTRAL = {
     "block_sparse_moe.gate": "mlp.router",
     "block_sparse_moe.experts.{}.{}": "mlp.experts.in",
@@ -125,6 +134,10 @@ FAMILY_NAMES = {
     "olmoe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
     "qwen2_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED),
     "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
+    "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True),
+    "deepseek_v3": Names(
+        _ENDS, "model.layers", _DEEPSEEK, interleaved=True, router_bias="mlp.gate.e_score_correction_bias", predicts_ahead=True
+    ),
     "phi3": Names(_ENDS, "model.layers", _FUSED | _BEFORE),
     "gpt2": Names(
         {"transformer.wte": "embedding", "transformer.wpe": "positions", "transformer.ln_f": "norm", "lm_head": "head"},

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 from megalite.checkout import CONFIGS
 from megalite.config import amounts
 from megalite.config.dims import filling_dp
-from megalite.config.families import hf_shape
 from megalite.config.presets import preset
 from megalite.config.rule import nearest_name, show
 from megalite.config.rules import check
@@ -377,6 +376,8 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
     if name is not None:
         shape = preset(name)
     elif directory is not None:
+        from megalite.config.families import hf_shape  # which most runs do not need
+
         shape = hf_shape(directory)
     return {f"model.{key}": value for key, value in shape.items()}
 

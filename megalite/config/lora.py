@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""The roles of a layer's matrices, which can have adapters."""
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b")
+"""The roles of a layer's matrices, which can have adapters. The last four are those of latent attention."""
+EXPERTS = ("experts.in", "experts.down")
+"""The roles of the matrices of a layer's experts: gate and up of all experts, and down of all."""
 SAVED_MODULES = ("embedding", "head", "norms")
 """What lora.modules_to_save may name."""
 
@@ -22,8 +24,10 @@ class LoraConfig:
     dropout: float = 0.0
     """Dropout probability on the adapters' input."""
     targets: list[str] | None = None
-    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down, or their names in PEFT (q_proj; query_key_value means all
-    its parts). null, all-linear or an empty list: all projections of the model."""
+    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down and of latent attention q_a, q_b, kv_a, kv_b, or their
+    names in PEFT (q_proj; query_key_value means all its parts), and experts.in and experts.down of a mixture's experts, each with an
+    adapter of its own (PEFT's target_parameters experts.gate_up_proj and experts.down_proj). null, all-linear or an empty list: all
+    projections of the model but those of experts."""
     ranks: dict[str, int] | None = None
     """Ranks of single projections, {down: 4}. null: all have rank."""
     alphas: dict[str, float] | None = None
@@ -37,7 +41,8 @@ class LoraConfig:
 
     def adapts(self, role: str) -> bool:
         """Whether projections of this role have adapters."""
-        return self.rank > 0 and role in PROJECTIONS and (not self.targets or role in self.targets)
+        named = role in (self.targets or ())
+        return self.rank > 0 and (named and role in EXPERTS or role in PROJECTIONS and (named or not self.targets))
 
     def rank_of(self, role: str) -> int:
         return (self.ranks or {}).get(role, self.rank)

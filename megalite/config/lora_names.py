@@ -13,27 +13,34 @@ from typing import Any
 from megalite.config.families import hf_config
 from megalite.config.family_names import FAMILY_NAMES, Names
 from megalite.config.rule import nearest_name, show
-from megalite.config.schema import PROJECTIONS, SAVED_MODULES, ConfigError
+from megalite.config.schema import EXPERTS, PROJECTIONS, SAVED_MODULES, ConfigError
 
 ALL = "all-linear"
+FUSED = {"experts.gate_up_proj": "experts.in", "experts.down_proj": "experts.down"}
+"""The end of PEFT's names of the parameters that hold all experts of a layer → ours."""
 
 
 def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
     """The options of adapters among those given, with megalite's names. Raises ConfigError on a name that the family does not have."""
     family = _family(given)
     tables = {name: table for name, table in FAMILY_NAMES.items() if family in (None, name.partition(",")[0])} or FAMILY_NAMES
+    mixture = any("mlp.experts.in" in table.layer.values() for table in tables.values())
+    there = {"gate", *(part for parts in _projections(tables).values() for part in parts)}
+    projections = tuple(role for role in PROJECTIONS if role in there)
+    own_names = (*projections, *(EXPERTS if mixture else ()))
     whose = f"a {family} model" if family in tables else "any family"
     found: dict[str, Any] = {}
     if targets := given.get("lora.targets"):
-        own = _translated("lora.targets", targets, _projections(tables), (ALL, *PROJECTIONS), f"projection of {whose}")
-        found["lora.targets"] = None if ALL in own else own
+        own = _translated("lora.targets", targets, _projections(tables), (ALL, *own_names), f"projection of {whose}")
+        experts = [name for name in own if name in EXPERTS]  # which all-linear does not mean
+        found["lora.targets"] = own if ALL not in own else [*projections, *experts] if experts else None
     if modules := given.get("lora.modules_to_save"):
         own = _translated("lora.modules_to_save", modules, _ends(tables), SAVED_MODULES, f"module of {whose} that can be trained in full")
         found["lora.modules_to_save"] = own
     for option in ("lora.ranks", "lora.alphas"):
         values: dict[str, Any] = {}
         for name, value in (given.get(option) or {}).items():
-            own = _translated(option, [str(name)], _projections(tables), PROJECTIONS, f"projection of {whose}", given[option])
+            own = _translated(option, [str(name)], _projections(tables), own_names, f"projection of {whose}", given[option])
             if twice := values.keys() & own:
                 raise ConfigError(f"{option} = {show(given[option])} names {sorted(twice)[0]} twice. Remove one of its entries.")
             values |= dict.fromkeys(own, value)
@@ -57,7 +64,9 @@ def _translated(
 ) -> list[str]:
     own: dict[str, None] = {}
     for name in names:
-        parts = [name] if name in ours else [part for module, parts in theirs.items() if _ends_with(module, name) for part in parts]
+        fused = [own for end, own in FUSED.items() if own in ours and _ends_with(name, end)]
+        modules = [part for module, parts in theirs.items() if _ends_with(module, name) for part in parts]
+        parts = [name] if name in ours else fused or modules
         if not parts:
             legal = [*ours, *dict.fromkeys(module.rpartition(".")[2] for module in theirs)]
             listed = f"Legal values: {', '.join(legal)}. Nearest: {nearest_name(name, legal)}."
@@ -81,7 +90,7 @@ def _modules(tables: dict[str, Names], of: Callable[[Names], dict[str, str]], kn
 
 
 def _projections(tables: dict[str, Names]) -> dict[str, list[str]]:
-    own = {f"{'attention' if role in 'qkv' else 'mlp'}.{role}": role for role in PROJECTIONS} | {"attention.out": "o"}
+    own = {f"{'mlp' if role in ('gate', 'up', 'down') else 'attention'}.{role}": role for role in PROJECTIONS} | {"attention.out": "o"}
     own |= {f"mlp.shared.{role}": role for role in ("gate", "up", "down")}  # of a shared expert
     return _modules(tables, lambda table: table.layer, own)
 

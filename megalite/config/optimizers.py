@@ -1,4 +1,4 @@
-"""The options of the optimizers: typed sections, as in schema.py. Imports no torch."""
+"""The options of the optimizers and of loss scaling: typed sections, as in schema.py. Imports no torch."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -49,3 +49,17 @@ class MuonConfig:
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
     """Factor on the learning rate of an A x B matrix. original: sqrt(max(1, A / B)); match_rms_adamw: 0.2 sqrt(max(A, B)), with which an
     update is as large as AdamW's, so that muon.lr may be the optimizer.lr of an AdamW run."""
+
+
+@dataclass
+class FP16Config:
+    """Dynamic loss scaling of fp16, as in DeepSpeed."""
+
+    initial_scale_power: int = 16
+    """Exponent of the initial loss scale, 2 ** initial_scale_power."""
+    loss_scale_window: int = 1000
+    """Number of steps without overflow after which the scale is doubled."""
+    hysteresis: int = 2
+    """Number of overflows after which the scale is halved."""
+    min_loss_scale: float = 1.0
+    """Minimum loss scale."""

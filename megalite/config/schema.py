@@ -6,9 +6,12 @@ from typing import Any, Literal
 
 from megalite.config.checkpoints import CheckpointConfig as CheckpointConfig
 from megalite.config.checkpoints import ValidationConfig as ValidationConfig
+from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
 from megalite.config.lora import LoraConfig as LoraConfig
+from megalite.config.network import NetworkConfig as NetworkConfig
+from megalite.config.optimizers import FP16Config as FP16Config
 from megalite.config.optimizers import MuonConfig
 from megalite.config.optimizers import OptimizerConfig as OptimizerConfig
 
@@ -53,7 +56,8 @@ class ModelConfig:
     """The model. Fields have the names of Hugging Face's LlamaConfig, if it has them."""
 
     preset: str | None = None
-    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b or llama-3-70b. Other fields of this section override it."""
+    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3-70b, deepseek-v2-lite or deepseek-v3. Other fields of this
+    section override it."""
     from_hf: str | None = None
     """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read."""
     init_from: str | None = None
@@ -74,6 +78,16 @@ class ModelConfig:
     """Number of key-value heads (grouped-query attention). null: num_attention_heads."""
     head_dim: int | None = None
     """Width of one attention head. null: hidden_size / num_attention_heads."""
+    kv_lora_rank: int | None = None
+    """Multi-head latent attention (DeepSeek-V2): width of the latent that keys and values are computed from. null: there are no latents."""
+    q_lora_rank: int | None = None
+    """With kv_lora_rank, width of the latent that queries are computed from. null: they are computed from the layer's input."""
+    qk_nope_head_dim: int = 128
+    """With kv_lora_rank, channels of a query's or key's head that do not rotate."""
+    qk_rope_head_dim: int = 64
+    """With kv_lora_rank, channels of a query's or key's head that rotate; those of keys are the same in all heads."""
+    v_head_dim: int = 128
+    """With kv_lora_rank, width of a value's head."""
     max_position_embeddings: int = 2048
     """Maximum sequence length, in tokens; also the number of rows of a learned position table."""
     tie_word_embeddings: bool = False
@@ -123,6 +137,15 @@ class ModelConfig:
     """Inner width of one expert. null: intermediate_size."""
     norm_topk_prob: bool = True
     """Divide the probabilities of a token's experts by their sum; false: the outputs are weighted with the probabilities themselves."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What a router makes of its logits: probabilities (softmax), or a score for each expert by itself (sigmoid, DeepSeek-V3)."""
+    routed_scaling_factor: float = 1.0
+    """Factor on the weights of a token's experts."""
+    n_group: int | None = None
+    """Number of equal groups of experts; a token chooses its experts from the topk_group best groups. A group's score is its largest one
+    (softmax), or the sum of its two largest (sigmoid). null: no groups."""
+    topk_group: int = 1
+    """With n_group, number of groups that a token chooses its experts from."""
     shared_expert_intermediate_size: int | None = None
     """Inner width of an expert that processes every token, next to the chosen ones. null: there is none."""
     shared_expert_gate: bool = True
@@ -140,6 +163,9 @@ class ModelConfig:
     """Coefficient of the mean squared log-sum-exp of the router's logits, which keeps them small. 0: no loss."""
     router_bias_rate: float = 0.001
     """With router_balance bias, how far a step moves each expert's bias."""
+    expert_capacity_factor: float | None = None
+    """In training an expert processes at most ceil(factor * sequence_length * num_experts_per_tok / num_experts) tokens of each sequence,
+    first choices first, then by position; it drops the others, which keep what their other experts give. null: none is dropped."""
     attention_bias: bool = False
     """Bias on the query, key and value projections."""
     attention_out_bias: bool = False
@@ -182,7 +208,25 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
+        """Width of a query's or key's head."""
+        if self.kv_lora_rank is not None:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of a value's head."""
+        return self.head_size if self.kv_lora_rank is None else self.v_head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of what rotary embeddings are applied to: a head, or the channels of it that latent attention has for them."""
+        return self.head_size if self.kv_lora_rank is None else self.qk_rope_head_dim
+
+    @property
+    def biased_choice(self) -> bool:
+        """Whether routers add a bias to their scores when they choose; it may come with weights that are trained on without moving it."""
+        return self.router_balance == "bias" or self.router_scores == "sigmoid"
 
     @property
     def expert_width(self) -> int:
@@ -196,7 +240,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Number of channels of a head that rotate."""
-        return int(self.head_size * self.partial_rotary_factor)
+        return int(self.rotary_width * self.partial_rotary_factor)
 
     @property
     def longrope_context(self) -> int | None:
@@ -368,20 +412,6 @@ class TrainConfig:
 
 
 @dataclass
-class FP16Config:
-    """Dynamic loss scaling of fp16, as in DeepSpeed."""
-
-    initial_scale_power: int = 16
-    """Exponent of the initial loss scale, 2 ** initial_scale_power."""
-    loss_scale_window: int = 1000
-    """Number of steps without overflow after which the scale is doubled."""
-    hysteresis: int = 2
-    """Number of overflows after which the scale is halved."""
-    min_loss_scale: float = 1.0
-    """Minimum loss scale."""
-
-
-@dataclass
 class FaultsConfig:
     """Handling of bad steps, and faults injected on purpose for tests."""
 
@@ -424,29 +454,6 @@ class ProfilingConfig:
     memory_snapshot: int | None = None
     """Step after which `ranks` (rank 0 if empty) write a snapshot of what GPU memory is used for; one is also written when memory runs out.
     null: no snapshot."""
-
-
-@dataclass
-class NetworkConfig:
-    """Communication between ranks. An option sets an environment variable before the process group starts; a variable that is already set
-    is kept. null leaves the variable unset."""
-
-    interface: str | None = None
-    """Network interface of NCCL and gloo, for example eth0."""
-    debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
-    """NCCL's log level."""
-    ib_devices: str | None = None
-    """InfiniBand devices that NCCL uses, for example mlx5_0,mlx5_1."""
-    ib_gid_index: int | None = None
-    """Index of the global identifier that NCCL uses under RoCE, often 3."""
-    ib_timeout: int | None = None
-    """Exponent of the InfiniBand acknowledgement timeout, 4.096 µs * 2 ** ib_timeout. NCCL's default is 20; large networks use 22 or 23."""
-    ib_retries: int | None = None
-    """Number of InfiniBand retries after a timeout. NCCL's default is 7."""
-    variables: dict[str, Any] | None = None
-    """Other environment variables, for example {NCCL_NVLS_ENABLE: 0}."""
-    test: bool = False
-    """Measure the links between ranks for 3 seconds at start, and report the slowest."""
 
 
 @dataclass

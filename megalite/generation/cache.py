@@ -18,8 +18,10 @@ import torch
 from megalite_kernels.attention import attention
 from torch import Tensor, nn
 
+from megalite.generation.latent_cache import LatentReader
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
+from megalite.model.latent_attention import LatentAttention
 from megalite.model.stage import Stage
 
 ROUND_UP = 64
@@ -31,10 +33,27 @@ def padded(length: int) -> int:
 
 
 class _Kept(NamedTuple):
-    """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim]; the last slot is written with what is discarded."""
+    """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim]; the last slot is written with what is discarded.
+
+    With latent attention there is one key, and values are a part of it: a view.
+    """
 
     keys: Tensor
     values: Tensor
+
+    @staticmethod
+    def empty(layer: Attention, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> _Kept:
+        model = layer.model_config
+        if model.kv_lora_rank is not None:
+            width = model.kv_lora_rank + model.qk_rope_head_dim
+            keys = torch.zeros(rows, 1, slots + 1, width, dtype=dtype, device=device)
+            return _Kept(keys, keys[..., : model.kv_lora_rank])
+        shape = (rows, layer.kv_heads, slots + 1, model.head_size)
+        return _Kept(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+
+    @property
+    def shared(self) -> bool:
+        return self.values.data_ptr() == self.keys.data_ptr()
 
     @property
     def slots(self) -> int:
@@ -63,13 +82,12 @@ class KeyValueCache:
         for module in stage.layers.values():
             layer = cast(CachedAttention, module.attention).attention
             slots = min(layer.model_config.window(layer.layer) or capacity, capacity)
-            shape = (rows, layer.kv_heads, slots + 1, layer.model_config.head_size)
-            self._layers[layer.layer] = _Kept(*(torch.zeros(shape, dtype=stage.dtype, device=device) for _ in range(2)))
+            self._layers[layer.layer] = _Kept.empty(layer, rows, slots, stage.dtype, device)
         self._places: dict[int, _Place] = {}  # by number of slots, for the current pass
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.keys.nbytes + kept.values.nbytes for kept in self._layers.values())
+        return sum(kept.keys.nbytes + (0 if kept.shared else kept.values.nbytes) for kept in self._layers.values())
 
     def begin_prompts(self, lengths: list[int], padded: int) -> None:
         """Prepare for a pass that reads every row from its beginning, `lengths` tokens each, padded to one length. Clears the cache."""
@@ -104,11 +122,27 @@ class KeyValueCache:
 
         options: those of the attention operation.
         """
+        self.store(layer, k, v)
+        return attention(q, k, v, **options)[0] if self.reads_prompts else self.look_up(layer, q, options)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the current pass reads rows from their beginning, which attend only to themselves."""
+        return all(place.empty is None for place in self._places.values())
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store k and v [seq, batch, kv_heads/tp, head_dim] at the positions of the current pass."""
         kept = self._layers[layer]
         place = self._places[kept.slots]
-        kept.keys[place.rows, :, place.slot], kept.values[place.rows, :, place.slot] = k.transpose(0, 1), v.transpose(0, 1)
-        if place.empty is None:
-            return attention(q, k, v, **options)[0]
+        kept.keys[place.rows, :, place.slot] = k.transpose(0, 1)
+        if not kept.shared:
+            kept.values[place.rows, :, place.slot] = v.transpose(0, 1)
+
+    def look_up(self, layer: int, q: Tensor, options: dict[str, Any]) -> Tensor:
+        """The attention output of one token of each row, q [1, batch, heads/tp, head_dim], to what is stored."""
+        kept = self._layers[layer]
+        place = self._places[kept.slots]
+        assert place.empty is not None
         used = place.empty.shape[-1]
         return _attend(q, kept.keys[:, :, :used], kept.values[:, :, :used], place.empty, options["scale"], options["softcap"])
 
@@ -136,10 +170,13 @@ class CachedAttention(nn.Module):
     def __init__(self, attention: Attention):
         super().__init__()
         self.attention = attention
+        self.latents = LatentReader(attention) if isinstance(attention, LatentAttention) else None
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         if not isinstance(state, CachedState):
             return self.attention(x, state)
+        if self.latents is not None:
+            return self.attention.out(self.latents.attend(x, state).flatten(-2))
         q, k, v = self.attention.project(x, state)
         out = state.cache.attend(self.attention.layer, q, k, v, self.attention.operation(state))
         return self.attention.out(out.flatten(-2))

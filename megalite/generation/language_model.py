@@ -202,7 +202,7 @@ class LanguageModel:
         longer = [model.longrope_context is not None and length > model.longrope_context for length in lengths]
         if any(longer) and not all(longer):
             positions = microbatch.positions.expand(-1, len(lengths))  # [seq, rows]
-            shape = (model.head_size, model.rope_theta, model.rope_scaling, self._stage.dtype, self.device, model.rotary_dim)
+            shape = (model.rotary_width, model.rope_theta, model.rope_scaling, self._stage.dtype, self.device, model.rotary_dim)
             short, long = (rotary_tables(positions, *shape, length=length) for length in (min(lengths), max(lengths)))
             which = torch.tensor(longer, device=self.device)[:, None]
             state.rotary = torch.where(which, long[0], short[0]), torch.where(which, long[1], short[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import gcd
 from pathlib import Path
 
 from megalite import checkpoint
@@ -99,7 +100,7 @@ def for_inference(config: Config, *, tp: int = 1, pp: int = 1, precision: str = 
     train = replace(config.train, global_batch_size=1, micro_batch_size=1, recompute="none", compile=False, grad_dtype="wide")
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)
-    parallel = ParallelConfig(tp=tp, pp=pp, dp=1, zero=0)
+    parallel = ParallelConfig(tp=tp, pp=pp, dp=1, zero=0, ep=gcd(tp, config.model.num_experts or 1))  # experts too are split over tp ranks
     return replace(config, run=replace(config.run, timeout=TIMEOUT), parallel=parallel, train=train, checkpoint=saving)
 
 
@@ -107,7 +108,7 @@ def check_layout(config: Config) -> None:
     """Raise ConfigError if a model does not fit its layout."""
     facts = RuleContext(model=config.model, parallel=config.parallel, world_size=ParallelDims.of(config).world)
     for rule in (*numbers.RULES, *model_rules.RULES, *parallel_rules.RULES):
-        if rule.option == "parallel.sequence_parallel":  # every tp rank computes the same experts, which is right without a backward
+        if rule.option == "parallel.sequence_parallel":  # every tp rank has the same rows, which is right without a backward
             continue
         if rule.broken(facts):
             raise ConfigError(rule.describe(facts))

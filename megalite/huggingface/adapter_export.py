@@ -21,7 +21,7 @@ from megalite.huggingface.files import ConversionError, NewFile
 from megalite.huggingface.merging import Adapters, saved
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place
-from megalite.huggingface.peft_modules import EMBEDDING, FILES, PREFIX, SETTINGS, Module, module_of, modules_of, saved_keys
+from megalite.huggingface.peft_modules import EMBEDDING, FILES, PREFIX, SETTINGS, Experts, Module, module_of, modules_of, saved_keys
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write_tokenizer
 
 
@@ -68,6 +68,10 @@ def _tensors(module: Module, adapters: Adapters, found: dict[str, Place]) -> Ite
     Where our factors on B A differ within a module, B has them, relative to the first one's.
     """
     pairs = {name: adapters.pairs[name] for name in module.weights}
+    if isinstance(module, Experts):
+        for pair in pairs.values():
+            yield from (pair.a, module.to_peft(pair.b).contiguous())
+        return
     first = next(iter(pairs.values())).scale
     a, start = torch.cat([pair.a for pair in pairs.values()]), 0
     b = a.new_zeros(module.shape[0], len(a))
@@ -106,6 +110,7 @@ def _settings(modules: Sequence[Module], found: dict[str, Place], adapters: Adap
         given = {name: own[index] for name, own in numbers.items()}
         return {_target(name, {each for each in given if given[each] != own}): own for name, own in given.items() if own != default}
 
+    fused = sorted({".".join(module.name.split(".")[-3:]) for module in modules if isinstance(module, Experts)})
     full = {key.removeprefix(PREFIX).rpartition(".")[0] for keys in saved_keys(model, lora, found, head).values() for key in keys}
     return {
         "peft_type": "LORA",
@@ -118,19 +123,20 @@ def _settings(modules: Sequence[Module], found: dict[str, Place], adapters: Adap
         "use_rslora": lora.scaling == "rslora",
         "use_dora": lora.dora,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted({_target(module.name, others) for module in modules}),
+        "target_modules": sorted({_target(module.name, others) for module in modules if not isinstance(module, Experts)}),
         "modules_to_save": sorted({_target(name, set(numbers) | others - full) for name in full}) or None,
         "ensure_weight_tying": model.tie_word_embeddings and EMBEDDING in saved(model, lora),
         "fan_in_fan_out": any(module.transposed for module in modules),
         "bias": "none",
         "inference_mode": True,
+        **({"target_parameters": fused} if fused else {}),
     }
 
 
 def _numbers(module: Module, adapters: Adapters) -> tuple[int, float]:
     """Rank and alpha of a module: those of its first weight, whose factor on B A applies to all of it, for the rank of all."""
     first = next(iter(module.weights))
-    rank = sum(len(adapters.pairs[name].a) for name in module.weights)
+    rank = sum(adapters.pairs[name].b.shape[1] for name in module.weights)
     divisor = rank**0.5 if adapters.lora.scaling == "rslora" else rank
     return rank, _plain(adapters.pairs[first].scale * divisor)
 

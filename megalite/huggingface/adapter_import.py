@@ -20,7 +20,7 @@ from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import NAMED, WEIGHT, head_of, places_of
 from megalite.huggingface.files import ConversionError, Weights
 from megalite.huggingface.merging import adapted, parts_of
-from megalite.huggingface.peft_modules import EMBEDDING, FILES, SETTINGS, Module, modules_of, saved_keys
+from megalite.huggingface.peft_modules import EMBEDDING, FILES, SETTINGS, Experts, Module, modules_of, saved_keys
 from megalite.model.adapters import MAGNITUDE, A, name_of
 from megalite.parallel.spec import Rectangle
 
@@ -28,7 +28,7 @@ Read = Callable[[Sequence[Rectangle]], None]
 _FREE = """peft_type task_type peft_version auto_mapping base_model_name_or_path revision inference_mode r lora_alpha rank_pattern
     alpha_pattern use_rslora use_dora modules_to_save target_modules exclude_modules layers_to_transform layers_pattern lora_dropout
     fan_in_fan_out bias init_lora_weights runtime_config ensure_weight_tying megatron_core qalora_group_size eva_config loftq_config
-    corda_config lora_ga_config"""
+    corda_config lora_ga_config target_parameters"""
 """Settings that are read, or that do not change what an adapter computes; any other setting must be off."""
 STARTS_FROM_W = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights unchanged; others (pissa, olora …) change the weights that the adapter adapts."""
@@ -115,7 +115,12 @@ class PeftAdapter:
         """What of a module's tensors does not fit the run's adapters."""
         a, b, *magnitudes = (self.tensors[key] for key in module.keys(self.lora.dora))
         ranks, rank, (outputs, inputs) = self._ranks(module), len(a), module.shape
-        if (*a.shape, *b.shape) != (rank, inputs, outputs, rank):
+        if isinstance(module, Experts):
+            every = module.number * ranks[0]
+            if (*a.shape, *b.shape) != (every, inputs, outputs, every):
+                has = f"has A {list(a.shape)} and B {list(b.shape)}"
+                yield f"{module.name} {has}, and the run {module.number} experts of rank {ranks[0]}"
+        elif (*a.shape, *b.shape) != (rank, inputs, outputs, rank):
             yield f"{module.name} has A {list(a.shape)} and B {list(b.shape)}, and the model {inputs} inputs and {outputs} outputs there"
         elif not self._is_shared(module, rank) and (rank != sum(ranks) or self._outside(module, b, ranks)):
             own = f"lora.rank = {self.lora.rank}" if set(ranks) == {self.lora.rank} else f"lora.ranks = {show(self.lora.ranks)}"
@@ -176,13 +181,18 @@ class PeftAdapter:
         if part == MAGNITUDE:
             lengths = self.row_lengths(weight, self.dtype)
             return magnitudes[0][module.rows(weight)].to(lengths.dtype) - lengths
+        if isinstance(module, Experts):
+            return a if part == A else self._scaled(module.from_peft(b), module, weight, len(a) // module.number)
         ranks, index = self._ranks(module), list(module.weights).index(weight)
         start = sum(ranks[:index])
         own = slice(None) if self._is_shared(module, len(a)) else slice(start, start + ranks[index])
         if part == A:
             return a[own]
-        factor = self._scale(module, len(a)) / self.lora.scale_of(self.roles[weight])
-        values = b[module.rows(weight), own]
+        return self._scaled(b[module.rows(weight), own], module, weight, len(a))
+
+    def _scaled(self, values: Tensor, module: Module, weight: str, rank: int) -> Tensor:
+        """A part of their B, of this rank, with the factor on B A that the run does not have."""
+        factor = self._scale(module, rank) / self.lora.scale_of(self.roles[weight])
         return values if abs(factor - 1) < 1e-12 else values.to(torch.promote_types(values.dtype, torch.float32)) * factor
 
 

@@ -2,15 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from megalite.config import latents
 from megalite.config.families import Family, families, from_hf_config
 from megalite.config.schema import ConfigError, ModelConfig
 
-_TRAINING_ONLY = ("embedding_dropout", "attention_dropout", "residual_dropout", "router_aux_loss_coef", "router_z_loss_coef")
+_TRAINING_ONLY = (
+    *("embedding_dropout", "attention_dropout", "residual_dropout"),
+    *("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor"),
+)
 _MIXTURE = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size"),
     *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
+    *("router_scores", "routed_scaling_factor", "n_group", "topk_group"),
 )
 
 
@@ -76,7 +82,8 @@ def _mixture_meaning(model: ModelConfig) -> dict[str, Any]:
         "shared_expert_gate": model.shared_expert_gate if model.shared_expert_intermediate_size else None,
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
-        "router_balance": "bias" if model.router_balance == "bias" else None,
+        "router_balance": "bias" if model.biased_choice else None,
+        "topk_group": model.topk_group if model.n_group else 1,
         "router_bias_rate": None,
     }
 
@@ -121,6 +128,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "num_key_value_heads": lambda values: {"num_kv_heads": values["num_key_value_heads"]},
     "qk_norm=qk_layernorm": lambda values: {"qk_layernorm": values["qk_norm"] == "each_head"},
     "qk_norm=use_qk_norm": lambda values: {"use_qk_norm": values["qk_norm"] == "each_head"},
+    "attention_scale=latents": lambda values: {},  # with rope_scaling
+    "num_key_value_heads=all": lambda values: {"num_key_value_heads": values["num_key_value_heads"]},
+    "mlp_only_layers=first": latents.dense_fields,
+    "shared_expert_intermediate_size": latents.shared_fields,
+    "n_group": lambda values: {"n_group": values["n_group"] or 1},
+    "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},
+    "router_scores=softmax": partial(latents.router_fields, "softmax"),
+    "router_scores=sigmoid": partial(latents.router_fields, "sigmoid"),
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,
@@ -133,7 +148,11 @@ def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
     found = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta}
     if any("partial_rotary_factor" in ours for ours in row.fields.values()):
         found |= {"partial_rotary_factor": model.partial_rotary_factor}
-    older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": model.rope_scaling}
+    scaling = model.rope_scaling
+    if "kv_lora_rank" in row.fields and scaling is not None:
+        own = latents.mscales(model.attention_scale or model.head_size**-0.5, model.head_size, scaling)
+        found, scaling = found | own, scaling | own
+    older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "original_max_position_embeddings" in row.own.split() and model.longrope_context is not None:
         older |= {"original_max_position_embeddings": model.longrope_context, "rope_scaling": {"type": "longrope", **found}}
         del older["rope_scaling"]["rope_theta"]
@@ -151,6 +170,8 @@ def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
         return {"sliding_window": window}
     if row.window is None or (window is None and row.window != "pattern"):
         return {}
+    if row.window == "every_layer_if_switched":
+        return {"use_sliding_window": True, "sliding_window": window}
     types = ["sliding_attention" if layer in local else "full_attention" for layer in range(values["num_hidden_layers"])]
     switch = {} if row.window == "pattern" else {"use_sliding_window": True, "max_window_layers": 0}
     return {**switch, "sliding_window": window or 4096, "layer_types": types}

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place, places
 from megalite.huggingface.recorded import COMPANIONS
+from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
 from megalite.huggingface.vocabulary import check_vocabulary, companions
 from megalite.model.parameters import model_specs
@@ -54,7 +55,7 @@ NAMED = 5  # problems listed in a message
 FREE_TO_CHANGE = (
     *("max_position_embeddings", "rope_theta", "rope_local_theta", "rope_scaling", "sliding_window", "sliding_window_layers"),
     *("initializer_range", "embedding_dropout", "attention_dropout", "residual_dropout"),
-    *("router_balance", "router_aux_loss_coef", "router_z_loss_coef"),
+    *("router_balance", "router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor"),
 )
 """Fields in which a run may differ from the model whose weights it starts from: to extend the context, or to train with dropout."""
 
@@ -71,6 +72,7 @@ class Source:
     family: str
     weights: Weights
     places: dict[str, Place]
+    biases: dict[int, str]
 
     @staticmethod
     def of(directory: Path) -> Source:
@@ -81,7 +83,13 @@ class Source:
             raise ConfigError(f"{directory}: config.json gives no vocab_size.")
         _check(model)
         weights = Weights(directory)
-        return Source(directory, model, family, weights, _bound(weights, places(model, family), family, model.tie_word_embeddings))
+        stored, biases = _prefix(weights, FAMILY_NAMES[family]), bias_names(model, family)
+        return Source(directory, model, family, weights, _bound(weights, model, family), {at: stored(name) for at, name in biases.items()})
+
+    @cached_property
+    def states(self) -> dict[str, Tensor]:
+        """The states of routers."""
+        return states(self.model, self.biases, self.weights)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A rectangle of one of our tensors; only its bytes are read."""
@@ -103,12 +111,18 @@ def _check(model: ModelConfig) -> None:
             raise ConfigError(rule.describe(facts))
 
 
-def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -> dict[str, Place]:
+def _bound(weights: Weights, model: ModelConfig, family: str) -> dict[str, Place]:
     """The places with the stored names. Raises ConversionError naming tensors that are missing, of another shape, or unknown."""
     names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
+    found, tied = places(model, family), model.tie_word_embeddings
+    if any(name.endswith("experts.gate_up_proj") for name in weights):
+        found = {name: _fused(place) for name, place in found.items()}
     head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
     other_parts = names.multimodal[1] if names.multimodal and stored("") else ()  # of a file in which names have a prefix
+    if names.predicts_ahead:
+        other_parts = (*other_parts, stored(f"{names.layers}.{model.num_hidden_layers}."))
     expected = {stored(theirs): shape for place in found.values() for theirs, shape in place.tensors.items()}
+    expected |= {stored(theirs): (model.num_experts or 0,) for theirs in bias_names(model, family).values()}
     problems = [f"{name} is missing" for name in expected if name not in weights]
     for name in weights:
         shape = weights.shape(name)
@@ -122,6 +136,11 @@ def _bound(weights: Weights, found: dict[str, Place], family: str, tied: bool) -
     if tied and head in weights and not torch.equal(weights[head], weights[stored(found["embedding.weight"].theirs)]):
         raise ConversionError(f"{weights.directory}: {head} is not the embedding, though config.json says tie_word_embeddings")
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
+
+
+def _fused(place: Place) -> Place:
+    """The place in a file that holds the experts of a layer as one tensor, and names what is next to them as transformers 5 does."""
+    return place.fused() if place.pieces else replace(place, theirs=place.theirs.replace("block_sparse_moe.", "mlp."))
 
 
 def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
@@ -155,7 +174,10 @@ def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) 
         listed = ", ".join(f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED])
         raise ConversionError(f"model.init_from = {HF}{directory} is another model: {listed}. Set model.from_hf = {directory}.")
     for part in rectangles:
-        part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
+        if part.name.startswith(PREFIX):
+            fill(part.tensor, source.states.get(part.name), part.offsets)
+        else:
+            part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
 
 
 # ---- import
@@ -196,6 +218,8 @@ def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTens
             stored[WEIGHT + name] = StoredTensor(name_of(dtype), (length, *others), chunks)
             done += sum(chunk.bytes for chunk in chunks)
             progress("importing", done, parameters * dtype.itemsize, "B")
+        for name, state in source.states.items():
+            stored[name] = StoredTensor(name_of(state.dtype), tuple(state.shape), [append(file, (0, 0), state)])
         progress("writing to disk")
         file.flush()
         os.fsync(file.fileno())
@@ -248,7 +272,8 @@ def export_model(
     config |= {"torch_dtype": name_of(max(dtypes.values(), key=lambda each: each.itemsize))}
     summary = _summary(model, config["model_type"], map(name_of, dtypes.values()))
     with new_directory(target) as temporary:
-        _write_weights(temporary, manifest, stored, found, dtypes, shard, progress)
+        biases = to_export(manifest, bias_names(model, config["model_type"]))
+        _write_weights(temporary, manifest, stored, found, dtypes, biases, shard, progress)
         progress("writing the tokenizer")
         directories.write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
         write_generation(temporary, found_tokenizer, like, ids)
@@ -328,24 +353,30 @@ def _write_weights(
     stored: dict[str, StoredTensor],
     found: dict[str, Place],
     dtypes: dict[str, torch.dtype],
+    biases: dict[str, Tensor],
     limit: int,
     progress: Report,
 ) -> None:
-    """Write the safetensors files and, if there are several, their index."""
+    """Write the safetensors files and, if there are several, their index. The biases of routers are in the last one."""
     adapters, shards = Adapters(manifest), list(_shards(found, dtypes, limit))
     names = [SAFETENSORS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     index: dict[str, str] = {}
     done, total = 0, sum(place.numel * dtypes[name].itemsize for name, place in found.items())
     for file_name, own in zip(names, shards, strict=True):
         tensors = {theirs: (dtypes[parts[0]], shape) for parts in own.values() for theirs, shape in found[parts[0]].tensors.items()}
+        more = biases if file_name == names[-1] else {}
+        tensors |= {theirs: (bias.dtype, tuple(bias.shape)) for theirs, bias in more.items()}
+        index |= dict.fromkeys(more, file_name)
         with closing(NewFile(directory / file_name, tensors)) as file:
+            for theirs, bias in more.items():
+                file.write(theirs, bias)
             for parts in own.values():
                 _write_tensor(file, adapters, {name: stored[name] for name in parts}, found, dtypes[parts[0]])
                 index |= dict.fromkeys(found[parts[0]].tensors, file_name)
                 done += sum(found[name].numel * dtypes[name].itemsize for name in parts)
                 progress("exporting", done, total, "B")
     if len(shards) > 1:
-        content = {"metadata": {"total_size": total}, "weight_map": index}
+        content = {"metadata": {"total_size": total + sum(bias.nbytes for bias in biases.values())}, "weight_map": index}
         directories.write_synced(directory / f"{SAFETENSORS}{INDEX}", json.dumps(content, indent=2) + "\n")
 
 

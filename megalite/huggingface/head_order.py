@@ -19,6 +19,11 @@ def rotated_channels(head_dim: int, rotary_dim: int, interleaved: bool) -> Seque
     return (*first, *range(rotary_dim, middle), *second, *range(middle, head_dim))
 
 
+def decoupled_channels(plain: int, rotary_dim: int, interleaved: bool) -> Sequence[int]:
+    """The same where the channels that rotate follow `plain` others, and are rotated by themselves (latent attention)."""
+    return (*range(plain), *(plain + channel for channel in rotated_channels(rotary_dim, rotary_dim, interleaved)))
+
+
 def grouped_heads(part: str, heads: int, kv_heads: int) -> Sequence[int]:
     """The heads of a part (q, k or v) in a matrix that has, for each key-value head, its query heads, then its key, then its value."""
     queries = heads // kv_heads

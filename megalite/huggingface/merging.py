@@ -38,7 +38,10 @@ def parts_of(lora: LoraConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Pair:
-    """One weight's A [rank, in], B [out, rank] and factor on B A; δ [out] is what has been added to the rows' lengths (DoRA)."""
+    """One weight's A [rank, in], B [out, rank] and factor on B A; δ [out] is what has been added to the rows' lengths (DoRA).
+
+    Those of a layer's experts are stacked: A [experts · rank, in], B [experts · out, rank].
+    """
 
     a: Tensor
     b: Tensor
@@ -48,7 +51,16 @@ class Pair:
     def added(self, values: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """A part of W plus that of scale · B A, in at least fp32."""
         dtype = torch.promote_types(torch.promote_types(values.dtype, self.a.dtype), torch.float32)
-        return torch.addmm(values.to(dtype), self.b[rows].to(dtype), self.a[:, columns].to(dtype), alpha=self.scale)
+        a, b, added = self.a[:, columns].to(dtype), self.b[rows].to(dtype), values.to(dtype, copy=True)
+        rank = b.shape[1]
+        each = len(self.b) * rank // len(self.a)  # rows of one expert; all rows of another weight
+        first, start = rows.start or 0, 0
+        while start < len(b):
+            expert, within = divmod(first + start, each)
+            stop = min(start + each - within, len(b))
+            added[start:stop].addmm_(b[start:stop], a[expert * rank : (expert + 1) * rank], alpha=self.scale)
+            start = stop
+        return added
 
 
 class Adapters:

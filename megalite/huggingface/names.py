@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.family_names import EACH_HEAD, Names, names_of
 from megalite.config.schema import ModelConfig
-from megalite.huggingface.head_order import grouped_heads, rotated_channels, rows_of
+from megalite.huggingface.head_order import decoupled_channels, grouped_heads, rotated_channels, rows_of
 from megalite.model.parameters import model_specs
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class Place:
     """The place of one of our tensors: rows of a Hugging Face tensor, in our order, or columns if it is transposed.
 
     Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {} where their numbers are.
-    The experts of a layer are many tensors of equal shape, our rows in this order: `pieces` completes their names in `theirs`.
+    The experts of a layer are many tensors of equal shape, our rows in this order: `pieces` completes their names in `theirs`. In a fused
+    file they are one tensor [experts, rows, columns], with `experts` set.
     """
 
     theirs: str
@@ -37,6 +38,7 @@ class Place:
     transposed: bool
     columns: int | None = None
     pieces: tuple[tuple[int | str, ...], ...] = ()
+    experts: int | None = None
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -44,6 +46,8 @@ class Place:
         if self.pieces:
             shape = (self.shape[0] // len(self.pieces), *self.shape[1:])
             return {self.theirs.format(*piece): shape for piece in self.pieces}
+        if self.experts is not None:
+            return {self.theirs: (self.experts, self.shape[0] // self.experts, *self.shape[1:])}
         if self.columns is None:
             return {self.theirs: self.shape}
         heads = self.shape[0] // self.columns
@@ -55,6 +59,13 @@ class Place:
     def numel(self) -> int:
         """Number of elements of our tensor."""
         return len(self.rows) * prod(self.shape) // self.shape[1 if self.transposed else 0]
+
+    def fused(self) -> Place:
+        """The place of a layer's experts in a file that holds them as transformers 5 computes with them."""
+        down = "{}.{}" not in self.theirs
+        stem = self.theirs.partition("experts.{}")[0].replace("block_sparse_moe", "mlp")
+        experts = len({piece[0] for piece in self.pieces})
+        return replace(self, theirs=f"{stem}experts.{'down_proj' if down else 'gate_up_proj'}", pieces=(), experts=experts)
 
     def read(self, theirs: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A rectangle of our tensor, given the Hugging Face tensor of this `shape`: a view of it if the rows are consecutive."""
@@ -124,6 +135,8 @@ def _joined(theirs: str, parts: dict[str, tuple[int, ...]], transposed: bool) ->
 def _ordered(name: str, place: Place, model: ModelConfig, names: Names) -> Place:
     """The place with its rows in our order of heads and of their channels."""
     part = name.rpartition(".")[2]
+    if model.kv_lora_rank is not None:
+        return _decoupled(part, place, model, names)
     channels = rotated_channels(model.head_size, model.rotary_dim, names.interleaved) if part in _ROTATED else range(model.head_size)
     if names.grouped is not None and names.grouped in place.theirs:
         heads = grouped_heads(part, model.num_attention_heads, model.kv_heads)
@@ -133,3 +146,12 @@ def _ordered(name: str, place: Place, model: ModelConfig, names: Names) -> Place
         return place
     start = 0 if names.grouped else place.rows[0]
     return replace(place, rows=rows_of(tuple(heads), tuple(channels), start))
+
+
+def _decoupled(part: str, place: Place, model: ModelConfig, names: Names) -> Place:
+    """The same in latent attention: the rotating channels follow others, in each head of queries and, once, after the latent."""
+    plain = {"q": model.qk_nope_head_dim, "q_b": model.qk_nope_head_dim, "kv_a": model.kv_lora_rank or 0}.get(part)
+    if plain is None:
+        return place
+    channels = tuple(decoupled_channels(plain, model.qk_rope_head_dim, names.interleaved))
+    return replace(place, rows=rows_of(tuple(range(len(place.rows) // len(channels))), channels, 0))

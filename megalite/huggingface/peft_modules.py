@@ -9,12 +9,19 @@ rows; and modules that are trained in full:
 If a module fuses n of our projections (Phi-3's qkv_proj, GPT-2's c_attn), the rank of its adapter is the sum of theirs: A is our A's
 concatenated by rows, and B is block-diagonal with our B's. An import also accepts a single A for all of them, which each of our projections
 copies.
+
+The experts of a layer are two fused parameters there, gate and up together and down, each with an adapter of its own (target_parameters):
+
+    base_model.model.MODULE.base_layer.lora_A.weight  [experts · rank, in]      …lora_B.weight  [out, rank · experts], a column an expert
+    base_model.model.MODULE.lora_A.weight             the same of down, or of the only parameter that has an adapter
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.huggingface.merging import saved
@@ -56,12 +63,50 @@ class Module:
         return {name: list(place.rows) for name, place in found.items() if place.theirs == f"{self.name}.weight"}
 
 
+@dataclass(frozen=True)
+class Experts(Module):
+    """One fused parameter of a layer's experts. `inner`: the other one also has an adapter, which PEFT wraps around this one's."""
+
+    inner: bool
+
+    def keys(self, dora: bool) -> list[str]:
+        stem = self.name.rpartition(".")[0] + (".base_layer" if self.inner else "")
+        return [f"{PREFIX}{stem}.{part}" for part in ("lora_A.weight", "lora_B.weight")]
+
+    @property
+    def number(self) -> int:
+        """Number of experts."""
+        place = next(iter(self.weights.values()))
+        return len({piece[0] for piece in place.pieces})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of outputs and inputs of one expert."""
+        rows, columns = next(iter(self.weights.values())).shape
+        return rows // self.number, columns
+
+    def to_peft(self, b: Tensor) -> Tensor:
+        """Our B [experts · out, rank] as [out, rank · experts]."""
+        return b.view(self.number, -1, b.shape[1]).permute(1, 2, 0).flatten(1)
+
+    def from_peft(self, b: Tensor) -> Tensor:
+        """The inverse."""
+        return b.view(len(b), -1, self.number).permute(2, 0, 1).flatten(0, 1)
+
+
 def modules_of(found: dict[str, Place], weights: Iterable[str]) -> list[Module]:
     """The Hugging Face modules that hold our adapted weights."""
     grouped: dict[str, dict[str, Place]] = {}
+    weights = list(weights)
     for name in weights:
         grouped.setdefault(module_of(found[name]), {})[name] = found[name]
-    return [Module(name, own) for name, own in grouped.items()]
+    return [_experts(own, weights) if "experts.{}" in name else Module(name, own) for name, own in grouped.items()]
+
+
+def _experts(own: dict[str, Place], weights: Collection[str]) -> Experts:
+    """own: one of our weights."""
+    (name, place), *_ = own.items()
+    return Experts(place.fused().theirs, own, name.replace(".in.", ".down.") in weights and ".in." in name)
 
 
 def module_of(place: Place) -> str:

@@ -81,16 +81,21 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
         super().__init__()
         name = f"layers.{layer}.attention"
-        optional = weights.get
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options = layer, model, options
         self.heads = model.num_attention_heads // tp.size
-        self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size  # at least 1: tp ranks beyond the kv heads hold replicas
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
-        self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], optional(f"{name}.qkv.bias"), tp, sequence_parallel)
-        self.out = RowParallelLinear(weights[f"{name}.out.weight"], optional(f"{name}.out.bias"), tp, sequence_parallel)
+        self.out = RowParallelLinear(weights[f"{name}.out.weight"], weights.get(f"{name}.out.bias"), tp, sequence_parallel)
         self.attend = options.attention_over(mesh.cp) or _Attention.apply
+        self.make_projections(name, weights, mesh)
+
+    def make_projections(self, name: str, weights: Mapping[str, Weight], mesh: Mesh) -> None:
+        """The modules of `project`."""
+        model, tp = self.model_config, mesh.tp
+        self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size  # at least 1: tp ranks beyond the kv heads hold replicas
+        bias = weights.get(f"{name}.qkv.bias")
+        self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], bias, tp, self.options.sequence_parallel)
         self.q_norm, self.k_norm = (self._qk_norm(weights, f"{name}.{part}.weight", mesh) for part in ("q_norm", "k_norm"))
 
     def _qk_norm(self, weights: Mapping[str, Weight], name: str, mesh: Mesh) -> nn.Module | None:

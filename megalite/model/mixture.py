@@ -2,6 +2,8 @@
 
     logits = router(x);  p = softmax(logits);  y = Σ over the k largest p_e of  w_e · expert_e(x)  +  gate(x) · shared(x)
 
+With `router_scores: sigmoid` p is the sigmoid of the logits; with groups the k are chosen within the token's best groups (DeepSeek-V3).
+
 Communication: that of the dispatch over the expert axis, of the balance, and of the shared expert's linears.
 """
 
@@ -12,18 +14,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import ModelConfig
 from megalite.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.options import LayerOptions
 from megalite.model.transformer import FeedForward
 from megalite.parallel.expert.balance import Balance, RouterState
-from megalite.parallel.expert.choice import Choice, choose
+from megalite.parallel.expert.choice import Choice, choose, in_best_groups
 from megalite.parallel.expert.dispatch import make_dispatch
 from megalite.parallel.expert.products import Experts
 from megalite.parallel.expert.router import Router
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
+
+TINY = 1e-20  # sigmoid scores may all be 0; sums of probabilities are too large to be changed by it
 
 
 class Mixture(nn.Module):
@@ -40,8 +45,14 @@ class Mixture(nn.Module):
         self.experts = Experts(
             into, weights[f"{name}.experts.down.weight"], own, Activation(model.hidden_act, model.gated_mlp, options.ops)
         )
-        self.dispatch = make_dispatch(options.expert_dispatch, mesh.expert)
+        alike = mesh.tp.size > 1 and not options.sequence_parallel  # in inference
+        self.dispatch = make_dispatch("same_rows" if alike else options.expert_dispatch, mesh.expert)
         self.balance = Balance(model, RouterState.start(model, into.tensor.device), mesh.sequence)
+        self.capacity = None
+        if model.expert_capacity_factor is not None:
+            from megalite.parallel.expert.capacity import Capacity
+
+            self.capacity = Capacity(model.expert_capacity_factor, mesh.sequence, mesh.tp.size)
         self.shared = self.shared_gate = None
         if model.shared_expert_intermediate_size:
             self.shared = FeedForward(model, layer, weights, mesh, options, "mlp.shared")
@@ -51,14 +62,17 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         rows = x.flatten(0, 1)  # [tokens, hidden] of this rank
         logits = self.router(rows)  # [tokens, experts], at least fp32
-        probabilities = logits.softmax(-1)
-        choice = self._choice(probabilities, state)
+        scores = logits.sigmoid() if self.model.router_scores == "sigmoid" else logits.softmax(-1)
+        targets = None if state.targets is None else state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
+        choice = self._choice(scores, targets, state)
         self.dispatch.begin(choice)
-        weights = probabilities.gather(1, choice.experts)  # [tokens, k]
+        weights = scores.gather(1, choice.experts)  # [tokens, k]
         if self.model.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if state.training and state.targets is not None:
-            targets = state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        if self.model.routed_scaling_factor != 1.0:
+            weights = weights * self.model.routed_scaling_factor
+        if state.training and targets is not None:
+            probabilities = scores / scores.sum(-1, keepdim=True) if self.model.router_scores == "sigmoid" else scores
             weights, statistics = self.balance.with_losses(weights, logits, probabilities, choice, targets, state.loss_scale)
             self._report(state, statistics)
         shared = None if self.shared is None else self._shared(x, rows, state)  # before the host waits for the sizes of the dispatch
@@ -71,14 +85,19 @@ class Mixture(nn.Module):
             state.statistics["router"] = statistics.new_zeros(self.model.num_hidden_layers, len(statistics))
         state.statistics["router"][self.layer] = statistics
 
-    def _choice(self, probabilities: Tensor, state: ForwardState) -> Choice:
-        """The choice of this forward. Recomputation uses that of the first forward: another one would change shapes."""
+    def _choice(self, scores: Tensor, targets: Tensor | None, state: ForwardState) -> Choice:
+        """The choice of this forward, in training without what exceeds the capacity. Recomputation uses that of the first forward: another
+        one would change shapes."""
         if (kept := state.choices.pop(self.layer, None)) is not None:
             return kept
-        scores = probabilities
-        if self.model.router_balance == "bias":
-            scores = probabilities + self.balance.state.bias.to(probabilities.dtype)
-        choice = choose(scores, self.model.num_experts_per_tok)
+        model = self.model
+        if model.biased_choice:
+            scores = scores + self.balance.state.bias.to(scores.dtype)
+        if model.n_group is not None:
+            scores = in_best_groups(scores, model.n_group, model.topk_group, 2 if model.router_scores == "sigmoid" else 1)
+        choice = choose(scores, model.num_experts_per_tok)
+        if self.capacity is not None and state.training and targets is not None:
+            choice = self.capacity.limit(choice, targets != IGNORE_INDEX, state.part)
         if self.keeps_choice and state.training and not torch.is_grad_enabled():
             state.choices[self.layer] = choice
         return choice

@@ -9,6 +9,7 @@ Stored names differ where segments are fused: `layers.3.attention.qkv.weight` ho
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
@@ -121,7 +122,9 @@ class _Specs:
         for block, before, after in (("attention", "input_norm", "attention.output_norm"), ("mlp", "mlp_norm", "mlp.output_norm")):
             if model.norm_placement != "post" and not (block == "mlp" and model.parallel_block == "shared_norm"):
                 specs += self.norm(f"{name}.{before}", unit)
-            if block == "attention":
+            if block == "attention" and model.kv_lora_rank is not None:
+                specs += self.latent_attention(f"{name}.attention", unit, model.kv_lora_rank)
+            elif block == "attention":
                 q, kv = model.num_attention_heads * head, model.kv_heads * head
                 parts: tuple[tuple[str, int, int], ...] = (("q", q, 1), ("k", kv, copies), ("v", kv, copies))
                 specs += self.column(f"{name}.attention.qkv", unit, parts, model.attention_bias)
@@ -135,6 +138,27 @@ class _Specs:
                 specs += self.norm(f"{name}.{after}", unit)
         return specs
 
+    def latent_attention(self, name: str, unit: int, rank: int) -> list[ParamSpec]:
+        """Multi-head latent attention: all tp ranks hold the matrices that make latents, each those of its heads that read them.
+
+        Rows of `q_b` (`q` without a latent of queries) by head: what does not rotate, then what does. Rows of `kv_a`: the latent, then the
+        shared key that rotates. Rows of `kv_b` by head: the key, then the value.
+        """
+        model, heads = self.model, self.model.num_attention_heads
+        queries, q_rank = heads * model.head_size, model.q_lora_rank
+
+        def up(part: str, outputs: int, inputs: int) -> list[ParamSpec]:
+            return _each_alone(unit, Segment(f"{name}.{part}.weight", (outputs, inputs), 0, init_std=self.std, role=part))
+
+        def latent(part: str, outputs: int, width: int) -> list[ParamSpec]:
+            made = self._of_own_tokens(f"{name}.{part}.weight", unit, outputs, part)
+            return made + self.norm(f"{name}.{part}_norm", unit, width, rms=True)
+
+        specs = up("q", queries, model.hidden_size) if q_rank is None else latent("q_a", q_rank, q_rank) + up("q_b", queries, q_rank)
+        specs += latent("kv_a", rank + model.qk_rope_head_dim, rank)
+        specs += up("kv_b", heads * (model.qk_nope_head_dim + model.v_head_dim), rank)
+        return specs + self.row(f"{name}.out", "o", unit, heads * model.v_head_dim, False)
+
     def feed_forward(self, name: str, unit: int, width: int) -> list[ParamSpec]:
         parts = (("gate", width, 1), ("up", width, 1)) if self.model.gated_mlp else (("up", width, 1),)
         into = self.column(f"{name}.in", unit, parts, self.model.mlp_bias)
@@ -147,9 +171,11 @@ class _Specs:
         gate, then its up; `experts.down` [experts · hidden, width]. An expert is whole on its ranks.
         """
         model, hidden, experts = self.model, self.model.hidden_size, self.model.num_experts or 0
-        rows = experts * (2 if model.gated_mlp else 1) * model.expert_width
-        into = Segment(f"{name}.experts.in.weight", (rows, hidden), 0, init_std=self.std, axis="expert")
-        down = Segment(f"{name}.experts.down.weight", (experts * hidden, model.expert_width), 0, init_std=self.out_std, axis="expert")
+        fused, width = 2 if model.gated_mlp else 1, model.expert_width
+        stacked = partial(Segment, split=0, axis="expert", experts=experts)
+        shape = (experts * fused * width, hidden)
+        into = stacked(f"{name}.experts.in.weight", shape, init_std=self.std, role="experts.in", fused=fused)
+        down = stacked(f"{name}.experts.down.weight", (experts * hidden, width), init_std=self.out_std, role="experts.down")
         specs = self._of_own_tokens(f"{name}.router.weight", unit, experts)
         specs += [ParamSpec(each.name, unit, (each,), domain="expert") for each in (into, down)]
         if model.shared_expert_intermediate_size:
@@ -157,10 +183,10 @@ class _Specs:
             specs += self._of_own_tokens(f"{name}.shared_gate.weight", unit, 1) if model.shared_expert_gate else []
         return specs
 
-    def _of_own_tokens(self, name: str, unit: int, outputs: int) -> list[ParamSpec]:
+    def _of_own_tokens(self, name: str, unit: int, outputs: int, role: str = "") -> list[ParamSpec]:
         """A matrix [outputs, hidden] that every tp rank multiplies its own part of the sequence with."""
         shape = (outputs, self.model.hidden_size)
-        return _each_alone(unit, Segment(name, shape, grad_partial_axis=self.partial_axis, init_std=self.std))
+        return _each_alone(unit, Segment(name, shape, grad_partial_axis=self.partial_axis, init_std=self.std, role=role))
 
     def head(self, holds_embedding: bool) -> list[ParamSpec]:
         """Final norm and head. A tied head on a rank without the embedding stores a copy, which is neither counted nor saved."""

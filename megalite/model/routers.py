@@ -74,6 +74,10 @@ class Routers:
             found["router_bias_range"] = (self.bias.amax() - self.bias.amin()).item()
         return found
 
+    def learned(self) -> list[Rectangle]:
+        """What the model computes with: the biases of the choice, with which the loads are stored."""
+        return list(self.rectangles()) if self.model.biased_choice else []
+
     def rectangles(self) -> Iterator[Rectangle]:
         """The states, to save or to fill."""
         for name, values in (("load", self.load), ("bias", self.bias)):

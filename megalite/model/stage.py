@@ -144,7 +144,7 @@ class Stage(nn.Module):
         if tables is None:
             positions = positions.squeeze(1)  # [seq] where rows share positions (or batch is 1), else [seq, batch]
             length = 0 if model.longrope_context is None else state.length
-            tables = rotary_tables(positions, model.head_size, theta, scaling, self.dtype, positions.device, model.rotary_dim, length)
+            tables = rotary_tables(positions, model.rotary_width, theta, scaling, self.dtype, positions.device, model.rotary_dim, length)
             if alike:
                 self._rotary[key] = tables
         return tables

@@ -60,6 +60,14 @@ class FeedForward(nn.Module):
         return self.down(inner, state.adapter_mask(Site.DOWN_ADAPTER, self.layer))
 
 
+def make_attention(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> Attention:
+    if model.kv_lora_rank is None:
+        return Attention(model, layer, weights, mesh, options)
+    from megalite.model.latent_attention import LatentAttention
+
+    return LatentAttention(model, layer, weights, mesh, options)
+
+
 def make_feed_forward(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> nn.Module:
     if not model.is_mixture(layer):
         return FeedForward(model, layer, weights, mesh, options)
@@ -87,7 +95,7 @@ class Layer(nn.Module):
             scaled = [Scale(model.residual_multiplier)] if model.residual_multiplier != 1.0 else []
             return nn.Sequential(norm(part, model.norm_placement != "pre"), *scaled)
 
-        self.attention = Attention(model, layer, weights, mesh, options)
+        self.attention = make_attention(model, layer, weights, mesh, options)
         self.mlp = make_feed_forward(model, layer, weights, mesh, options)
         self.attention_input_norm, self.attention_output = norm("input_norm", before), output("attention.output_norm")
         self.mlp_input_norm, self.mlp_output = norm("mlp_norm", two), output("mlp.output_norm")

@@ -9,18 +9,19 @@ goes to the least loaded of its ranks. Each element reaches the owner from exact
 rank that keeps state of it. Matrices are exchanged in rounds, in which every rank owns at most one, so buffers are few.
 
 A part of a matrix is what the ranks with one tp coordinate hold; key-value heads may have fewer parts than there are ranks. Ranges are
-elements of the bucket, in which a part lies at the same place on every tp rank.
+elements of the bucket, in which a part lies at the same place on every tp rank. Gate, up and down of each expert are matrices of their own,
+whole on the ranks that hold this expert; other ranks have other experts at the same place.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from megalite.layout import PRODUCTS, Layout
+from megalite.layout import PRODUCTS, AxisPlace, Coordinates, Layout
 from megalite.optimizer.table import is_matrix
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import LocalPart, Segment
@@ -72,12 +73,14 @@ class _Peer(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A matrix, and elements [start, stop) of a bucket, where every rank of the stage has a part of it."""
+    """A matrix, and elements [start, stop) of a bucket, where every rank of a group has a part of it: all ranks of the stage, or those that
+    hold the same experts."""
 
     segment: Segment
     bucket: int
     start: int
     stop: int
+    group: _Group
 
     def overlap(self, part: tuple[int, int]) -> tuple[int, int]:
         return max(self.start, part[0]), min(self.stop, part[1])
@@ -103,8 +106,24 @@ def matrix_rounds(layouts: Sequence[BucketLayout], layout: Layout) -> list[list[
         own = min(kept, key=lambda piece: (loads[piece.rank], piece.rank))
         loads[own.rank] += cost(place.segment)
         sent = (own, *stage.missing(place, own, part_of))
-        owned[own.rank].append(Matrix(*place, parts, own.rank, sent, tuple(kept)))
+        owned[own.rank].append(Matrix(*place[:4], parts, own.rank, sent, tuple(kept)))
     return [[matrix for matrix in each if matrix is not None] for each in zip_longest(*owned)]
+
+
+class _Group:
+    """The ranks of a stage that shard a kind of bucket, by their index in the stage.
+
+    Args:
+        peers: the ranks.
+        shards, shares: number of shards of a bucket, and of parts of it that one rank counts.
+    """
+
+    def __init__(self, peers: Mapping[int, _Peer], shards: int, shares: int):
+        self.peers, self.shards, self.shares = peers, shards, shares
+        self.of_shard, self.of_share = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # a stage may have thousands
+        for rank, peer in peers.items():
+            self.of_shard[peer.shard].append(rank)
+            self.of_share[peer.share].append(rank)
 
 
 class _Stage:
@@ -112,27 +131,47 @@ class _Stage:
 
     def __init__(self, layouts: Sequence[BucketLayout], layout: Layout):
         self.layouts, self.layout = layouts, layout
-        self.peers = [self._peer(layout.position(rank)) for rank in layout.peers(0, PRODUCTS["stage"])]  # in the order of their axis
-        self._of_shard, self._of_share = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # a stage may have thousands
-        for rank, peer in enumerate(self.peers):
-            self._of_shard[peer.shard].append(rank)
-            self._of_share[peer.share].append(rank)
+        ranks = layout.peers(0, PRODUCTS["stage"])  # in the order of their axis
+        self.dense = _Group({index: self._peer(layout.position(rank)) for index, rank in enumerate(ranks)}, layout.shard, layout.data)
+        self.experts = [self._holders(index) for index in range(layout.ep)]  # those of the first experts, the next ones, …
 
     def _peer(self, position: dict[str, int]) -> _Peer:
         replica, shard = divmod(position["dp"] * self.layout.cp + position["cp"], self.layout.shard)
         return _Peer(position["tp"], shard, shard * self.layout.replicate + replica)
 
+    def _holders(self, index: int) -> _Group:
+        """The ranks at one index of the expert axis."""
+        layout, peers = self.layout, {}
+        shards, shares = min(layout.expert_shard, layout.expert_data), layout.expert_data
+        for place, rank in enumerate(range(index, layout.stage_ranks, layout.ep)):
+            replica, shard = divmod(place, shards)
+            peers[rank] = _Peer(0, shard, shard * (shares // shards) + replica)
+        return _Group(peers, shards, shares)
+
     def places(self) -> Iterator[_Place]:
         """Every matrix."""
-        at = self.layout.coordinates(0)
+        at = Coordinates({**self.layout.coordinates(0).axes, "expert": AxisPlace(0, self.layout.ep)})
         for number, bucket in enumerate(self.layouts):
             for slot in bucket.slots:
                 start = slot.start
                 for segment in slot.spec.segments:
                     stop = start + segment.local(at).numel
-                    if is_matrix(segment):
-                        yield _Place(segment, number, start, stop)
+                    if is_matrix(segment) and bucket.domain == "expert":
+                        yield from self._of_experts(segment, number, start, stop)
+                    elif is_matrix(segment):
+                        yield _Place(segment, number, start, stop, self.dense)
                     start = stop
+
+    def _of_experts(self, segment: Segment, bucket: int, start: int, stop: int) -> Iterator[_Place]:
+        """The matrices of all experts of a stored tensor, of which each rank has some at [start, stop) of its bucket."""
+        rows, inputs = segment.shape
+        shape = (rows // (segment.experts * segment.fused), inputs)
+        size = shape[0] * inputs
+        for index, group in enumerate(self.experts):
+            for place in range(start, stop, size):
+                name = f"{segment.name}, matrix {(index * (stop - start) + place - start) // size}"
+                matrix = replace(segment, name=name, shape=shape, split=None, experts=1, fused=1)
+                yield _Place(matrix, bucket, place, place + size, group)
 
     def parts(self, segment: Segment) -> tuple[tuple[LocalPart, ...], list[int]]:
         """The different parts of a matrix, and for each tp coordinate which of them it has."""
@@ -142,9 +181,10 @@ class _Stage:
 
     def kept(self, place: _Place, part_of: Sequence[int]) -> Iterator[Piece]:
         """What each rank keeps state of."""
-        for rank in self._touching(place, self.layout.shard, self._of_shard):
-            peer = self.peers[rank]
-            low, high = place.overlap(self.layouts[place.bucket].part(peer.shard, self.layout.shard))
+        group = place.group
+        for rank in self._touching(place, group.shards, group.of_shard):
+            peer = group.peers[rank]
+            low, high = place.overlap(self.layouts[place.bucket].part(peer.shard, group.shards))
             yield Piece(rank, part_of[peer.tp], low, high)
 
     def _touching(self, place: _Place, parts: int, ranks: Mapping[int, Sequence[int]]) -> list[int]:
@@ -155,8 +195,9 @@ class _Stage:
     def missing(self, place: _Place, own: Piece, part_of: Sequence[int]) -> Iterator[Piece]:
         """What the owner, which has `own`, needs from others: from the ranks that count these elements."""
         counts = [place.segment.is_owner(self.layout.coordinates(tp)) for tp in range(self.layout.tp)]
-        for rank in self._touching(place, self.layout.data, self._of_share):
-            peer = self.peers[rank]
+        group = place.group
+        for rank in self._touching(place, group.shares, group.of_share):
+            peer = group.peers[rank]
             if counts[peer.tp]:
                 low, high = place.overlap(self.layouts[place.bucket].owned(peer.share))
                 held = (own.start, own.stop) if part_of[peer.tp] == own.part else (high, high)

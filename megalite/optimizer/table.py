@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from megalite.config.schema import PROJECTIONS, Config
+from megalite.config.schema import EXPERTS, PROJECTIONS, Config
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
 
@@ -26,9 +26,9 @@ EMA = "ema"
 
 
 def is_matrix(segment: Segment) -> bool:
-    """Whether Muon updates a segment: a trained weight of a layer's projections. All others (embedding, head, norms, biases, adapters) stay
-    with AdamW."""
-    return segment.trainable and segment.role in PROJECTIONS and len(segment.shape) == 2
+    """Whether Muon updates a segment: a trained weight of a layer's projections or experts. All others (embedding, head, norms, biases,
+    routers, adapters) stay with AdamW."""
+    return segment.trainable and segment.role in (*PROJECTIONS, *EXPERTS) and len(segment.shape) == 2
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,10 @@ class Segment:
         trainable: whether it has a gradient and optimizer state.
         copy: whether this is the second copy of a tied tensor, which is neither counted nor stored.
         init_std, init_value: initialised from normal(0, init_std), or to the constant init_value if init_std is 0.
-        role: q, k, v, o, gate, up or down for the weights of a layer's projections; embedding, head, norms, adapter; empty for others.
+        role: q, k, v, o, gate, up or down for the weights of a layer's projections, experts.in and experts.down for those of its experts;
+            embedding, head, norms, adapter; empty for others.
+        experts: number of experts, whose equal parts of the tensor are stacked along dim 0; 1: it is a single matrix.
+        fused: number of equal matrices that each of these parts consists of (gate and up).
     """
 
     name: str
@@ -64,6 +67,8 @@ class Segment:
     init_value: float = 0.0
     role: str = ""
     axis: str = "tp"
+    experts: int = 1
+    fused: int = 1
 
     @property
     def numel(self) -> int:

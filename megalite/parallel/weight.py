@@ -22,6 +22,7 @@ from megalite.parallel.spec import ParamSpec
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
 
 if TYPE_CHECKING:
+    from megalite.parallel.expert.lora import ExpertAdapter
     from megalite.parallel.tensor.lora import Adapter
 
 
@@ -46,7 +47,7 @@ class Weight:
         grad: a view of a flat gradient bucket, of the same shape; None while the bucket has no buffer.
         grad_dtype: accumulate dtype of the gradient; None if the weight is not trained.
         bucket: reduces completed gradients; None: they are not reduced.
-        adapter: low-rank matrices added to its products (LoRA).
+        adapter: low-rank matrices added to its products (LoRA); expert_adapter: those of the experts that are stacked in it.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Weight:
         self.grad_dtype = grad_dtype
         self.bucket = bucket
         self.adapter: Adapter | None = None
+        self.expert_adapter: ExpertAdapter | None = None
         self._queue = queue
         self._expected = self._arrived = 0  # contributions of the step
         self._per_reduction = 1  # contributions to one reduction

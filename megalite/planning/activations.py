@@ -149,4 +149,4 @@ class Activations:
     def _rotary(self, numbers: Sequence[int]) -> int:
         rotates = any(self.model.uses_rope(number - 1) for number in numbers if 0 < number < head_unit(self.model))
         tables = 1 if self.model.rope_local_theta is None else 2  # of cos and sin
-        return tables * 2 * self.share.sequence * self.model.head_size * self.width if rotates else 0
+        return tables * 2 * self.share.sequence * self.model.rotary_width * self.width if rotates else 0

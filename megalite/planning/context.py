@@ -43,7 +43,7 @@ def _ring(fabric: Fabric, units: Units, ranks: Group, attention: tuple[float, fl
     part = exchange.forward / share.cp  # values of one rank's keys and values
     hops, kv, gradients = share.cp - 1, part * width, part * WIDE
     forward, backward = (0.0, 0.0) if device.cpu else (seconds / share.cp for seconds in attention)  # beside one hop
-    merging = stream(device, MERGE * share.tokens * units.heads.query * units.heads.size * WIDE)
+    merging = stream(device, MERGE * share.tokens * units.heads.query * units.heads.value_size * WIDE)
     summing = merging + stream(device, MERGE * gradients)
     ahead = hops * max(0.0, fabric.hop(kv, ranks) - forward)
     back = fabric.hop(gradients, ranks) + max(0.0, fabric.hop(kv, ranks) - backward)  # the first hop, and the last one of gradients

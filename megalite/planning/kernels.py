@@ -80,7 +80,7 @@ def computed_pairs(sequence: int, window: int | None) -> float:
 
 
 def attention(
-    device: Device, heads: float, head_size: int, sequence: int, batch: int, window: int | None, precision: str
+    device: Device, heads: float, head_size: float, sequence: int, batch: int, window: int | None, precision: str
 ) -> tuple[float, float]:
     """Forward and backward of attention that never writes its scores (FlashAttention, Dao et al. 2022); backward recomputes them."""
     scores = batch * heads * computed_pairs(sequence, window)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megalite.config.schema import LoraConfig, ModelConfig
-from megalite.model.cost.steps import Attention, Block, Elementwise, Lookup, Product, Share, Step
+from megalite.model.cost.steps import Attention, Block, Elementwise, Lookup, OwnProduct, Product, Share, Step
 from megalite.model.cost.units import Units
 from megalite.planning import context
 from megalite.planning.hardware import Device
@@ -170,8 +170,9 @@ class Operations:
         if values := block.dropped:
             mask = (0.5 if self.software.masks else 0.0) * values
             forward, backward = forward + self._move(values + mask), backward + self._move(2 * values + mask)
-        waits = [self._tensor_parallel(share, product) for product in block.products if product.split == "outputs"]
-        forward_wait, backward_wait = (sum(times) for times in zip(*waits, strict=True))
+        columns = [each for each in block.products if each.split == "outputs" and not isinstance(each, OwnProduct)]
+        waits = [self._tensor_parallel(share, product) for product in columns]
+        forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))
         return Passes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
     def _tensor_parallel(self, share: Share, column: Product) -> tuple[float, float]:

@@ -82,4 +82,6 @@ def matrix_elements(model: ModelConfig) -> int:
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """The shapes of a layer's matrices."""
-    return [segment.shape for spec in model_specs(model, units=[1]) for segment in spec.segments if is_matrix(segment)]
+    segments = [segment for spec in model_specs(model, units=[1]) for segment in spec.segments if is_matrix(segment)]
+    counts = [segment.experts * segment.fused for segment in segments]  # each expert's gate, up and down
+    return [(segment.shape[0] // count, segment.shape[1]) for segment, count in zip(segments, counts, strict=True) for _ in range(count)]

@@ -94,7 +94,7 @@ class _Tensor:
         passes, summed = unit.collectives(self.shared), unit.summed * self.sizes.accumulate
         rings = passes.forward * (1 + again) + passes.backward
         more += 2 * (1 + again) * ring(unit.lengths * self.sizes.accumulate, self.ranks)
-        return rings * ring(self.sizes.whole, self.ranks) + 2 * (2 + again) * ring(summed, self.ranks) + more
+        return ring(rings * self.sizes.width, self.ranks) + 2 * (2 + again) * ring(summed, self.ranks) + more
 
     def step(self, buckets: Sequence[BucketLayout]) -> float:
         """Bytes of the all-reduces at the end of a step: gradients that are partial over tp, and those of replicated key-value heads."""

@@ -113,7 +113,11 @@ def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
 
 
 def load_weights(trainer: Trainer, source: str) -> None:
-    """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source are initialized."""
+    """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source are initialized.
+
+    What routers add to their scores counts as a weight, where the source has it.
+    """
+    routers, known = trainer.parts.routers, None
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
         from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed
 
@@ -121,13 +125,16 @@ def load_weights(trainer: Trainer, source: str) -> None:
     else:
         from megalite.training.resume_checks import without_adapters
 
-        read = partial(checkpoint.load, without_adapters(_checked(trainer, Path(source))), convert=True)
+        manifest = without_adapters(_checked(trainer, Path(source)))
+        read, known = partial(checkpoint.load, manifest, convert=True), manifest.tensors
+    states = [] if routers is None else routers.learned()
+    biases = [each for each in states if each.name.endswith("bias") and (known is None or each.name in known)]
     drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
     if drawn:
         trainer.store.initialize(trainer.config.run.seed, drawn)
     started = perf_counter()
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        read(trainer.store.to_load(without=drawn))
+        read([*trainer.store.to_load(without=drawn), *biases])
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"the weights of {source} were read in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather

@@ -18,8 +18,7 @@ from megalite.config.rampup import samples_after
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console
-from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
-from megalite.monitoring.throughput import throughput
+from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, throughput
 from megalite.training.checkpointing import rate
 from megalite.training.signals import StopRequest, agreed
 from megalite.training.trainer import StepResult, Trainer

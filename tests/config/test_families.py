@@ -11,6 +11,8 @@ from megalite.config.families import from_hf_config
 from megalite.config.presets import preset
 from megalite.config.schema import ConfigError, ModelConfig
 from megalite.huggingface.config_json import to_hf_config
+from megalite.model.parameters import active_parameters, model_specs
+from megalite.parallel.spec import parameter_count
 
 SIZES = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
 GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -20,6 +22,17 @@ ALL_HEADS = SIZES | {"max_position_embeddings": 64}
 FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate_size"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 YARN["attention_factor"] = 0.1 * math.log(4) + 1
+
+LATENT = ALL_HEADS | {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+}
+MSCALE = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 32, "mscale": 0.5, "mscale_all_dim": 0.707}
+DEEPSEEK = {"model_type": "deepseek_v3", "num_key_value_heads": 6}
 
 # config class, its arguments, what our model must then be
 FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -182,6 +195,30 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "residual_dropout": 0.1,
         },
     ),
+    (
+        "DeepseekV2Config",
+        LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax"},
+        {
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "n_group": None,
+            "norm_topk_prob": False,
+            "attention_scale": None,
+            "mlp_only_layers": [0],
+        },
+    ),
+    (
+        "DeepseekV3Config",
+        LATENT
+        | {"n_group": 4, "topk_group": 2, "rope_scaling": MSCALE, "num_nextn_predict_layers": 0}
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        {
+            "attention_scale": 0.1147213867929261,
+            "shared_expert_intermediate_size": 24,
+            "shared_expert_gate": False,
+        }
+        | {"n_group": 4, "topk_group": 2, "router_scores": "sigmoid", "router_balance": "bias", "routed_scaling_factor": 2.5},
+    ),
 ]
 
 
@@ -314,6 +351,18 @@ def test_older_files_leave_fields_out():
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "a value of it has the wrong type or length"),
         ({"num_local_experts": 8}, "num_local_experts = 8 is not handled by the llama family"),
         ({"num_attention_heads": ...}, "num_attention_heads is missing"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave = False is not handled by the deepseek_v3 family. Legal value: True."),
+        (
+            DEEPSEEK | {"scoring_func": "softmax"},
+            "scoring_func = 'softmax' is not handled by the deepseek_v3 family. Legal value: 'sigmoid'.",
+        ),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method = 'greedy' is not handled. Legal values: noaux_tc."),
+        (DEEPSEEK | {"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True is not handled"),
+        (DEEPSEEK | {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not num_attention_heads = 6"),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not handled. Legal value: 1."),
+        (DEEPSEEK | {"n_shared_experts": None}, "n_shared_experts = None is not handled. Legal values: 1 and above."),
+        (DEEPSEEK | {"kv_lora_rank": None}, "kv_lora_rank = None is not handled by the deepseek_v3 family. It needs a number."),
+        (DEEPSEEK | {"attention_bias": True}, "attention_bias = True is not handled by the deepseek_v3 family. Legal value: False."),
     ],
 )
 def test_what_is_not_handled_is_refused_by_name(change, says):
@@ -356,7 +405,10 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
 
 @pytest.mark.parametrize(
     "name, parameters",
-    [("gpt2-124m", 124_439_808), ("llama-3.2-1b", 1_235_814_400), ("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496)],
+    [
+        *[("gpt2-124m", 124_439_808), ("llama-3.2-1b", 1_235_814_400), ("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496)],
+        *[("deepseek-v2-lite", 15_706_484_224), ("deepseek-v3", 671_026_404_352)],  # the latter without the biases of its routers
+    ],
 )
 def test_presets_have_the_published_parameter_counts(name, parameters):
     """Counted by the transformers model of the exported shape, without memory."""
@@ -366,4 +418,12 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
     config = to_hf_config(ModelConfig(**preset(name)))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
-    assert model.num_parameters() == parameters
+    assert model.num_parameters() == parameters == parameter_count(model_specs(ModelConfig(**preset(name))))
+
+
+@pytest.mark.parametrize("name, billions", [("deepseek-v2-lite", 2.4), ("deepseek-v3", 37)])
+def test_presets_have_the_published_active_parameters(name, billions):
+    """As DeepSeek counts them: those of all matrices that a token is multiplied with, and not of the table that it is looked up in."""
+    model = ModelConfig(**preset(name))
+    active = active_parameters(model) - model.vocabulary * model.hidden_size
+    assert active == pytest.approx(billions * 1e9, rel=0.025)  # V2-Lite has 2.45 billion, V3 36.6

@@ -34,6 +34,8 @@ def own(family: str | None, place: Path, **options: Any) -> dict[str, Any]:
         ("gpt2", ["attn.c_proj", "c_attn"], ["o", "q", "k", "v"]),
         ("starcoder2", ["c_proj"], ["down"]),
         (None, ["q_proj", "query_key_value"], ["q", "k", "v"]),
+        ("qwen3_moe", ["q_proj", "mlp.experts.gate_up_proj", "experts.down_proj"], ["q", "experts.in", "experts.down"]),
+        ("mixtral", ["all-linear", "experts.in"], ["q", "k", "v", "o", "gate", "up", "down", "experts.in"]),
     ],
 )
 def test_targets(family, names, roles, tmp_path):
@@ -46,7 +48,8 @@ def test_all_names_of_a_family_are_all_linear(family, tmp_path):
     layer = FAMILY_NAMES[family].layer
     linears = [name for name, ours in layer.items() if not any(word in ours for word in ("norm", "router", "experts", "shared_gate"))]
     found = own(family, tmp_path, targets=linears)["targets"]
-    assert {*found} | {"gate"} == {"q", "k", "v", "o", "gate", "up", "down"} and len(found) == len(set(found))
+    attention = {"q", "q_a", "q_b", "kv_a", "kv_b"} if "attention.kv_a" in layer.values() else {"q", "k", "v"}
+    assert {*found} | {"gate"} == {*attention, "o", "gate", "up", "down"} and len(found) == len(set(found))
 
 
 def test_ranks_alphas_and_modules(tmp_path):

@@ -42,7 +42,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.ep", "model.num_experts_per_tok", "model.decoder_sparse_step"), (0, 1)),
     **dict.fromkeys(("model.num_experts", "model.moe_intermediate_size", "model.shared_expert_intermediate_size"), (0, None)),
     **dict.fromkeys(("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_rate"), (-1e-9, 0.0)),
-    "model.rope_local_theta": (0.0, None),
+    **dict.fromkeys(("model.rope_local_theta", "model.expert_capacity_factor"), (0.0, None)),
     **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank"), (0, 1)),
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
@@ -84,12 +84,13 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
 EXPERTS = {"model.num_experts": 4}
 VALIDATED = {"data.validation": 0.1, "validation.interval": 5}
 RAMPED = {"train.rampup_batch_size": [4, 4, 9], "train.global_batch_size": 8, "train.micro_batch_size": 4}
+_REAL = ("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor")
 ROWS = [
     *(
         Row(f"{name} needs experts", {f"model.{name}": value}, EXPERTS, ("has no effect",))
         for name, value in (("moe_intermediate_size", 8), ("shared_expert_intermediate_size", 8))
     ),
-    *(Row(f"{name} needs experts", {f"model.{name}": 0.1}, EXPERTS) for name in ("router_aux_loss_coef", "router_z_loss_coef")),
+    *(Row(f"{name} needs experts", {f"model.{name}": 0.1}, EXPERTS) for name in _REAL),
     Row("a token's experts exist", EXPERTS | {"model.num_experts_per_tok": 5}, {"model.num_experts_per_tok": 4}, ("Nearest: 4.",)),
     Row("mlp_only_layers exist", EXPERTS | {"model.mlp_only_layers": [4]}, {"model.mlp_only_layers": [3]}),
     Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
@@ -121,7 +122,6 @@ ROWS = [
         EXPERTS | {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.shared_expert_intermediate_size": 7},
         {"model.shared_expert_intermediate_size": 8},
     ),
-    Row("Muon has no experts", EXPERTS | {"optimizer.name": "muon"}, {"optimizer.name": "adamw"}),
     Row("PowerSGD has no experts", EXPERTS | {"parallel.powersgd_rank": 2, "parallel.dp": 2}, {"parallel.powersgd_rank": None}),
     *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
@@ -135,6 +135,16 @@ ROWS = [
         ("model.gated_mlp = false", "leave lora.targets out"),
     ),
     Row("lora has a rank", {"lora.dora": True}, {"lora.rank": 4}),
+    Row("adapters of experts need experts", {"lora.rank": 4, "lora.targets": ["q", "experts.in"]}, EXPERTS, ("experts.in, but",)),
+    *(
+        Row(
+            f"lora.{option} and experts",
+            EXPERTS | {"lora.rank": 4, "lora.targets": ["experts.down"], f"lora.{option}": on},
+            {"lora.targets": None},
+            ("as in PEFT",),
+        )
+        for option, on in (("dropout", 0.1), ("dora", True))
+    ),
     *(
         Row(f"lora.{option} are known", {"lora.rank": 4, f"lora.{option}": value}, {f"lora.{option}": None}, ("names wq. Legal names: ",))
         for option, value in (("targets", ["q", "wq"]), ("ranks", {"wq": 1}), ("alphas", {"wq": 1.0}), ("modules_to_save", ["wq"]))

@@ -67,6 +67,17 @@ def test_packed_is_unpacked_on_every_layout(layout, ranks, tmp_path):
         assert numbers(got) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "sequence_parallel": True}], ids=str)
+def test_a_mixture_of_experts_is_the_same_packed(layout, ranks, tmp_path):
+    """What a token does to the balance depends neither on its row nor on padding."""
+    prefix = write(tmp_path / "x", LENGTHS)
+    mixture = {"num_experts": 4, "router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.01, "initializer_range": 0.2}
+    model = {**MODEL, **mixture, "vocab_size": 61, "max_position_embeddings": S}
+    expected = numbers(ranks.run(1, jobs.train, config(prefix, 12, model=model), 3))
+    got = ranks.run(2, jobs.train, config(prefix, 6, model=model, parallel=layout, data={"packing": True}), 3)
+    assert numbers(got) == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_loss_is_that_of_plain_logits(tmp_path):
     """Each conversation alone through the model, its counted tokens alone summed."""
     prefix = write(tmp_path / "x", LENGTHS)

@@ -22,7 +22,13 @@ from tests.huggingface.hf_models import CASES, VOCAB, greedy, load, random_ids, 
 
 COUNT = 12  # tokens: more than any window
 LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows
-SPREAD = ["llama, one key-value head", "gemma2, caps that act", "qwen3, tied", "gpt2"]  # one key-value head is held by both tp ranks
+SPREAD = [
+    "llama, one key-value head",
+    "gemma2, caps that act",
+    "qwen3, tied",
+    "gpt2",
+    "qwen2_moe, a dense layer",
+]  # one key-value head is held by both tp ranks
 NAMES = [
     *SPREAD,
     "llama, yarn rope",
@@ -39,7 +45,7 @@ NAMES = [
 ]
 NAMES += ["stablelm, parallel, biases", "gpt_neox", "olmo3, yarn rope", "gemma3", "glm", "glm4", "cohere, norms of each head", "cohere2"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "ministral, some windows"]
-NAMES += ["mixtral", "olmoe", "qwen2_moe, a dense layer", "qwen3_moe"]
+NAMES += ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2, lite, yarn rope", "deepseek_v3"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
 
 
@@ -158,6 +164,12 @@ def test_training_options_do_not_matter() -> None:
     trained = {"train": {"precision": "bf16", "recompute": "full"}, "parallel": {"tp": 4, "pp": 2, "dp": 2, "zero": 3}}
     made = for_inference(from_dict(trained), pp=3)
     assert (made.train.precision, made.train.recompute, made.parallel.tp, made.parallel.pp, made.parallel.zero) == ("fp32", "none", 1, 3, 0)
+
+
+def test_experts_are_split_over_tensor_parallel_ranks() -> None:
+    """As far as both numbers have a common divisor."""
+    made = from_dict({"model": {"num_experts": 6}, "parallel": {"ep": 3, "dp": 3}})
+    assert [for_inference(made, tp=tp).parallel.ep for tp in (1, 2, 4, 5)] == [1, 2, 2, 1]
 
 
 def test_texts_end_where_the_generation_settings_say(sources: dict[str, str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+ROUTER_BIAS = "e_score_correction_bias"
 VOCAB = 101  # odd, so that it is padded under every tp size
 SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 # No pad_token_id: transformers would not train its row of the embedding.
@@ -30,6 +31,10 @@ FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 NARROW = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40}
+LATENT = ALL_HEADS | {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1}
+LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
+GROUPS = {"n_group": 4, "topk_group": 2}
 
 
 class Case(NamedTuple):
@@ -116,6 +121,20 @@ CASES = {
     "qwen2_moe, every second layer": Case("Qwen2Moe", SIZES | TIED | NARROW | SHARED | {"decoder_sparse_step": 2}, BF16),
     "qwen3_moe": Case("Qwen3Moe", SIZES | UNTIED | NARROW | {"head_dim": 12, "norm_topk_prob": True}, shard="20KB"),
     "qwen3_moe, tied, not renormalized": Case("Qwen3Moe", SIZES | TIED | NARROW, BF16),
+    "qwen2_moe, windows": Case(
+        "Qwen2Moe", SIZES | UNTIED | NARROW | SHARED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    ),
+    "qwen3_moe, windows": Case("Qwen3Moe", SIZES | UNTIED | NARROW | {"use_sliding_window": True, "sliding_window": 5}),
+    "deepseek_v2": Case(
+        "DeepseekV2",
+        LATENT | UNTIED | GROUPS | {"q_lora_rank": 12, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+        shard="20KB",
+    ),
+    "deepseek_v2, lite, yarn rope": Case("DeepseekV2", LATENT | TIED | {"q_lora_rank": None, "rope_parameters": MSCALE}, BF16),
+    "deepseek_v3": Case("DeepseekV3", LATENT | UNTIED | GROUPS | {"q_lora_rank": 12, "rope_parameters": MSCALE}, shard="20KB"),
+    "deepseek_v3, no groups, not renormalized": Case(
+        "DeepseekV3", LATENT | TIED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}, BF16
+    ),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
@@ -142,6 +161,8 @@ LAYOUT_CASES = [
     "olmoe",
     "qwen2_moe, a dense layer",
     "qwen3_moe",
+    "deepseek_v2, lite, yarn rope",
+    "deepseek_v3",
     "nemotron, tied, biases",
     "starcoder2, window",
     "stablelm, norms of each head",
@@ -172,7 +193,11 @@ def make(case: Case) -> Any:
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value), alpha=0.1)
-    return model.to(case.dtype)
+        biases = {name: value.normal_(std=0.1).clone() for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS)}
+    model = model.to(case.dtype)
+    for name, value in biases.items():  # in fp32 in files of any dtype
+        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = value
+    return model
 
 
 def write(case: Case, directory: Path) -> Path:

@@ -30,7 +30,7 @@ from tests.distributed.support.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
-NAMES = ("llama, one key-value head", "phi3", "gpt_neox", "gpt2", "cohere, norms of each head")
+NAMES = ("llama, one key-value head", "phi3", "gpt_neox", "gpt2", "cohere, norms of each head", "mixtral", "qwen3_moe")
 RANKS: dict[str, Any] = {"ranks": {"v": 2, "down": 3}, "alphas": {"v": 5.0, "o": 7.0}}
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama, one key-value head", {}),
@@ -41,6 +41,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, all in full": ("gpt2", {"targets": ["q", "v", "down"], "modules_to_save": ["embedding", "norms"]}),
     "gpt2, DoRA, ranks": ("gpt2", {"dora": True} | RANKS),
     "cohere, norms of each head": ("cohere, norms of each head", {"modules_to_save": ["norms"]}),
+    "mixtral, experts": ("mixtral", {"targets": ["q", "v", "experts.in", "experts.down"], "scaling": "rslora"}),
+    "qwen3_moe, a part of experts": ("qwen3_moe", {"targets": ["o", "experts.down"], "ranks": {"experts.down": 2}, "alphas": {"o": 7.0}}),
 }
 
 
@@ -195,6 +197,14 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a model, PEF
             **{"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
         },
         {"dora": True, "targets": ["q", "k", "up"], "modules_to_save": ["embedding"]},
+    ),
+    "experts": (
+        "qwen3_moe",
+        {
+            **{"target_modules": ["k_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+            **{"rank_pattern": {"mlp.experts.down_proj": 2}, "alpha_pattern": {"k_proj": 9}},
+        },
+        {"targets": ["k", "experts.in", "experts.down"], "ranks": {"experts.down": 2}, "alphas": {"k": 9.0}},
     ),
     "DoRA, transposed matrices": (
         "gpt2",

@@ -21,7 +21,7 @@ from megalite.commands import convert as convert_hf
 from megalite.config.families import hf_config
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface import convert as converting
-from tests.huggingface.hf_models import CASES, VOCAB, logits_of, random_ids, write, write_multimodal
+from tests.huggingface.hf_models import CASES, ROUTER_BIAS, VOCAB, load, logits_of, random_ids, write, write_multimodal
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, cap
     assert convert_hf.main(["export", str(ours), str(again), "--shard_size", case.shard, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["family"] == hf_config(theirs)["model_type"]
-    assert summary["parameters"] == sum(tensor.numel() for tensor in stored(theirs).values())
+    assert summary["parameters"] == sum(tensor.numel() for key, tensor in stored(theirs).items() if not key.endswith(ROUTER_BIAS))
     assert same_bytes(stored(theirs), stored(again))
     for beside in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (again / beside).read_bytes() == (theirs / beside).read_bytes()
@@ -95,6 +95,22 @@ def test_the_language_model_of_a_multimodal_model_comes_in(tmp_path: Path) -> No
     torch.testing.assert_close(logits_of(out, ids), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
     assert convert_hf.main(["check", str(ours), str(out), "--tokens", "9"]) == 0
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe, a dense layer"])
+def test_experts_come_in_from_a_fused_file(name, tmp_path: Path) -> None:
+    """A model's parameters as transformers 5 has them in memory: experts.gate_up_proj [experts, 2 width, hidden] and experts.down_proj."""
+    theirs, fused = write(CASES[name], tmp_path / "theirs"), tmp_path / "fused"
+    fused.mkdir()
+    shutil.copyfile(theirs / "config.json", fused / "config.json")
+    save_file({key: value.contiguous() for key, value in load(theirs).state_dict().items()}, fused / "model.safetensors")
+    assert any(key.endswith("mlp.experts.gate_up_proj") for key in stored(fused))
+    each, stacked = converting.Source.of(theirs), converting.Source.of(fused)
+    for key, place in each.places.items():
+        whole = [len(place.rows), *place.shape[1:]]
+        assert torch.equal(each.read(key, [0] * len(whole), whole), stacked.read(key, [0] * len(whole), whole)), key
+    part = ([31, 5], [40, 9])  # rows of several experts
+    assert torch.equal(each.read("layers.0.mlp.experts.in.weight", *part), stacked.read("layers.0.mlp.experts.in.weight", *part))
 
 
 LLAMA = CASES["llama, tied, llama3 rope"]

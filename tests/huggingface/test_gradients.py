@@ -40,7 +40,7 @@ NAMES += [
 ]
 NAMES += ["olmo3, yarn rope", "gemma3, linear rope, cap", "glm", "glm4", "cohere, norms of each head", "cohere2", "ministral, some windows"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "falcon, in sequence, biases"]
-NAMES += ["mixtral", "olmoe", "qwen2_moe, a dense layer", "qwen3_moe"]
+NAMES += ["mixtral", "olmoe", "qwen2_moe, a dense layer", "qwen3_moe", "deepseek_v2", "deepseek_v2, lite, yarn rope", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module")

@@ -118,3 +118,17 @@ def test_inputs_are_not_written():
     before = [p.clone() for p in (out, *saved)]
     attention_backward(dout, q, k, v, out, saved, scale=1.0)
     assert all(torch.equal(a, b) for a, b in zip((*tensors, out, *saved), (*kept, *before), strict=True))
+
+
+@pytest.mark.parametrize("kept", [5, 8])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_values_of_another_width(name, kept):
+    """Narrower and wider ones than queries and keys, which are cut to 6."""
+    q, k, v, dout = inputs(45, 3, 4, 2, 8, torch.float64)
+    q, k, v, dout = q[..., :6], k[..., :6], v[..., :kept], dout[..., :kept]
+    options = resolve(sequence=45, batch=3, **OPTIONS[name]) | {"scale": 0.4}
+    out, saved = attention(q, k, v, **options)
+    assert out.shape == (45, 3, 4, kept) and out.is_contiguous()
+    found = out, *attention_backward(dout, q, k, v, out, saved, **options)
+    for ours, true in zip(found, autograd(q, k, v, dout, **options), strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)

@@ -39,10 +39,11 @@ def own(options, runs):
 def in_parts(q, k, v, dout, cut, **options):
     """out, dq, dk and dv of whole rows, computed part by part as a ring does: by each part of the queries for each part of the keys."""
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    out, dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate) for x in (q, q, k, v))
+    out, dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate) for x in (dout, q, k, v))
     for runs in cut:
         query, its = taken(q, runs), own(options, runs)
-        found, lse = torch.zeros(query.shape, dtype=accumulate), torch.full(query.shape[:3], -torch.inf, dtype=accumulate)
+        found = torch.zeros((*query.shape[:3], v.shape[3]), dtype=accumulate)
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulate)
         for keys in cut:
             merge_(found, lse, *attention_part(query, taken(k, keys), taken(v, keys), runs, keys, **its))
         grad = taken(dout, runs)
@@ -89,3 +90,12 @@ def test_merging_survives_extreme_scores():
     q, k, v, dout = inputs(LENGTH, 1, 2, 2, 8, torch.float32)
     found = in_parts(q * 1e3, k * 1e3, v, dout, CUTS["zigzag"], scale=1.0)
     assert all(torch.isfinite(x).all() for x in found)
+
+
+def test_values_of_another_width():
+    q, k, v, dout = inputs(LENGTH, 2, 4, 2, 8, torch.float64)
+    v, dout = v[..., :5], dout[..., :5]
+    options = resolve(sequence=LENGTH, batch=2, **OPTIONS["everything"]) | {"scale": 0.4}
+    found = in_parts(q, k, v, dout, CUTS["zigzag"], **options)
+    for ours, true in zip(found, autograd(q, k, v, dout, **options), strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)

@@ -1,4 +1,5 @@
-"""The same weights in transformers, with torch.optim.AdamW and a plain loop: 20 losses and gradient norms within 1e-5 (fp32).
+"""The same weights in transformers, with torch.optim.AdamW and a plain loop: 20 losses and gradient norms within 1e-5 (fp32),
+12 of mixtures of experts.
 
 transformers computes parts of its norms in fp32 whatever the precision, so fp32 is the one to compare in.
 """
@@ -42,7 +43,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
     ),
 }
+EXPERTS = {**LLAMA, "hidden_size": 48, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}  # their auxiliary loss is pooled over layers
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 16, "mlp_only_layers": [1]}),
+}
+MIXTURE_STEPS = 12
 NAMES = {
+    **{"experts.gate_up_proj": "experts.in.weight", "experts.down_proj": "experts.down.weight", "mlp.gate.weight": "mlp.router.weight"},
     **{"model.embed_tokens": "embedding", "model.layers": "layers", "model.norm": "norm", "lm_head": "head"},
     **{"self_attn": "attention", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"},
     **{"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "post_attention_layernorm": "mlp_norm", "input_layernorm": "input_norm"},
@@ -55,6 +63,7 @@ def our_tensors(model: Any, gpt2: bool) -> dict[str, Tensor]:
     """transformers' weights under our names; GPT-2 stores its linears transposed, and q, k and v as one."""
     found = {}
     for name, value in model.state_dict().items():
+        value = value.flatten(0, -2) if value.dim() == 3 else value  # the experts of a layer
         if gpt2 and value.dim() == 2 and "c_" in name:
             value = value.t()
         for theirs, ours in NAMES.items():
@@ -67,14 +76,14 @@ def our_tensors(model: Any, gpt2: bool) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in found.items() if name != "head.weight" or not model.config.tie_word_embeddings}
 
 
-def plain_loop(model: Any, tokens: Tensor, gpt2: bool) -> tuple[list[float], list[float]]:
+def plain_loop(model: Any, tokens: Tensor, steps: int = STEPS) -> tuple[list[float], list[float]]:
     """torch's AdamW and clipping on transformers' model; biases and norms do not decay."""
     decaying = [value for value in model.parameters() if value.dim() > 1]
     others = [value for value in model.parameters() if value.dim() < 2]
     groups = [{"params": decaying, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         rows = torch.stack([tokens[(step * BATCH + row) * SEQUENCE :][: SEQUENCE + 1] for row in range(BATCH)])
         logits = model(input_ids=rows[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
@@ -114,11 +123,11 @@ def prefix(tmp_path_factory) -> str:
     return write_tokens(tmp_path_factory.mktemp("data"), VOCAB)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | MIXTURES)
 def test_trains_like_transformers(case, prefix, tmp_path):
     import transformers
 
-    family, fields = CASES[case]
+    (family, fields), steps = (CASES | MIXTURES)[case], MIXTURE_STEPS if case in MIXTURES else STEPS
     gpt2 = family.startswith("GPT2")
     torch.manual_seed(0)
     config = getattr(transformers, f"{family.removesuffix('LMHead')}Config")(vocab_size=VOCAB, **fields, attn_implementation="eager")
@@ -127,10 +136,10 @@ def test_trains_like_transformers(case, prefix, tmp_path):
         for value in model.parameters():  # ones and zeros would hide a weight that is ignored
             value.add_(torch.randn_like(value), alpha=0.05)
     trainer = make_trainer(model, prefix, str(tmp_path), our_tensors(model, gpt2))
-    ours = [trainer.step() for _ in range(STEPS)]
+    ours = [trainer.step() for _ in range(steps)]
     trainer.close()
     tokens = torch.from_numpy(IndexedTokens(prefix).tokens.astype("int64"))
-    losses, norms = plain_loop(model, tokens, gpt2)
+    losses, norms = plain_loop(model, tokens, steps)
     assert [result.loss for result in ours] == pytest.approx(losses, rel=1e-5)
     assert [result.grad_norm for result in ours] == pytest.approx(norms, rel=1e-5)
     for name, value in our_tensors(model, gpt2).items():

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from megalite.config.presets import preset
 from megalite.config.schema import Config, LoraConfig, ModelConfig
 from megalite.model.cost import model_flops_per_token, per_token
-from megalite.monitoring.throughput import throughput
+from megalite.monitoring.metrics import throughput
 from megalite.planning.peaks import peak_flops
+
+LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
 
 def counted_flops_per_token(model: ModelConfig, length: int, rank: int = 0) -> float:
@@ -26,10 +28,19 @@ def counted_flops_per_token(model: ModelConfig, length: int, rank: int = 0) -> f
         y = F.linear(x, weight(out, x.shape[-1], not rank))
         return y + F.linear(F.linear(x, weight(rank, x.shape[-1])), weight(out, rank)) if rank else y
 
+    def projected(x: Tensor) -> tuple[Tensor, ...]:
+        if model.kv_lora_rank is None:
+            q, k, v = (linear(x, number * size).view(length, number, size).transpose(0, 1) for number in (heads, kv, kv))
+            return q, *(part.repeat_interleave(heads // kv, dim=0) for part in (k, v))
+        q = linear(x if model.q_lora_rank is None else linear(x, model.q_lora_rank), heads * size).view(length, heads, size)
+        down, plain = linear(x, model.kv_lora_rank + model.qk_rope_head_dim), model.qk_nope_head_dim
+        both = linear(down[:, : model.kv_lora_rank], heads * (plain + model.v_head_dim)).view(length, heads, -1)
+        shared = down[:, None, model.kv_lora_rank :].expand(-1, heads, -1)
+        return tuple(each.transpose(0, 1) for each in (q, torch.cat((both[..., :plain], shared), -1), both[..., plain:]))
+
     def layer(x: Tensor) -> Tensor:
-        q, k, v = (linear(x, number * size).view(length, number, size).transpose(0, 1) for number in (heads, kv, kv))
-        k, v = (part.repeat_interleave(heads // kv, dim=0) for part in (k, v))
-        out = linear((q @ k.transpose(1, 2) @ v).transpose(0, 1).reshape(length, heads * size), hidden)
+        q, k, v = projected(x)
+        out = linear((q @ k.transpose(1, 2) @ v).transpose(0, 1).reshape(length, -1), hidden)
         up = linear(out, model.intermediate_size)
         return linear(up * linear(out, model.intermediate_size) if model.gated_mlp else up, hidden)
 
@@ -49,6 +60,8 @@ def counted_flops_per_token(model: ModelConfig, length: int, rank: int = 0) -> f
         {"num_key_value_heads": 1},
         {"head_dim": 24, "num_hidden_layers": 3},
         {"gated_mlp": False, "tie_word_embeddings": True},
+        LATENTS,
+        {**LATENTS, "q_lora_rank": 10},
     ],
     ids=str,
 )

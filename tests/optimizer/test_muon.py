@@ -34,8 +34,11 @@ MODEL = ModelConfig(  # no width is a multiple of a vector
 )
 
 
-def make(muon: MuonConfig, dtype: torch.dtype = torch.float32) -> tuple[ParameterStore, Muon]:
-    store = ParameterStore(model_specs(MODEL), Mesh(Layout()), StoreOptions(dtype=dtype, bucket_bytes=3e3))
+MIXTURE = replace(MODEL, num_experts=3, moe_intermediate_size=12, mlp_only_layers=[0])
+
+
+def make(muon: MuonConfig, dtype: torch.dtype = torch.float32, model: ModelConfig = MODEL) -> tuple[ParameterStore, Muon]:
+    store = ParameterStore(model_specs(model), Mesh(Layout()), StoreOptions(dtype=dtype, bucket_bytes=3e3))
     store.initialize(1)
     return store, Muon(store, OPTIONS, muon)
 
@@ -51,7 +54,13 @@ def matrices(store: ParameterStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
     found = []
     for weight in store.weights.values():
         rows = [segment.shape[0] for segment in weight.spec.segments]
-        if weight.spec.segments[0].role in PROJECTIONS and weight.tensor.dim() == 2:
+        if "experts.in" in weight.spec.name:
+            rows = [12] * 6  # gate and up of each expert
+        elif "experts.down" in weight.spec.name:
+            rows = [20] * 3
+        elif weight.spec.segments[0].role not in PROJECTIONS:
+            continue
+        if weight.tensor.dim() == 2:
             found += zip(weight.tensor.detach().split(rows), weight.grad.split(rows), strict=True)
     return found
 
@@ -69,6 +78,19 @@ def test_bits_are_those_of_torch(dtype, nesterov, adjust):
         ours.step(step, OPTIONS.lr, torch.tensor(2.0))
         theirs.step()
     assert len(parameters) == 14
+    assert all(torch.equal(value, parameter) for (value, _), parameter in zip(matrices(store), parameters, strict=True))
+
+
+def test_every_expert_is_orthogonalised_alone():
+    store, ours = make(MuonConfig(), model=MIXTURE)
+    parameters = [value.clone().requires_grad_() for value, _ in matrices(store)]
+    theirs = torch.optim.Muon(parameters, MuonConfig().lr)
+    draw_gradients(store, 1)
+    for parameter, (_, gradient) in zip(parameters, matrices(store), strict=True):
+        parameter.grad = gradient.clone()
+    ours.step(1, OPTIONS.lr, None)
+    theirs.step()
+    assert len(parameters) == 7 + 4 + 9
     assert all(torch.equal(value, parameter) for (value, _), parameter in zip(matrices(store), parameters, strict=True))
 
 

@@ -14,7 +14,7 @@ from megalite.mesh import MeshAxis
 from megalite.model.routers import Routers
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
-from megalite.parallel.expert.choice import choose, combine, spread
+from megalite.parallel.expert.choice import choose, combine, in_best_groups, spread
 from megalite.parallel.expert.products import Experts, add_grouped_gradient, grouped_product, product_loop
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation
@@ -167,3 +167,35 @@ def test_a_bias_moves_against_the_load_and_only_for_applied_steps() -> None:
     assert routers.learn(totals, 25, applied=True)["router_bias_range"] == 1.0
     assert routers.bias[0].tolist() == [0.5, 0.5, -0.5, 0.0, -0.5]
     assert routers.load[0].tolist() == pytest.approx([each * K / 25 for each in (4, 0, 10, 5, 6)])
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_choice_within_groups_is_deepseeks(version: int) -> None:
+    """By transformers' routers, on scores without ties."""
+    import transformers
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    shape = {"hidden_size": HIDDEN, "num_attention_heads": 2}
+    shape |= {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    if version == 2:
+        theirs = DeepseekV2TopkRouter(transformers.DeepseekV2Config(**shape, topk_method="group_limited_greedy"))
+    else:
+        theirs = DeepseekV3TopkRouter(transformers.DeepseekV3Config(**shape))
+    x = random(TOKENS, HIDDEN, seed=7).float()
+    with torch.no_grad():
+        theirs.weight.copy_(random(12, HIDDEN, seed=8))
+        bias = torch.zeros(12) if version == 2 else theirs.e_score_correction_bias.normal_(generator=torch.Generator().manual_seed(9))
+        logits, weights, experts = theirs(x)
+    scores = logits.softmax(-1) if version == 2 else logits.sigmoid()
+    choice = choose(in_best_groups(scores + bias, 4, 2, version - 1), 4)
+    assert torch.equal(choice.experts.sort(-1).values, experts.sort(-1).values)
+    own = scores.gather(1, choice.experts)
+    if version == 3:
+        own = own / own.sum(-1, keepdim=True) * 2.5
+    torch.testing.assert_close(own.gather(1, choice.experts.argsort(-1)), weights.gather(1, experts.argsort(-1)))
+
+
+def test_equal_groups_are_chosen_by_index() -> None:
+    found = in_best_groups(torch.tensor([[1.0, 2.0, 3.0, 0.0, 0.0, 3.0]]), 3, 2, 2)
+    assert found.tolist() == [[1.0, 2.0, 3.0, 0.0, -torch.inf, -torch.inf]]

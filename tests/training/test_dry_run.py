@@ -148,3 +148,12 @@ def test_the_sizes_of_mixtures_are_those_of_transformers(name):
     assert parameter_count(model_specs(model)) == counted() == total
     idle = (model.num_experts - model.num_experts_per_tok) * model.hidden_size * model.num_hidden_layers
     assert active_parameters(model) == counted(**{experts: model.num_experts_per_tok}) + idle
+
+
+def test_deepseek_v3_fits_on_2048_gpus(say):
+    """In DeepSeek's own layout, 16 stages and 64 expert-parallel ranks, 80 GB a GPU; memory is that of the most loaded rank."""
+    layout = {"pp": 16, "parallel.ep": 64, "parallel.zero": 1, "train.recompute": "full"}
+    layout |= {"data.sequence_length": 4096, "train.global_batch_size": 8192, "train.micro_batch_size": 1, "train.precision": "bf16"}
+    found = json.loads(say({"model.preset": "deepseek-v3", **layout}, "--world_size", "2048", "--ranks", "0,2047", "--json"))
+    assert found["parameters"] == 671_026_404_352
+    assert max(rank["total"] for rank in found["ranks"]) < 80e9

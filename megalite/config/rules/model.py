@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, divisors, is_checkpoint
-from megalite.config.schema import PROJECTIONS, ROPE_SCALING_KEYS, SAVED_MODULES, LoraConfig, ModelConfig
+from megalite.config.schema import EXPERTS, PROJECTIONS, ROPE_SCALING_KEYS, SAVED_MODULES, LoraConfig, ModelConfig
 
 
 def _layers_exist(name: str) -> Rule:
@@ -80,6 +80,14 @@ def _first(option: str, wrong: Callable[[RuleContext, str], bool], c: RuleContex
     return next((name for name in _names(option, c) if wrong(c, name)), "")
 
 
+def _attention_has(c: RuleContext) -> tuple[str, ...]:
+    """The projections of a model with this kind of attention, feed-forward included."""
+    if c.model.kv_lora_rank is None:
+        return tuple(role for role in PROJECTIONS if role not in ("q_a", "q_b", "kv_a", "kv_b"))
+    queries = ("q",) if c.model.q_lora_rank is None else ("q_a", "q_b")
+    return (*queries, "kv_a", "kv_b", "o", "gate", "up", "down")
+
+
 def _unknown(option: str, known: tuple[str, ...]) -> Rule:
     find = partial(_first, option, lambda c, name: name not in known)
     return Rule(
@@ -102,6 +110,22 @@ def _adapted(option: str) -> Rule:
     )
 
 
+def _of_experts(c: RuleContext) -> str:
+    """The first of lora.targets that is a part of experts, else an empty text."""
+    return _first("targets", lambda c, name: name in EXPERTS, c)
+
+
+_WITH_EXPERTS = tuple(
+    Rule(
+        f"lora.{option} and experts",
+        f"lora.{option}",
+        partial(lambda option, c: getattr(c.lora, option) and _of_experts(c), option),
+        message=lambda c: f"is not supported for {_of_experts(c)} of lora.targets, as in PEFT",
+        legal=f"Set it to {off}, or remove {' and '.join(EXPERTS)} from lora.targets.",
+    )
+    for option, off in (("dropout", "0"), ("dora", "false"))
+)
+
 _WITHOUT_EXPERTS = tuple(
     Rule(
         f"{name} needs experts",
@@ -110,7 +134,84 @@ _WITHOUT_EXPERTS = tuple(
         message="has no effect: {model.num_experts}",
         legal="Remove it, or set model.num_experts.",
     )
-    for name in ("moe_intermediate_size", "shared_expert_intermediate_size", "router_aux_loss_coef", "router_z_loss_coef")
+    for name in (
+        *("moe_intermediate_size", "shared_expert_intermediate_size", "router_aux_loss_coef", "router_z_loss_coef"),
+        *("router_scores", "routed_scaling_factor", "n_group", "expert_capacity_factor"),
+    )
+)
+
+_GROUPS = (
+    Rule(
+        "groups divide the experts",
+        "model.n_group",
+        lambda c: c.model.n_group and c.model.num_experts and c.model.num_experts % c.model.n_group,
+        message="does not divide {model.num_experts}: groups are equal",
+        legal=lambda c: divisors(c.model.num_experts or 1),
+    ),
+    Rule(
+        "a group has two experts",
+        "model.n_group",
+        lambda c: (
+            c.model.n_group and c.model.num_experts and c.model.router_scores == "sigmoid" and 2 * c.model.n_group > c.model.num_experts
+        ),
+        message="leaves less than two of {model.num_experts} in a group, whose score is the sum of its two best experts",
+        legal=lambda c: f"Legal values: up to {(c.model.num_experts or 0) // 2}.",
+    ),
+    Rule(
+        "topk_group needs groups",
+        "model.topk_group",
+        lambda c: c.model.topk_group > (c.model.n_group or 1),
+        message="is more than {model.n_group}",
+        legal=lambda c: range(1, (c.model.n_group or 1) + 1),
+    ),
+    Rule(
+        "groups have a token's experts",
+        "model.num_experts_per_tok",
+        lambda c: (
+            c.model.n_group
+            and c.model.num_experts
+            and c.model.num_experts_per_tok * c.model.n_group > c.model.topk_group * c.model.num_experts
+        ),
+        message="is more than the experts in {model.topk_group} of {model.n_group} groups",
+        legal=lambda c: range(1, c.model.topk_group * (c.model.num_experts or 1) // (c.model.n_group or 1) + 1),
+    ),
+)
+
+
+def _without_latents(name: str) -> Rule:
+    return Rule(
+        f"{name} needs latents",
+        f"model.{name}",
+        lambda c: c.model.kv_lora_rank is None and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="has no effect: {model.kv_lora_rank}",
+        legal="Remove it, or set model.kv_lora_rank.",
+    )
+
+
+def _not_with_latents(name: str, legal: str) -> Rule:
+    return Rule(
+        f"{name} does not fit latents",
+        f"model.{name}",
+        lambda c: c.model.kv_lora_rank is not None and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="does not fit latent attention, {model.kv_lora_rank}",
+        legal=legal,
+    )
+
+
+_LATENTS = (
+    *map(_without_latents, ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    _not_with_latents("head_dim", "Remove it, and set model.qk_nope_head_dim and model.qk_rope_head_dim."),
+    _not_with_latents("qk_norm", "Set it to none: the latents have norms."),
+    _not_with_latents("attention_bias", "Set it to false."),
+    _not_with_latents("attention_out_bias", "Set it to false."),
+    _not_with_latents("partial_rotary_factor", "Remove it, and set model.qk_rope_head_dim."),
+    Rule(
+        "every head has its key and value",
+        "model.num_key_value_heads",
+        lambda c: c.model.kv_lora_rank is not None and c.model.kv_heads != c.model.num_attention_heads,
+        message="does not fit latent attention, in which each of {model.num_attention_heads} has its own key and value",
+        legal="Remove it.",
+    ),
 )
 
 _MIXTURE = (
@@ -148,6 +249,8 @@ _MIXTURE = (
 
 RULES: tuple[Rule, ...] = (
     *_MIXTURE,
+    *_GROUPS,
+    *_LATENTS,
     Rule(
         "preset or from_hf",
         "model.from_hf",
@@ -172,7 +275,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "hidden size over heads",
         "model.num_attention_heads",
-        lambda c: c.model.head_dim is None and c.model.hidden_size % c.model.num_attention_heads,
+        lambda c: c.model.head_dim is None and c.model.kv_lora_rank is None and c.model.hidden_size % c.model.num_attention_heads,
         message="does not divide {model.hidden_size}, and model.head_dim is not given",
         legal=lambda c: divisors(c.model.hidden_size),
     ),
@@ -186,10 +289,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "even head width for rope",
         "model.head_dim",
-        lambda c: c.model.position == "rope" and c.model.head_size % 2,
+        lambda c: c.model.position == "rope" and c.model.kv_lora_rank is None and c.model.head_size % 2,
         value=lambda c: c.model.head_size,
         message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
         legal=lambda c: around(c.model.head_size, 2),
+    ),
+    Rule(
+        "even rotating width for rope",
+        "model.qk_rope_head_dim",
+        lambda c: c.model.position == "rope" and c.model.kv_lora_rank is not None and c.model.qk_rope_head_dim % 2,
+        message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
+        legal=lambda c: around(c.model.qk_rope_head_dim, 2),
     ),
     Rule(
         "partial_rotary_factor rotates pairs",
@@ -267,9 +377,9 @@ RULES: tuple[Rule, ...] = (
         message="trains the model itself, but other options of lora are set",
         legal="Set it, for example to 16, or remove the others.",
     ),
-    _unknown("targets", PROJECTIONS),
-    _unknown("ranks", PROJECTIONS),
-    _unknown("alphas", PROJECTIONS),
+    _unknown("targets", (*PROJECTIONS, *EXPERTS)),
+    _unknown("ranks", (*PROJECTIONS, *EXPERTS)),
+    _unknown("alphas", (*PROJECTIONS, *EXPERTS)),
     _unknown("modules_to_save", SAVED_MODULES),
     Rule(
         "lora.targets are there",
@@ -278,6 +388,21 @@ RULES: tuple[Rule, ...] = (
         message="names gate, but {model.gated_mlp}",
         legal=_ALONE,
     ),
+    Rule(
+        "lora.targets are of this attention",
+        "lora.targets",
+        partial(_first, "targets", lambda c, name: name in PROJECTIONS and name not in _attention_has(c)),
+        message=lambda c: f"names {_first('targets', lambda c, name: name not in _attention_has(c), c)}, which this model does not have",
+        legal=_ALONE,
+    ),
+    Rule(
+        "adapters of experts need experts",
+        "lora.targets",
+        lambda c: not c.model.num_experts and _of_experts(c),
+        message=lambda c: f"names {_of_experts(c)}, but the model has no experts",
+        legal=_ALONE,
+    ),
+    *_WITH_EXPERTS,
     _adapted("ranks"),
     _adapted("alphas"),
     Rule(

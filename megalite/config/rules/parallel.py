@@ -126,13 +126,6 @@ _EXPERTS = (
         legal=lambda c: [tp for tp in legal_tp(c) if (c.model.shared_expert_intermediate_size or 0) % tp == 0],
     ),
     Rule(
-        "Muon has no experts",
-        "optimizer.name",
-        lambda c: c.optimizer.name == "muon" and c.model.num_experts,
-        message="does not support {model.num_experts}: it would take the stacked experts of a layer for one matrix",
-        legal="Set it to adamw.",
-    ),
-    Rule(
         "PowerSGD has no experts",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.model.num_experts,

@@ -35,13 +35,14 @@ class Heads(NamedTuple):
     query: int
     kv: int
     size: int
+    value_size: int
 
 
 def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
     """Queries, keys, values and the output, for the backward of attention."""
     by_heads = share.cp > 1 and share.context == "ulysses"
-    packed = (heads.query + 2 * _kv_copies(share, heads)) * heads.size
-    output = share.tokens * heads.query * heads.size
+    packed = (heads.query + _kv_copies(share, heads)) * heads.size + _kv_copies(share, heads) * heads.value_size
+    output = share.tokens * heads.query * heads.value_size
     found = Buffer("queries, keys and values", share.tokens * packed), Buffer("output", output)
     return (*found, Buffer("output with whole rows", output)) if by_heads else found
 
@@ -51,7 +52,7 @@ def exchange(share: Share, heads: Heads) -> Exchange:
     if share.cp == 1:
         return Exchange()
     if share.context == "ulysses":  # queries, keys and values there, the output back
-        values = 2 * share.tokens * (heads.query + _kv_copies(share, heads)) * heads.size
+        values = share.tokens * (heads.query + _kv_copies(share, heads)) * (heads.size + heads.value_size)
         return Exchange(values, values)
     values = _whole(share, heads)
     return Exchange(values, values, values)
@@ -76,4 +77,4 @@ def _kv_copies(share: Share, heads: Heads) -> int:
 
 def _whole(share: Share, heads: Heads) -> int:
     """Values of the keys and values of whole rows."""
-    return 2 * share.tokens * share.cp * heads.kv * heads.size
+    return share.tokens * share.cp * heads.kv * (heads.size + heads.value_size)

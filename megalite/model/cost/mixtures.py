@@ -17,8 +17,21 @@ def own_products(units: Units) -> list[OwnProduct]:
     width, packed = model.expert_width, (2 if model.gated_mlp else 1) * model.expert_width
 
     def product(name: str, rows: int, outputs: int, inputs: int, matrices: int) -> OwnProduct:
-        frozen = bool(units.lora.rank)
-        return OwnProduct(f"mlp.{name}", rows, outputs, inputs, outputs * inputs, "outputs", frozen, ranks=ranks, matrices=matrices)
+        lora = units.lora
+        rank = lora.rank_of(name) if lora.adapts(name) else 0
+        return OwnProduct(
+            f"mlp.{name}",
+            rows,
+            outputs,
+            inputs,
+            outputs * inputs,
+            "outputs",
+            frozen=bool(lora.rank),
+            adapter_rank=rank,
+            adapter_weights=rank * (outputs + inputs),
+            ranks=ranks,
+            matrices=matrices,
+        )
 
     rows, matrices = k * share.own_tokens, experts // share.ep
     return [

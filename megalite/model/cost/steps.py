@@ -74,8 +74,8 @@ def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: 
 
 
 class Collectives(NamedTuple):
-    """Number of times that a ring passes a [sequence, batch, hidden] tensor around the tp ranks: once for an all-gather or reduce-scatter,
-    twice for an all-reduce."""
+    """Number of times that a ring passes a tensor around the tp ranks, once for an all-gather or reduce-scatter, twice for an all-reduce;
+    of a unit the sum over its tensors, times their values."""
 
     forward: int
     backward: int
@@ -163,6 +163,11 @@ class Product:
             Buffer(f"{self.name}: the same of the adapters", 2 * self.rows * self.adapter_rank),
         )
 
+    @property
+    def travelling(self) -> int:
+        """Values of the tensor that `collectives` counts the passes of: the input of split outputs, the output of split inputs."""
+        return self.rows * (self.inputs if self.split == "outputs" else self.outputs)
+
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """Split outputs: the input's gradient is summed; under sequence parallelism the input is gathered, and again for weight gradients.
         Split inputs: the output is summed; under sequence parallelism its gradient is gathered."""
@@ -177,7 +182,7 @@ class OwnProduct(Product):
 
     Attributes:
         rows: rows of this rank: tokens, or for experts k times as many.
-        outputs, inputs: of one matrix; `weights` are its elements.
+        outputs, inputs: of one matrix; `weights` are its elements, `adapter_weights` those of its adapter.
         ranks: tp ranks, each with as many rows.
         matrices: number of matrices on this rank, of which each row is multiplied with one.
     """
@@ -189,17 +194,39 @@ class OwnProduct(Product):
     def local_weights(self) -> int:
         return self.matrices * self.outputs * self.inputs
 
+    def local_adapter_weights(self, tp: int) -> float:
+        return self.matrices * self.adapter_weights + self.adapter_outputs
+
     @property
     def flops(self) -> int:
-        return 2 * self.ranks * self.rows * self.weights
+        return 2 * self.ranks * self.rows * (self.weights + self.adapter_weights)
 
     @property
     def training_flops(self) -> int:
-        return (2 if self.frozen else 3) * self.flops
+        return 2 * self.ranks * self.rows * ((2 if self.frozen else 3) * self.weights + 3 * self.adapter_weights)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """None over tp."""
         return Collectives(0, 0)
+
+
+@dataclass(frozen=True)
+class SharedColumns(OwnProduct):
+    """An `OwnProduct` of which every tp rank needs some outputs of all tokens: the rotating keys of latent attention.
+
+    Attributes:
+        shared: number of these outputs.
+    """
+
+    shared: int = 0
+
+    @property
+    def travelling(self) -> int:
+        return self.ranks * self.rows * self.shared
+
+    def collectives(self, sequence_parallel: bool) -> Collectives:
+        """Their gradients are summed; under sequence parallelism they are gathered first."""
+        return Collectives(1, 1) if sequence_parallel else Collectives(0, 2)
 
 
 @dataclass(frozen=True)
@@ -220,6 +247,11 @@ class Lookup:
     @property
     def flops(self) -> int:
         """One operation per element copied."""
+        return self.values
+
+    @property
+    def travelling(self) -> int:
+        """Values of the tensor that `collectives` counts the passes of."""
         return self.values
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
@@ -245,20 +277,27 @@ class Attention:
     batch: int
     sequence: int
     heads: int
-    head_size: int
+    key_size: int
+    value_size: int
     window: int | None
     kept: tuple[Buffer, ...] = ()
     cp: int = 1
     local_weights = 0
 
     @property
+    def head_size(self) -> float:
+        """Width of a head: the mean of that of keys and that of values, which one of the two products has each."""
+        return (self.key_size + self.value_size) / 2
+
+    @property
     def flops(self) -> int:
         """FLOPs of this rank's part, over the pairs that the mask leaves."""
-        return 4 * self.batch * attended_pairs(self.sequence, self.window) * self.heads * self.head_size // self.cp
+        pairs = self.batch * attended_pairs(self.sequence, self.window) * self.heads
+        return 2 * pairs * (self.key_size + self.value_size) // self.cp
 
     def product_flops(self, positions: float) -> float:
-        """FLOPs of one of the two products for one token that attends to `positions` positions."""
-        return 2 * positions * (self.heads * self.head_size)
+        """FLOPs of one of the two products, in the mean, for one token that attends to `positions` positions."""
+        return positions * (self.heads * (self.key_size + self.value_size))
 
 
 @dataclass(frozen=True)
@@ -353,6 +392,7 @@ class UnitCost:
         return sum(product.lengths for product in self.products)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
-        """The sum over all products and lookups."""
-        counts = [step.collectives(sequence_parallel) for step in self.steps if isinstance(step, Product | Lookup)]
-        return Collectives(sum(count.forward for count in counts), sum(count.backward for count in counts))
+        """The values that rings pass around for all products and lookups."""
+        steps = [step for step in self.steps if isinstance(step, Product | Lookup)]
+        counts = [(step.travelling, *step.collectives(sequence_parallel)) for step in steps]
+        return Collectives(*(sum(count[0] * count[way] for count in counts) for way in (1, 2)))

@@ -7,11 +7,12 @@ storage counted once. Shapes of weights are those of the stored parameters (`meg
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 from megalite.config.schema import PROJECTIONS, LoraConfig, ModelConfig
 from megalite.layout import Coordinates
 from megalite.model.cost import context
-from megalite.model.cost.steps import Attention, Block, Buffer, Elementwise, Lookup, Product, Share, UnitCost
+from megalite.model.cost.steps import Attention, Block, Buffer, Elementwise, Lookup, OwnProduct, Product, Share, SharedColumns, UnitCost
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
 
 ATTENTION_BLOCK = 64  # queries per block of the reference in `megalite_kernels.attention`
@@ -86,7 +87,8 @@ class Units:
     def heads(self) -> context.Heads:
         """The heads of one tensor-parallel rank."""
         model, tp = self.model, self.share.tp
-        return context.Heads(model.num_attention_heads // tp, model.kv_heads * kv_replicas(model, tp) // tp, model.head_size)
+        kv = model.kv_heads * kv_replicas(model, tp) // tp
+        return context.Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size)
 
     @property
     def exchange(self) -> context.Exchange:
@@ -105,24 +107,35 @@ class Units:
             name = spec.name.removeprefix(f"layers.{index}.").removesuffix(".weight")
             outputs, inputs = spec.local_shape(Coordinates.on("tp", 0, tp))
             adapted = [segment for segment in segments if lora.adapts(segment.role)]
-            found[name] = Product(
+            product = Product(
                 name,
                 self.share.tokens,
                 outputs,
                 inputs,
                 sum(segment.numel for segment in segments),
-                "outputs" if segments[0].split == 0 else "inputs",
+                "inputs" if segments[0].split == 1 else "outputs",
                 frozen=bool(lora.rank),
                 adapter_rank=sum(lora.rank_of(segment.role) for segment in adapted),
                 adapter_weights=sum(lora.rank_of(segment.role) * sum(segment.shape) for segment in adapted),
                 adapter_outputs=outputs if lora.dora and adapted else 0,
             )
+            found[name] = product if segments[0].split is not None else self._of_own_tokens(product)
         return found
 
+    def _of_own_tokens(self, product: Product) -> Product:
+        """The product of each rank's own tokens with a whole matrix, which makes a latent."""
+        own, shared = self.share.own_tokens, self.model.qk_rope_head_dim if product.name == "attention.kv_a" else 0
+        fields: dict[str, Any] = {**vars(product), "rows": own, "ranks": self.share.tokens // own}
+        return SharedColumns(**fields, shared=shared) if shared else OwnProduct(**fields)
+
     def _attention_block(self, index: int, products: dict[str, Product]) -> Block:
+        if self.model.kv_lora_rank is not None:
+            from megalite.model.cost.latents import latent_block
+
+            return latent_block(self, index, products)
         model, share, tokens = self.model, self.share, self.share.tokens
         qkv, out = products["attention.qkv"], products["attention.out"]
-        (heads, kv_heads, _), packed = self.heads, qkv.outputs
+        heads, kv_heads, packed = self.heads.query, self.heads.kv, qkv.outputs
         query = heads * model.head_size
         normed: tuple[Buffer, ...] = ()
         if model.qk_norm != "none":
@@ -133,13 +146,18 @@ class Units:
             )
         moved = (2 * tokens * packed,) * (2 if normed else 1)
         rotary = Elementwise(moved, moved, normed, summed=2 * tokens if model.qk_norm == "full" else 0)
-        kept = (*context.kept(share, self.heads), *self._probabilities(index, heads))
-        attention = Attention(share.batch, share.row, heads, model.head_size, model.window(index), kept, share.cp)
+        attention = self.attention(index)
         workspace = [Buffer("gradients of attention", tokens * (query + 2 * packed)), *context.workspace(share, self.heads)]
         if not self.flash:  # the reference works on copies of at least fp32
             workspace.append(Buffer("copies of the reference", tokens * 2 * (query + packed), "accumulate"))
         before, after = self.around(qkv, is_first=True)
         return Block(before, (qkv, rotary, attention, out), after, self.dropped, tuple(workspace))
+
+    def attention(self, index: int) -> Attention:
+        """Attention itself, between the projections."""
+        model, share, heads = self.model, self.share, self.heads
+        kept = (*context.kept(share, heads), *self._probabilities(index, heads.query))
+        return Attention(share.batch, share.row, heads.query, heads.size, heads.value_size, model.window(index), kept, share.cp)
 
     def _transformation(self, index: int, products: dict[str, Product]) -> Block:
         if not self.model.is_mixture(index):

@@ -51,12 +51,12 @@ class Gathered(torch.autograd.Function):
         keys, values = _whole(k, v, cp, part)
         places = part.runs[part.rank], [(0, len(keys))]
         dq, *found = attention_part_backward(dout, q, keys, values, lse, delta(dout, out), *places, **ctx.options)
-        dk, dv = reduce_scatter(_by_rank(torch.stack(found, dim=1), part.runs), cp).wait().unbind(1)
+        dk, dv = reduce_scatter(_by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> tuple[Tensor, Tensor]:
     """Keys and values of whole rows, [seq, batch, kv_heads, dim] each, in the order of positions."""
-    gathered = all_gather(torch.stack((k, v), dim=1), cp).wait()  # [seq, 2, batch, kv_heads, dim], rank by rank
-    keys, values = _in_order(gathered, part.runs).unbind(1)
+    gathered = all_gather(torch.cat((k, v), dim=-1), cp).wait()  # [seq, batch, kv_heads, both dims], rank by rank
+    keys, values = _in_order(gathered, part.runs).split((k.shape[-1], v.shape[-1]), dim=-1)
     return keys, values

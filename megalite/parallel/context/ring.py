@@ -27,10 +27,10 @@ from megalite.parallel.context.parts import Part, Runs, sees
 
 def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> Iterator[tuple[Runs, Tensor, Tensor]]:
     """The positions, keys and values of each part that comes by, this rank's own first. The next one arrives while one is used."""
-    here = torch.stack((k, v))  # [2, seq/cp, batch, kv_heads, dim]
+    here = torch.cat((k, v), dim=-1)  # [seq/cp, batch, kv_heads, both dims]
     for hop in range(cp.size):
         coming = pass_on(here, cp) if hop < cp.size - 1 else None
-        yield part.runs[(cp.rank - hop) % cp.size], here[0], here[1]
+        yield part.runs[(cp.rank - hop) % cp.size], here[..., : k.shape[-1]], here[..., k.shape[-1] :]
         if coming is not None:
             here = coming.wait()
 
@@ -61,18 +61,19 @@ class Ring(torch.autograd.Function):
         cp, part, dout, options = ctx.cp, ctx.part, grads[0], ctx.options
         own, inner = part.runs[part.rank], delta(dout, out)
         dq = torch.zeros_like(q, dtype=inner.dtype)
-        home = torch.zeros((2, *k.shape), dtype=inner.dtype, device=k.device)  # dk and dv of this rank's part from its own queries
+        both = (*k.shape[:3], k.shape[-1] + v.shape[-1])
+        home = torch.zeros(both, dtype=inner.dtype, device=k.device)  # dk and dv of this rank's part from its own queries
         travelling: Pending | None = None  # dk and dv of the part that is here from the ranks before, one hop behind it
         for hop, (runs, keys, values) in enumerate(_visits(k, v, cp, part)):
             dkv = home if hop == 0 else torch.zeros_like(home)
             if sees(own, runs, options["window"]):
                 found, *its = attention_part_backward(dout, q, keys, values, lse, inner, own, runs, **options)
                 dq += found
-                dkv += torch.stack(its)
+                dkv += torch.cat(its, dim=-1)
             if travelling is not None:
                 dkv += travelling.wait()
             if hop > 0:
                 travelling = pass_on(dkv, cp)
         assert travelling is not None
-        dk, dv = home + travelling.wait()
+        dk, dv = (home + travelling.wait()).split((k.shape[-1], v.shape[-1]), dim=-1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None

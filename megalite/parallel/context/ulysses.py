@@ -24,21 +24,22 @@ from megalite.parallel.context.parts import Part
 
 def to_heads(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
     """[seq/cp, batch, heads, dim] each -> [seq, batch, heads/cp, dim], in one all-to-all. cp must divide the heads of each."""
-    length, batch, _, dim = tensors[0].shape
-    heads = [x.shape[2] // cp.size for x in tensors]
-    packed = tensors[0].new_empty(cp.size, length, batch, sum(heads), dim)  # first the rank that they go to
-    for part, x in zip(packed.split(heads, dim=3), tensors, strict=True):
-        part.copy_(x.unflatten(2, (cp.size, -1)).movedim(2, 0))
+    length, batch = tensors[0].shape[:2]
+    widths = [x.shape[2] // cp.size * x.shape[3] for x in tensors]
+    packed = tensors[0].new_empty(cp.size, length, batch, sum(widths))  # first the rank that they go to
+    for part, x in zip(packed.split(widths, dim=3), tensors, strict=True):
+        part.unflatten(3, (-1, x.shape[3])).copy_(x.unflatten(2, (cp.size, -1)).movedim(2, 0))
     received = all_to_all(packed, cp).wait()  # first the rank that they come from, which holds the positions before those of the next
-    return list(received.flatten(0, 1).split(heads, dim=2))
+    parts = zip(received.flatten(0, 1).split(widths, dim=2), tensors, strict=True)
+    return [part.unflatten(2, (-1, x.shape[3])) for part, x in parts]
 
 
 def to_positions(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
     """The inverse of `to_heads`."""
-    heads = [x.shape[2] for x in tensors]
-    packed = torch.cat(list(tensors), dim=2).unflatten(0, (cp.size, -1))  # [cp, seq/cp, batch, heads/cp, dim]
+    packed = torch.cat([x.flatten(2) for x in tensors], dim=2).unflatten(0, (cp.size, -1))  # [cp, seq/cp, batch, heads/cp · dim]
     received = all_to_all(packed, cp).wait()  # first the rank that they come from, which had the heads before those of the next
-    return [part.movedim(0, 2).flatten(2, 3) for part in received.split(heads, dim=3)]
+    parts = received.split([x.shape[2] * x.shape[3] for x in tensors], dim=3)
+    return [part.unflatten(3, x.shape[2:]).movedim(0, 2).flatten(2, 3) for part, x in zip(parts, tensors, strict=True)]
 
 
 class Ulysses(torch.autograd.Function):

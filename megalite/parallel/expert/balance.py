@@ -5,9 +5,10 @@
     bias      no loss: a bias is added to the probabilities when experts are chosen, not when they are weighted; after each applied step it
               moves by `router_bias_rate` against the load (Wang et al. 2024)
 
-P is the mean router probability. With f fixed the loss is a sum over tokens, so it adds over microbatches and ranks like the loss of the
-model: it is divided by the number of valid tokens of the global batch, and tokens whose loss does not count do not count here either.
-A balance by microbatch, which is usual, depends on the micro-batch size and on the layout.
+P is the mean router probability; of sigmoid scores, that of a token's scores over their sum. With f fixed the loss is a sum over tokens,
+so it adds over microbatches and ranks like the loss of the model: it is divided by the number of valid tokens of the global batch, and
+tokens whose loss does not count do not count here either. A balance by microbatch, which is usual,
+depends on the micro-batch size and on the layout.
 
 Communication: `sequence` sums counts over the ranks that share a sequence, in forward.
 """
@@ -94,7 +95,7 @@ class Balance:
         factor = scale / self.layers
         statistics = torch.zeros(logits.shape[1] + 3, dtype=torch.float64, device=logits.device)
         statistics[:AUXILIARY] = count_by_column(choice.experts, valid, len(choice.counts)).sum(0)
-        statistics[DROPPED] = (choice.inverse == len(choice.order)).sum()
+        statistics[DROPPED] = ((choice.inverse == len(choice.order)).view_as(choice.experts) & valid.flatten().unsqueeze(1)).sum()
         shares = self._shares(choice, valid).to(logits.dtype)  # [1 or batch, experts]
         shares = shares.expand(valid.shape[1], -1)
         balance = (probabilities.view(*valid.shape, -1) * shares * valid.unsqueeze(-1)).sum() * shares.shape[1]

@@ -56,6 +56,17 @@ def choose(scores: Tensor, k: int) -> Choice:
     return Choice(experts, order, inverse_order(order, len(order)), count(flat, scores.shape[1]))
 
 
+def in_best_groups(scores: Tensor, groups: int, kept: int, counted: int) -> Tensor:
+    """The scores [tokens, experts], −inf outside each token's `kept` best of `groups` equal groups; of equal ones the first are better.
+
+    A group's score is the sum of its `counted` largest ones.
+    """
+    grouped = scores.detach().unflatten(-1, (groups, -1))  # [tokens, groups, experts / groups]
+    best = grouped.topk(counted, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, :kept]
+    hidden = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
+    return grouped.masked_fill(hidden.unsqueeze(-1), -torch.inf).flatten(1)
+
+
 class _Spread(torch.autograd.Function):
     """[tokens, hidden] -> [rows, hidden]: each token's row once for each of its experts, sorted.  Backward: their sum, in order."""
 

@@ -6,6 +6,7 @@
                  their experts' ranks and back: two all-to-all
     all_gather   all-gather of all rows, choices and weights;        all-gather; reduce-scatter of both gradients
                  reduce-scatter of the sums
+    same_rows    all-reduce of the sums                              none: in inference only
 
 Each is started (`begin`) before other work is queued, so that the host's wait for the counts is hidden behind it. What `begin` finds is
 kept in the choice: recomputation and backward neither communicate nor read it again.
@@ -20,7 +21,7 @@ from megalite_kernels.permutation import count, inverse_order, order_by_column
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
-from megalite.parallel.collectives import all_gather
+from megalite.parallel.collectives import all_gather, all_reduce
 from megalite.parallel.expert.choice import Choice, combine, spread
 from megalite.parallel.expert.exchange import exchange, gather, reorder, scatter_sum
 
@@ -109,25 +110,43 @@ class AllGatherDispatch:
 
     def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
         if "whole" not in choice.kept:
-            choice.kept["whole"] = self._own_rows(choice.kept.pop("chosen").wait(), len(choice.counts))
+            choice.kept["whole"] = _own_rows(choice.kept.pop("chosen").wait(), len(choice.counts), self.axis)
         whole: Choice = choice.kept["whole"]
         done = experts(spread(gather(rows, self.axis), whole), whole.kept["sizes"])
         return scatter_sum(combine(done, gather(weights, self.axis), whole), self.axis)
 
-    def _own_rows(self, chosen: Tensor, number: int) -> Choice:
-        """The choice of all ranks' tokens ([ep · tokens, k]), of which only the rows for this rank's experts are sent."""
-        own, flat = number // self.axis.size, chosen.flatten()
-        counts = count(flat, number + 1)
-        host, first = counts.tolist(), self.axis.rank * own
-        start = sum(host[:first])
-        order = flat.argsort(stable=True)[start : start + sum(host[first : first + own])]
-        whole = Choice(chosen, order, inverse_order(order, len(flat)), counts)
-        whole.kept["sizes"] = host[first : first + own]
-        return whole
+
+class SameRowsDispatch:
+    """All ranks have the same rows, as tensor parallelism without a split sequence gives them. Each computes those of its experts, and the
+    sums are all-reduced."""
+
+    def __init__(self, axis: MeshAxis):
+        self.axis = axis
+
+    def begin(self, choice: Choice) -> None:
+        """Nothing is sent."""
+
+    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+        own = _own_rows(choice.experts, len(choice.counts), self.axis)
+        return all_reduce(combine(experts(spread(rows, own), own.kept["sizes"]), weights, own), self.axis).wait()
+
+
+def _own_rows(chosen: Tensor, number: int, axis: MeshAxis) -> Choice:
+    """The choice of several ranks' tokens, [tokens, k], of which only the rows for this rank's experts are sent."""
+    own, flat = number // axis.size, chosen.flatten()
+    counts = count(flat, number + 1)
+    host, first = counts.tolist(), axis.rank * own
+    start = sum(host[:first])
+    order = flat.argsort(stable=True)[start : start + sum(host[first : first + own])]
+    whole = Choice(chosen, order, inverse_order(order, len(flat)), counts)
+    whole.kept["sizes"] = host[first : first + own]
+    return whole
 
 
 def make_dispatch(name: str, axis: MeshAxis) -> Dispatch:
-    """The way of rows over an expert axis (`parallel.expert_dispatch`)."""
+    """The way of rows over an expert axis: `parallel.expert_dispatch`, or same_rows where all its ranks have the same rows."""
     if axis.size == 1:
         return LocalDispatch()
-    return AllToAllDispatch(axis) if name == "all_to_all" else AllGatherDispatch(axis)
+    kinds: dict[str, Callable[[MeshAxis], Dispatch]]
+    kinds = {"all_to_all": AllToAllDispatch, "all_gather": AllGatherDispatch, "same_rows": SameRowsDispatch}
+    return kinds[name](axis)

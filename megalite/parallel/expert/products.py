@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
+
+if TYPE_CHECKING:
+    from megalite.parallel.expert.lora import ExpertAdapter
 
 _ALIGNED = 16  # bytes: torch's grouped kernel reads rows of this alignment
 
@@ -53,20 +56,31 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, sizes: Sequence[int]) -> Tensor:
-        ctx.layer, ctx.sizes = layer, sizes
+        ctx.layer, ctx.sizes, (first, second) = layer, sizes, layer.adapters
         inner = grouped_product(rows, layer.each(into).transpose(1, 2), sizes)  # [n, (2 ·) width]
-        ctx.save_for_backward(rows if layer.into.trainable else None, inner)
-        return grouped_product(layer.activation.forward(inner), layer.each(down).transpose(1, 2), sizes)  # [n, hidden]
+        low_in = None if first is None else first.add(rows, inner, sizes)
+        active = layer.activation.forward(inner)  # [n, width]
+        out = grouped_product(active, layer.each(down).transpose(1, 2), sizes)  # [n, hidden]
+        low_down = None if second is None else second.add(active, out, sizes)
+        ctx.save_for_backward(rows if layer.into.trainable or first is not None else None, inner, low_in, low_down)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (rows, inner), layer, sizes, grad = ctx.saved_tensors, ctx.layer, ctx.sizes, grads[0]
+        (rows, inner, low_in, low_down), layer, sizes, grad = ctx.saved_tensors, ctx.layer, ctx.sizes, grads[0]
+        first, second = layer.adapters
         dactive = grouped_product(grad, layer.each(layer.down.tensor), sizes)  # [n, width]
+        dlow_down = None if second is None else second.add_gradient(grad, dactive, sizes)
         dinner, active = layer.activation.backward(dactive, inner)
         dx = grouped_product(dinner, layer.each(layer.into.tensor), sizes)  # [n, hidden]
+        dlow_in = None if first is None else first.add_gradient(dinner, dx, sizes)
         layer.down.accumulate_product(grad, active, sizes)
+        if second is not None:
+            second.accumulate(grad, active, low_down, dlow_down, sizes)
         if rows is not None:
             layer.into.accumulate_product(dinner, rows, sizes)
+        if first is not None:
+            first.accumulate(dinner, rows, low_in, dlow_in, sizes)
         return dx, None, None, None, None
 
 
@@ -81,6 +95,11 @@ class Experts(nn.Module):
     def __init__(self, into: Weight, down: Weight, number: int, activation: Activation):
         super().__init__()
         self.into, self.down, self.number, self.activation = into, down, number, activation
+
+    @property
+    def adapters(self) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:
+        """Those of both matrices."""
+        return self.into.expert_adapter, self.down.expert_adapter
 
     def each(self, matrices: Tensor) -> Tensor:
         """A view of stacked matrices: [experts · out, in] -> [experts, out, in]."""

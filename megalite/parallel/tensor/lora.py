@@ -110,7 +110,11 @@ def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxi
         kind = DoraAdapter
     for name, weight in weights.items():
         stem = name.removesuffix("weight")
-        if a := weights.get(f"{stem}lora_a"):
+        if (a := weights.get(f"{stem}lora_a")) and weight.spec.domain == "expert":
+            from megalite.parallel.expert.lora import ExpertAdapter
+
+            weight.expert_adapter = ExpertAdapter(a, weights[f"{stem}lora_b"], lora.scale_of(weight.spec.segments[0].role))
+        elif a:
             # The bias of a row-parallel layer is added later, after its reduction.
             biased = weight.spec.segments[0].split != 1 and f"{stem}bias" in weights
             weight.adapter = kind(weight, a, _parts(weight, weights, lora, tp), biased, tp)

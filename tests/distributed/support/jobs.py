@@ -36,6 +36,8 @@ def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ..
     finally:
         trainer.close()
     found: dict[str, Any] = {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
+    if results[0].routing:
+        found["dropped"] = [result.routing["dropped_tokens"] for result in results]
     if context.rank == 0:
         found["tensors"] = tensors
     return found

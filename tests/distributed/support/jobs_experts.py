@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from megalite.config.load import from_dict
+from megalite.model.forward_state import ForwardState
+from megalite.model.mixture import Mixture
+from megalite.parallel.expert.choice import Choice
 from megalite.parallel.expert.exchange import exchange
 from megalite.training.trainer import Trainer
+from tests.distributed.support import jobs
 from tests.distributed.support.configs import SINGLE, config_of, config_of_one_process
 from tests.distributed.support.jobs import mesh_of
 
@@ -41,6 +47,26 @@ def configs(prefix: str, **layout: Any) -> tuple[dict[str, Any], dict[str, Any]]
     for config in (one, several):
         config["model"] |= model
     return several, one
+
+
+Scores = tuple[list[tuple[int, int, int, int]], Tensor]  # step, layer, sample and position of each token, and its [tokens, experts]
+
+
+def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: Scores | None = None) -> dict[str, Any]:
+    """As `jobs.train`, with the scores that this rank chooses experts by. replayed: the scores of a run whose choices are made again."""
+    recorded: dict[tuple[int, int, int, int], Tensor] = {}
+    earlier = None if replayed is None else dict(zip(*replayed, strict=True))
+    choose = Mixture._choice
+
+    def choosing(mixture: Mixture, scores: Tensor, targets: Tensor | None, state: ForwardState) -> Choice:
+        length = len(scores) // len(state.samples)
+        positions = state.positions.flatten().tolist()[length * mixture.part :][:length]
+        keys = [(state.step, mixture.layer, sample, position) for position in positions for sample in state.samples.tolist()]
+        recorded.update(zip(keys, scores.detach().clone(), strict=True))
+        return choose(mixture, scores if earlier is None else torch.stack([earlier[key] for key in keys]), targets, state)
+
+    with patch.object(Mixture, "_choice", choosing):
+        return jobs.train(context, config, steps) | {"scores": (list(recorded), torch.stack([*recorded.values()]))}
 
 
 def sent(context: Any, config: dict[str, Any]) -> int:

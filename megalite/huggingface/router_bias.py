@@ -1,0 +1,53 @@
+"""What routers add to their scores when they choose, in Hugging Face's files one tensor a mixture, in ours a state of all routers.
+
+A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each; files have the first in fp32, and the second is
+equal at the start of a run. See `megalite.model.routers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import Manifest
+from megalite.checkpoint.inspect import whole
+from megalite.config.family_names import names_of
+from megalite.config.schema import ModelConfig
+
+PREFIX = "router/"
+BIAS, LOAD = f"{PREFIX}bias", f"{PREFIX}load"
+
+
+def bias_names(model: ModelConfig, family: str) -> dict[int, str]:
+    """Layer → its tensor in Hugging Face's files; empty for a family that has none."""
+    names = names_of(model, family)
+    layers = range(model.num_hidden_layers) if names.router_bias else ()
+    return {layer: f"{names.layers}.{layer}.{names.router_bias}" for layer in layers if model.is_mixture(layer)}
+
+
+def states(model: ModelConfig, biases: Mapping[int, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states of a model that begins with the biases of a file; empty if it has none."""
+    if not biases:
+        return {}
+    experts = model.num_experts or 0
+    bias = torch.zeros(model.num_hidden_layers, experts, dtype=torch.float64)
+    for layer, name in biases.items():
+        bias[layer] = tensors[name]
+    return {BIAS: bias, LOAD: torch.full_like(bias, model.num_experts_per_tok / experts)}
+
+
+def fill(tensor: Tensor, values: Tensor | None, offsets: Sequence[int]) -> None:
+    """A rectangle of a state, from the whole; without one it keeps what a run begins with."""
+    if values is not None:
+        tensor.copy_(values[tuple(slice(low, low + size) for low, size in zip(offsets, tensor.shape, strict=True))])
+
+
+def to_export(manifest: Manifest, biases: Mapping[int, str]) -> dict[str, Tensor]:
+    """The tensors of a file, from a checkpoint; zero if it has no states."""
+    if not biases or BIAS not in manifest.tensors:
+        experts = manifest.state["config"]["model"].get("num_experts") or 0
+        return {name: torch.zeros(experts) for name in biases.values()}
+    bias = torch.from_numpy(whole(manifest, manifest.tensors[BIAS])).view(torch.float64).squeeze(-1)
+    return {name: bias[layer].float() for layer, name in biases.items()}
