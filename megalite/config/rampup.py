@@ -47,7 +47,9 @@ def steps_for(train: TrainConfig, samples: int) -> int:
 
 def position(train: TrainConfig, step: int) -> float:
     """How far a run is after a step, in steps of the whole batch size: what the learning rate follows."""
-    return step if train.rampup_batch_size is None else samples_after(train, step) / train.global_batch_size
+    if train.rampup_batch_size is None or problem(train) is not None:
+        return step
+    return samples_after(train, step) / train.global_batch_size
 
 
 class Level(NamedTuple):

@@ -40,6 +40,12 @@ def test_a_long_ramp_costs_nothing():
     assert steps_for(train, samples_after(train, 10**13)) == 10**13
 
 
+@pytest.mark.parametrize("ramp, full", [([4, 4, 9], 0), ([4, 4], 8), ([4, 0, 9], 8), ([], 8), ([4, 3, 9], 8)])
+def test_what_a_rule_refuses_is_no_ramp(ramp, full):
+    train = TrainConfig(rampup_batch_size=ramp, global_batch_size=full)
+    assert (batch_size(train, 5), samples_after(train, 3), position(train, 3)) == (full, 3 * full, 3)
+
+
 def test_the_learning_rate_follows_the_samples():
     """After as many samples a run with a ramp-up has the rate of one without."""
     ramped, plain = Config(), Config()
