@@ -72,6 +72,12 @@ class Domain:
         return self.shard.rank * self.replicate.size + self.replicate.rank  # a shard is divided among its replicas
 
 
+def neighbours(ranks: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
+    """Of `ranks` divided into groups of `size` consecutive ones, the group with `rank`."""
+    first = ranks.index(rank) // size * size
+    return ranks[first : first + size]
+
+
 class Mesh:
     """This process's axes and channels.
 
@@ -115,7 +121,7 @@ class Mesh:
             raise ValueError(f"the mesh {dims} needs {dims.world} ranks, but {available} were started")
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.activity = Activity()
-        urgent = {dims.peers(self.rank, ("tp",)), self._shard_ranks()}
+        urgent = {dims.peers(self.rank, ("tp",)), neighbours(dims.peers(self.rank, PRODUCTS["data"]), self.rank, dims.shard)}
         self._groups = ProcessGroups(timeout, urgent.__contains__)
         self.world = self._axis("world", dims.peers(self.rank, AXES))
         # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions over the same ranks.
@@ -123,16 +129,14 @@ class Mesh:
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
         self.shard, self.replicate = self._split(self.data, dims.shard)
         stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)  # without experts none of these axes has peers
-        place = stage.index(self.rank)
-        self.expert = self._axis("expert", stage[place // dims.ep * dims.ep :][: dims.ep], own=True)  # as cp: rows must not wait
-        self.expert_data = self._axis("expert_data", stage[place % dims.ep :: dims.ep])
+        self.expert = self._axis("expert", neighbours(stage, self.rank, dims.ep), own=True)  # as cp: rows must not wait
+        self.expert_data = self._axis("expert_data", stage[stage.index(self.rank) % dims.ep :: dims.ep])
         self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), "expert_")
         self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if dims.experts else (self.rank,))
         pp_ranks = dims.peers(self.rank, ("pp",))
         # No group of its own: stages communicate only through the channels.
         self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)
-        first = self.tp.rank - self.tp.rank % kv_replicas
-        self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
+        self.kv_replica = self._axis("kv_replica", neighbours(self.tp.ranks, self.rank, kv_replicas))
         self.tied_pair = self._tied_pair(tied)
         up = [(rank, rank + 1) for rank in range(dims.pp - 1)]
         totals = dict(zip(TOTALS, (up, [(target, source) for source, target in up]), strict=True)) if staggered_end else {}
@@ -174,15 +178,8 @@ class Mesh:
 
     def _split(self, axis: MeshAxis, size: int, prefix: str = "") -> tuple[MeshAxis, MeshAxis]:
         """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its index in every group."""
-        first = axis.rank // size * size
-        shard = axis if size == axis.size else self._axis(f"{prefix}shard", axis.ranks[first : first + size])
+        shard = axis if size == axis.size else self._axis(f"{prefix}shard", neighbours(axis.ranks, self.rank, size))
         return shard, axis if size == 1 else self._axis(f"{prefix}replicate", axis.ranks[axis.rank % size :: size])
-
-    def _shard_ranks(self) -> tuple[int, ...]:
-        """This rank's neighbours on the data axis, over which buckets are sharded."""
-        ranks, size = self.dims.peers(self.rank, PRODUCTS["data"]), self.dims.shard
-        first = ranks.index(self.rank) // size * size
-        return ranks[first : first + size]
 
     def _tied_pair(self, tied: tuple[int, int] | None) -> MeshAxis | None:
         if tied is None or tied[0] == tied[1]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> int:
     """Write a checkpoint and publish it as `directory`, replacing an existing one. Collective over the world. Returns the bytes of all
-    ranks, on rank 0.
+    ranks.
 
     If `directory` has the name of a step (`step_name`), `latest` in the same directory is updated to name it.
 
@@ -40,15 +40,19 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
     Raises:
         CheckpointError: on every rank, if any rank could not write; then nothing is published, and its files are removed.
     """
-    from megalite.checkpoint import tensors  # importing torch.distributed.checkpoint costs 0.65 s: only on first use
+    from megalite.checkpoint import tensors  # imports torch
+
+    def publish() -> int:
+        stored = tensors.merged(outcomes)
+        directories.publish(temporary, directory, encode(state, stored))
+        return sum(chunk.bytes for tensor in stored.values() for chunk in tensor.chunks)
 
     try:
         temporary = on_rank_0(mesh, lambda: directories.begin(directory))
         try:
             with named("the exchange of what to save", mesh):
-                written = tensors.write(temporary, rectangles, mesh.saving, mesh.activity if mesh.saving is mesh.world else None)
-            on_rank_0(mesh, lambda: directories.publish(temporary, directory, encode(state, written)))
-            return sum(chunk.bytes for tensor in written.values() for chunk in tensor.chunks)
+                outcomes = tensors.write(temporary, rectangles, mesh.saving, mesh.activity if mesh.saving is mesh.world else None)
+            return on_rank_0(mesh, publish)
         except BaseException:
             if mesh.world.rank == 0:
                 directories.discard(temporary, directory)

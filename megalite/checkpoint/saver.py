@@ -33,7 +33,7 @@ class Save:
     started: float
     held: float = 0.0  # how long it blocked training
     durable: float = 0.0  # until it was published
-    bytes: int = 0  # of all ranks, on rank 0
+    bytes: int = 0  # of all ranks
     error: Exception | None = None  # why it was not published
     rollback_safe: bool = True  # whether a run may roll back to it
     best: bool = False  # whether it has the lowest validation loss so far

@@ -27,7 +27,7 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
     "longrope": ("original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
-"""rope_type → the other keys of model.rope_scaling, all required."""
+"""rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
 
 
 @dataclass
@@ -56,8 +56,8 @@ class ModelConfig:
     """The model. Fields have the names of Hugging Face's LlamaConfig, if it has them."""
 
     preset: str | None = None
-    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3-70b, deepseek-v2-lite or deepseek-v3. Other fields of this
-    section override it."""
+    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3.1-8b, llama-3-70b, llama-3.1-70b, deepseek-v2-lite,
+    deepseek-v3, gpt-oss-20b or gpt-oss-120b. Other fields of this section override it."""
     from_hf: str | None = None
     """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read."""
     init_from: str | None = None
@@ -124,9 +124,9 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "full", "each_head"] = "none"
     """Norm of queries and keys: RMSNorm per head (head, Qwen3) or over the full width (full, OLMo-2), LayerNorm without bias per head with
     weights of its own for each head (each_head, Command-R+), or none."""
-    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"] = "silu"
+    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu"] = "silu"
     """Activation of the feed-forward block; gelu_new, gelu_fast and gelu_pytorch_tanh are all the tanh approximation of GELU, relu2 is the
-    square of relu."""
+    square of relu, clamped_swiglu is gpt-oss's."""
     gated_mlp: bool = True
     """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
     num_experts: int | None = None
@@ -137,6 +137,8 @@ class ModelConfig:
     """Inner width of one expert. null: intermediate_size."""
     norm_topk_prob: bool = True
     """Divide the probabilities of a token's experts by their sum; false: the outputs are weighted with the probabilities themselves."""
+    router_logit_bias: bool = False
+    """Routers add a learned bias to their logits (gpt-oss)."""
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     """What a router makes of its logits: probabilities (softmax), or a score for each expert by itself (sigmoid, DeepSeek-V3)."""
     routed_scaling_factor: float = 1.0
@@ -180,6 +182,8 @@ class ModelConfig:
     """Factor on the attention scores. null: head_dim ** -0.5."""
     attention_softcap: float | None = None
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
+    attention_sinks: bool = False
+    """Every head has a learned score that joins the softmax over the keys and has no value (gpt-oss)."""
     logit_scale: float | None = None
     """Factor on the logits, before their cap. null: 1."""
     logit_softcap: float | None = None

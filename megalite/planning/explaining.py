@@ -268,6 +268,7 @@ def ladder(search: Search) -> list[Rung]:
         rungs = [rungs[0], Rung("recomputation", rungs[-1].why, Choice(recompute="full"))]
     if tp > 1:
         rungs.append(Rung("tensor", "layers and their activations are split inside a node", both))
+    rungs += [Rung("context", "each rank holds a part of every sequence", choice) for choice in _split_rows(search)]
     rungs += [Rung("pipeline", "each stage holds some of the layers", choice) for choice in _pipelines(search, both)]
     offload = replace(data if gpus > 1 else Choice(), recompute="full", offload="cpu")
     rungs.append(Rung("offload", "optimizer state is stored in CPU memory", replace(offload, zero=3 if gpus > 1 else 1)))
@@ -280,6 +281,13 @@ def ladder(search: Search) -> list[Rung]:
 
 def _legal_tp(search: Search) -> list[int]:
     return sorted({core.tp for core in search.cores() if core.pp == 1})
+
+
+def _split_rows(search: Search) -> list[Choice]:
+    """With recomputation and everything sharded, rows split over as many ranks as a node has."""
+    cores = [core for core in search.cores() if core.cp > 1 and core.tp == core.pp == 1 and core.recompute == "full"]
+    inside = [core for core in cores if core.cp <= search.job.device.per_node]
+    return [replace(choice, zero=3) for choice in sorted(inside, key=lambda core: (-core.cp, core.micro_batch_size))[:1]]
 
 
 def _pipelines(search: Search, both: Choice) -> list[Choice]:

@@ -31,6 +31,7 @@ class Software:
     Attributes:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
+        products: speed of the layers' matrix products relative to those of the run's precision; the head's are not meant.
         masks: dropout writes its masks to memory.
         loss_bytes: memory traffic of the loss per logit, forward and backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
             fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes of their own.
@@ -46,6 +47,7 @@ class Software:
 
     flash: bool = True
     attention: float = 1.0
+    products: float = 1.0
     masks: bool = False
     loss_bytes: tuple[float, float] = (2.0, 4.0)
     fp32_accumulation: bool = True
@@ -130,7 +132,7 @@ class Operations:
     # --- blocks ------------------------------------------------------------------------------------------------------------
 
     def _block(self, share: Share, block: Block) -> Passes:
-        steps = [self._step(step) for step in block.steps]
+        steps = [self._step(step).times(1 / self.software.products if isinstance(step, Product) else 1) for step in block.steps]
         last = steps[::-1]  # backward runs from the last step to the first
         passes = Passes(sum(step.forward for step in steps), sum(step.backward for step in last), sum(step.weight for step in last))
         return passes.plus(self._around(share, block))

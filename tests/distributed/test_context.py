@@ -12,7 +12,7 @@ from tests.distributed.support.configs import write_tokens
 from tests.distributed.support.layouts import Case, world
 from tests.distributed.test_equivalence import assert_same_run
 
-STEPS, TOLERANCE = 5, 1e-9
+STEPS, TOLERANCE = 3, 1e-9
 TABLE = context_layouts.pairwise()
 METHODS = context_layouts.OPTIONS["context"]
 

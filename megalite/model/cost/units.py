@@ -213,7 +213,7 @@ class Units:
     def _probabilities(self, index: int, heads: int) -> tuple[Buffer, ...]:
         """What attention keeps: log-sum-exp, or the reference's probabilities, block by block of queries, of the keys that a block sees."""
         by_positions = self.share.cp > 1 and self.share.context != "ulysses"  # never keeps probabilities
-        if self.flash or by_positions:
+        if self.flash or by_positions or self.model.attention_sinks:
             return (Buffer("log-sum-exp", self.share.tokens * heads, "accumulate"),)
         if self.model.attention_softcap is not None:
             return ()

@@ -19,16 +19,18 @@ METHODS = {"ulysses": Ulysses, "gather": Gathered, "ring": Ring}
 def attention_over(cp: MeshAxis, method: str) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]:
     """attend(q, k, v, options): q [seq/cp, batch, heads, dim], k and v [seq/cp, batch, kv_heads, dim] -> the shape of q.
 
-    options: those of `megalite_kernels.attention`, and `part`, which says what the cp ranks hold. All cp ranks call it in the same order.
+    options: those of `megalite_kernels.attention`, and `part`, which says what the cp ranks hold; `sinks`, if heads have
+    them. All cp ranks call it in the same order.
     """
     function = METHODS[method]
 
     # The others never keep probabilities, and their queries are of no whole document.
-    left_out = ("part",) if method == "ulysses" else ("part", "recompute", "boundaries")
+    left_out = ("part", "sinks") if method == "ulysses" else ("part", "sinks", "recompute", "boundaries")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         part: Part = options["part"]
-        out: Tensor = function.apply(q, k, v, cp, part, {name: value for name, value in options.items() if name not in left_out})
+        given = {name: value for name, value in options.items() if name not in left_out}
+        out: Tensor = function.apply(q, k, v, cp, part, given, options.get("sinks"))
         return out
 
     return attend
