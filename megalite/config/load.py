@@ -366,7 +366,7 @@ def with_home(value: Any) -> Any:
         return scheme + os.path.expanduser(value.removeprefix(scheme))
     if isinstance(value, list):
         return [with_home(each) for each in value]
-    return {with_home(key): each for key, each in value.items()} if isinstance(value, dict) else value
+    return {with_home(key): with_home(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:

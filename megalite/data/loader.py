@@ -30,7 +30,10 @@ class Loader:
     make: makes a microbatch of whole rows: under context parallelism of this rank's part of them.
     samples: number of samples of the dataset; rows past it are padded and not counted. None: the dataset is endless.
 
-    current: the microbatches that `step` has returned last.
+    Attributes:
+        current: the microbatches that `step` has returned last.
+        size: a function that gives the size of the global batch that starts at a sample; all have `global_batch_size` unless it is
+            replaced by one that gives smaller ones.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Loader:
         make: Callable[..., Microbatch] = Microbatch.of,
         samples: int | None = None,
     ):
+        self.size: Callable[[int], int] = lambda first_sample: global_batch_size
         self._dataset, self._global_batch, self._end = dataset, global_batch_size, samples
         self._reset_positions, self._eod_mask_loss, self._vocab_size = reset_positions, eod_mask_loss, vocab_size
         self._make = make
@@ -68,7 +72,7 @@ class Loader:
             self._next = self._request(first_sample)
         (_, future), self._next = self._next, None
         batch = self.current = future.result()
-        following = first_sample + self._global_batch
+        following = first_sample + self.size(first_sample)
         if self._end is None or following < self._end:
             self._next = self._request(following)  # read while this step computes
         return batch
@@ -100,7 +104,8 @@ class Loader:
         while (request := self._requests.get()) is not None:
             first_sample, future = request
             try:
-                future.set_result([self._microbatch(first_sample + rows) for rows in self._offsets])
+                microbatches = self.size(first_sample) * len(self._offsets) // self._global_batch
+                future.set_result([self._microbatch(first_sample + rows) for rows in self._offsets[:microbatches]])
             except BaseException as error:  # raised by the step that waits for this batch
                 future.set_exception(error)
 

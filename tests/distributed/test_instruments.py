@@ -21,10 +21,11 @@ from megalite.config.load import from_dict, write_config
 from megalite.config.schema import ConfigError
 from megalite.launch.environment import compare_ranks, facts
 from megalite.monitoring import links
+from megalite.monitoring.observer import Observer
 from megalite.monitoring.observers import observers
 from megalite.monitoring.phases import PHASES
 from megalite.planning.predicting import device_of
-from megalite.training.fit import Observer, fit
+from megalite.training.fit import fit
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.jobs_training import make_trainer
 from tests.distributed.support.layouts import Case
