@@ -98,6 +98,15 @@ def _megabytes(text: str) -> float | None:
     return None if size is None else size / 1e6 if text.strip()[-1] in "bB" else float(text)
 
 
+def _size_or_share(text: str) -> float | None:
+    """Bytes; or a share, a percentage or a number up to 1."""
+    if (share := percentage(text)) is not None:
+        return float(share)
+    size = byte_size(text)
+    number = float(text) if size is not None and text.strip()[-1] not in "bB" else None
+    return number if number is not None and number <= 1 else None if size is None else float(size)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of amount: how it is read (None: it can not be), and the words of the message."""
@@ -117,6 +126,7 @@ KINDS = {
     "train.tokens": Kind(count, "a number of tokens", "300M, 10B, 1.5T or 1.5e9"),
     "optimizer.warmup_steps": Kind(_steps_or_share, "a number of steps", "200, 2k, or a share of train.steps: 5% or 0.05"),
     **dict.fromkeys(("optimizer.wsd_decay_fraction", "data.validation"), _FRACTION),
+    "train.memory_budget": Kind(_size_or_share, "a size or a share of the device", "20GB, 64GiB, 0.9 or 90%"),
     "parallel.bucket_mb": Kind(_megabytes, "a size", "25MB, 32MiB, or 25, which is in MB"),
     **dict.fromkeys(("run.timeout", "train.stop_after", "train.watchdog"), _WAIT),
 }

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
@@ -146,8 +146,10 @@ def to_yaml(config: Config) -> str:
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Store the resolved configuration in the run's directory."""
+    """Store the resolved configuration in the run's directory; a budget of memory as it was given, since it depends on the layout."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    if config.train.memory_budget is not None:
+        config = replace(config, train=replace(config.train, recompute="budget"))
     (run_dir / "config.yaml").write_text(to_yaml(config))
 
 

@@ -383,7 +383,11 @@ class TrainConfig:
     grad_dtype: Literal["wide", "bf16"] = "wide"
     """Dtype in which gradients are accumulated and sent. wide: fp32 (fp64 under fp64); bf16: half the memory, at lower precision."""
     recompute: str = "none"
-    """Activations that backward recomputes: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
+    """Activations that backward recomputes: none, selective (attention), full (every layer), every-K (every K-th layer), budget (as little
+    as memory_budget allows), or operations such as attn_norm+mlp_in, for all layers or in a list such as 4*mlp_in,8*none."""
+    memory_budget: float | None = None
+    """With recompute: budget, the memory that a rank may use, all of it counted: bytes, 20GB or 64GiB, or a share of the device, 0.9 or
+    90%. null: no budget."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch, and what was measured to be the
     fastest on this device; torch: PyTorch; triton: Triton, or an error where it cannot run."""
@@ -415,10 +419,12 @@ class TrainConfig:
     """When a rank makes no progress for this long, print where it is and write its stacks to stalls/ in the run's directory. null: off."""
 
     def recompute_of(self, layer: int) -> str:
-        """What one layer recomputes: none, selective or full."""
-        if not self.recompute.startswith("every-"):
+        """What one layer recomputes: none, selective, full, or operations (`config.recomputation`)."""
+        if self.recompute in ("none", "selective", "full"):
             return self.recompute
-        return "full" if layer % int(self.recompute.removeprefix("every-")) == 0 else "none"
+        from megalite.config.recomputation import mode_of
+
+        return mode_of(self.recompute, layer)
 
 
 @dataclass

@@ -140,6 +140,6 @@ class Attention(nn.Module):
             "softcap": model.attention_softcap,
             "dropout": dropout,
             "boundaries": state.boundaries,
-            "recompute": self.options.recompute == "selective" or not torch.is_grad_enabled(),  # without a backward nothing is saved
+            "recompute": self.options.recomputes_scores or not torch.is_grad_enabled(),  # without a backward nothing is saved
             **({} if state.part is None else {"part": state.part}),
         }

@@ -225,6 +225,21 @@ class Operations:
             return 0.0
         return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
 
+    def forward(self, step: Step) -> float:
+        """The kernels of a step's forward."""
+        return self._step(step).forward
+
+    def again(self, share: Share, index: int, mode: str) -> tuple[float, float]:
+        """Seconds of a layer's backward that are recomputed under a mode of train.recompute: kernels, and exposed communication."""
+        if mode in ("none", "full"):
+            forward, wait = self.layer(share, index).forward, self.layer(share, index).forward_wait
+            return (forward - wait, wait) if mode == "full" else (0.0, 0.0)
+        if mode == "selective":
+            return self.attention_again(share, index), 0.0
+        from megalite.planning.recomputing import seconds
+
+        return seconds(self, share, index, mode)
+
     def _written_scores(self, step: Attention) -> tuple[float, float]:
         """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked half is computed too."""
         sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch / step.cp

@@ -13,7 +13,7 @@ from megalite.config.token_files import is_chat, metadata, prefixes
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.planning import explaining
-from megalite.planning.configuring import configured
+from megalite.planning.configuring import runnable
 from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, Link
 from megalite.planning.search import Plan, Search
@@ -72,7 +72,7 @@ def first_config(wanted: Wanted) -> tuple[Config, Plan]:
     plans = search.plans()
     if not plans:
         raise ConfigError(explaining.nothing_fits(search) if search.considered else f"No layout is legal: {explaining.illegal(search)}")
-    return configured(base, plans[0].choice), plans[0]
+    return runnable(base, plans[0].choice, search.room), plans[0]
 
 
 def with_sizes(wanted: Wanted) -> Config:

@@ -74,6 +74,10 @@ class Trainer:
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", restarted: bool = False):
+        if config.train.recompute == "budget":
+            from megalite.training.recomputation import agreed
+
+            config = agreed(config, mesh, torch.device(device))
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
         self.run_dir = config.run.directory
         self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)

@@ -27,6 +27,15 @@ def _samples_at_once(c: RuleContext) -> int:
     return c.train.micro_batch_size * c.dims.dp
 
 
+def _wrong_mode(c: RuleContext) -> str:
+    """What is wrong with the recomputation mode; empty: nothing."""
+    if c.train.recompute in ("none", "selective", "full"):
+        return ""
+    from megalite.config.recomputation import problem
+
+    return problem(c.train.recompute, c.model.num_hidden_layers) or ""
+
+
 def _resumes(c: RuleContext) -> bool:
     """Whether checkpoint.load names the checkpoint."""
     return c.checkpoint.load not in ("auto", "none")
@@ -84,9 +93,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "recompute mode",
         "train.recompute",
-        lambda c: not re.fullmatch(r"none|selective|full|every-[1-9]\d*", c.train.recompute),
-        message="is not a recomputation mode",
-        legal=["none", "selective", "full", "every-2"],
+        _wrong_mode,
+        message=_wrong_mode,
+        legal="Legal values: none, selective, full, every-2, budget, or operations such as attn_norm+mlp_in, also in a list by layers.",
+    ),
+    Rule(
+        "a budget says how much",
+        "train.memory_budget",
+        lambda c: c.train.recompute == "budget" and c.train.memory_budget is None,
+        message="leaves {train.recompute} without its bytes",
+        legal="Give what a rank may use: bytes such as 70GB, or a share of the device such as 0.9.",
+    ),
+    Rule(
+        "what a budget is for",
+        "train.memory_budget",
+        lambda c: c.train.recompute != "budget" and c.train.memory_budget is not None,
+        message="has no effect with {train.recompute}",
+        legal="Set train.recompute to budget, or leave it out.",
     ),
     Rule(
         "kernels can run",

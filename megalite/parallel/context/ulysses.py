@@ -61,7 +61,8 @@ class Ulysses(torch.autograd.Function):
         if sinks is None:
             out, saved = attention(*own, **ctx.options)
         else:
-            out, *saved = attention_with_sinks(*own, sinks.tensor, **ctx.options)
+            out, lse = attention_with_sinks(*own, sinks.tensor, **ctx.options)
+            saved = (lse,)
         ctx.save_for_backward(*own, out, *saved)
         return to_positions([out], cp)[0]
 
@@ -72,7 +73,7 @@ class Ulysses(torch.autograd.Function):
         if ctx.sinks is None:
             found: Sequence[Tensor] = attention_backward(dout, q, k, v, out, tuple(saved), **ctx.options)
         else:
-            *found, dsinks = attention_with_sinks_backward(dout, q, k, v, out, *saved, ctx.sinks.tensor, **ctx.options)
+            *found, dsinks = attention_with_sinks_backward(dout, q, k, v, out, saved[0], ctx.sinks.tensor, **ctx.options)
             ctx.sinks.accumulate(dsinks)
         dq, dk, dv = to_positions(found, ctx.cp)
         return dq, summed(dk, ctx.kv_heads), summed(dv, ctx.kv_heads), None, None, None, None
