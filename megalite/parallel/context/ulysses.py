@@ -61,7 +61,7 @@ class Ulysses(torch.autograd.Function):
         if sinks is None:
             out, saved = attention(*own, **ctx.options)
         else:
-            out, lse = attention_with_sinks(*own, sinks.tensor, **ctx.options)
+            out, lse = attention_with_sinks(own[0], own[1], own[2], sinks.tensor, **ctx.options)
             saved = (lse,)
         ctx.save_for_backward(*own, out, *saved)
         return to_positions([out], cp)[0]
