@@ -21,7 +21,6 @@ from megalite.build.plan import partition as partition
 from megalite.build.plan import schedule as schedule
 from megalite.build.plan import staggered_end as staggered_end
 from megalite.config.amounts import duration_seconds
-from megalite.config.dims import part_length
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapters import with_adapters
@@ -85,10 +84,9 @@ def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
     """What makes microbatches of whole rows: with more than one cp rank, of this rank's part of them."""
     if cp.size == 1:
         return Microbatch.of
-    from megalite.parallel.context.parts import PARTS
     from megalite.parallel.context.rows import Cut
 
-    return Cut(PARTS[config.parallel.context](part_length(config) * cp.size, cp.size), cp.rank)
+    return Cut.of(config, cp)
 
 
 @dataclass

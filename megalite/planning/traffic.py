@@ -70,9 +70,11 @@ def _context(config: Config, sizes: Activations, number: int) -> float:
     """Bytes that attention of a unit exchanges over cp, in one microbatch's forward and backward (`megalite.parallel.context`)."""
     if number in (0, head_unit(config.model)):
         return 0.0
-    exchange, again = sizes.units.exchange, config.train.recompute_of(number - 1) == "full"
-    forward = exchange.forward * sizes.width * (1 + again)
-    return ring(forward + exchange.backward * sizes.width + exchange.summed * sizes.accumulate, config.parallel.cp)
+    again, total = config.train.recompute_of(number - 1) == "full", 0.0
+    for ranks, each in sizes.units.exchanges:
+        forward = each.forward * sizes.width * (1 + again)
+        total += ring(forward + each.backward * sizes.width + each.summed * sizes.accumulate, ranks)
+    return total
 
 
 class _Tensor:

@@ -45,8 +45,8 @@ NAMES = [
 ]
 NAMES += ["stablelm, parallel, biases", "gpt_neox", "olmo3, yarn rope", "gemma3", "glm", "glm4", "cohere, norms of each head", "cohere2"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "ministral, some windows"]
-NAMES += ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2, lite, yarn rope", "deepseek_v3"]
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
+NAMES += ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2, lite, yarn rope", "deepseek_v3", "gpt_oss", "glm4_moe"]
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,14 @@ def test_every_layout_says_the_same(layout: dict[str, int], sources, prompts, al
             assert got["drawn"] == expected["drawn"] != expected["greedy"]
             assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
             assert got["likely"][1].equal(expected["likely"][1])
+            assert got["answer"] == pytest.approx(expected["answer"], abs=1e-5), "one token, of which a cp rank has none"
+
+
+def test_latents_are_read_in_parts_too(sources, prompts, ranks: RankPool) -> None:
+    name = [sources["deepseek_v3"]]
+    (expected,) = continued(RankContext(0, 1), name, {}, prompts, COUNT)
+    for (got,) in ranks.run(2, continued, name, {"cp": 2}, prompts, COUNT):
+        assert got["greedy"] == expected["greedy"] and (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
 
 
 def test_log_probabilities_are_those_of_the_logits(sources: dict[str, str], prompts: list[list[int]], alone: list[dict]) -> None:

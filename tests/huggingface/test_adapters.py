@@ -124,14 +124,17 @@ def test_starts_alike_from_a_directory_and_from_a_checkpoint(models, prefix, tmp
 
 
 @pytest.mark.parametrize(("before", "now"), [("bf16", "fp32"), ("fp32", "bf16")])
-def test_row_lengths_come_in_at_another_precision(before, now, models, prefix, tmp_path: Path):
-    """The lengths of rows without an adapter, k's in Phi-3's qkv_proj, are those of the rounded weights; other lengths are refused."""
+def test_row_lengths_come_in_at_another_precision(before, now, models, prefix, tmp_path: Path, capsys):
+    """The lengths of rows without an adapter, k's in Phi-3's qkv_proj, are those of the rounded weights; other lengths are refused.
+    A merged export says that they are rounded."""
     options: dict[str, Any] = {"dora": True, "targets": ["q", "v"]}
     trainer = trainer_of(models["phi3"], prefix, tmp_path, precision=before, **options)
     saved = trainer.save()
     trainer.close()
     adapter = tmp_path / "adapter"
     assert convert_hf.main(["adapter-export", str(saved), str(adapter)]) == 0
+    assert convert_hf.main(["export", str(saved), str(tmp_path / "merged")]) == 0
+    assert ("in bfloat16: the run has rounded those of" in capsys.readouterr().out) == (before == "bf16")
     options |= {"precision": now, "init_from": str(adapter)}
     trainer_of(models["phi3"], prefix, tmp_path / "again", **options).close()
     tensors = load_file(adapter / "adapter_model.safetensors")

@@ -113,6 +113,37 @@ def test_experts_come_in_from_a_fused_file(name, tmp_path: Path) -> None:
     assert torch.equal(each.read("layers.0.mlp.experts.in.weight", *part), stacked.read("layers.0.mlp.experts.in.weight", *part))
 
 
+def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    """Random codes and scales in a file, read whole, in part and imported; transformers' own conversion of them is the reference."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    fields = CASES["gpt_oss"].fields | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    case = CASES["gpt_oss"]._replace(fields=fields, dtype=torch.bfloat16, shard="5GB")
+    theirs, packed, out = write(case, tmp_path / "theirs"), tmp_path / "packed", tmp_path / "out"
+    packed.mkdir()
+    config = hf_config(theirs) | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (packed / "config.json").write_text(json.dumps(config))
+    tensors, expected = {}, stored(theirs)
+    for key, value in expected.items():
+        if not key.endswith(("gate_up_proj", "down_proj")):
+            tensors[key] = value
+            continue
+        experts, columns, rows = value.shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 125, (experts, rows, columns // 32), dtype=torch.uint8)
+        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        expected[key] = convert_moe_packed_tensors(blocks, scales).contiguous()
+    save_file(tensors, packed / "model.safetensors")
+    write_characters(packed)
+    source = converting.Source.of(packed)
+    name, part = "layers.1.mlp.experts.in.weight", ([150, 3], [250, 40])  # rows of three experts
+    whole = source.read(name, [0, 0], source.places[name].shape)
+    assert torch.equal(source.read(name, *part), whole[150:400, 3:43])
+    assert convert_hf.main(["import", str(packed), str(tmp_path / "ours")]) == 0
+    assert convert_hf.main(["export", str(tmp_path / "ours"), str(out)]) == 0
+    assert same_bytes(stored(out), expected) and "quantization_config" not in hf_config(out)
+
+
 LLAMA = CASES["llama, tied, llama3 rope"]
 SHARDED = CASES["llama, one key-value head"]
 

@@ -95,6 +95,12 @@ def test_activations_are_what_autograd_keeps_on_two_ranks(case, ranks):
     assert planned == ranks.run(2, jobs_memory.most_kept, config)
 
 
+def test_activations_of_ulysses_within_a_ring_are_what_autograd_keeps(ranks):
+    config = tree(cp=4, context="ring", context_inner=2, model={"num_key_value_heads": 1})
+    planned = [(each.activations, each.logits) for each in estimate(from_dict(config), 4, "cpu") for _ in each.ranks]
+    assert planned == ranks.run(4, jobs_memory.most_kept, config)
+
+
 @pytest.mark.parametrize("changes", [{"pp": 2}, {"dp": 2, "zero": 3}], ids=str)
 def test_the_peak_is_what_the_allocator_gives(changes, ranks):
     """Temporaries and communication included, which are estimates; states are here a third of all."""
@@ -187,6 +193,13 @@ TRAFFIC = {
     "pp, tied and trained, DoRA": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": DORA},
     "cp, ulysses": {"cp": 4, "tp": 2, "train": {"recompute": "full"}, "model": {"num_attention_heads": 8}},
     "cp, gather": {"cp": 2, "context": "gather", "zero": 2},
+    "cp, ulysses within a ring": {
+        "cp": 4,
+        "context": "ring",
+        "context_inner": 2,
+        "model": {"num_key_value_heads": 1},
+        "train": {"recompute": "full"},
+    },
     "cp, ring, padded rows": {"cp": 3, "context": "ring", "dp": 2},
     "pp, tied, adapters": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": LORA},
     "tp, latents": {"tp": 2, "model": LATENTS, "train": {"recompute": "full"}},
