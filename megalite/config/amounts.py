@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from megalite.config.rampup import position, steps_for
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import prefixes
@@ -168,16 +169,16 @@ def resolve_steps(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
     sizes = min(train.global_batch_size, config.data.sequence_length)
     if train.tokens is not None and train.tokens > 0 and sizes > 0:
-        train.steps = math.ceil(Fraction(train.tokens, train.global_batch_size * config.data.sequence_length))
+        train.steps = steps_for(train, math.ceil(Fraction(train.tokens, config.data.sequence_length)))
         train.tokens = None
     if train.epochs is not None and math.isfinite(train.epochs) and train.epochs > 0 and sizes > 0 and _can_be_counted(config):
         from megalite.config.samples import samples_per_epoch  # numpy, which a run of a given number of steps need not load here
 
-        train.steps = math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data) / train.global_batch_size)
+        train.steps = steps_for(train, math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data)))
         train.epochs = None
     warmup: Any = optimizer.warmup_steps
     if isinstance(warmup, Fraction) and train.epochs is None:
-        optimizer.warmup_steps = math.ceil(warmup * train.steps)
+        optimizer.warmup_steps = math.ceil(warmup * Fraction(position(train, train.steps)))
 
 
 def _can_be_counted(config: Config) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megalite.config.schema import Config
-from megalite.mesh import MeshAxis
+from megalite.mesh import Mesh
 from megalite.parallel.compiled_ops import CompiledOps
 
 
@@ -41,10 +41,10 @@ class LayerOptions:
         """Whether attention's backward computes its probabilities again."""
         return self.recompute == "selective" or "scores" in self.recompute.split("+")
 
-    def attention_over(self, cp: MeshAxis) -> Callable[..., Tensor] | None:
+    def attention_over(self, mesh: Mesh) -> Callable[..., Tensor] | None:
         """Attention of this rank's part of every sequence to the whole (`parallel.context`). None: the rank has whole sequences."""
-        if cp.size == 1:
+        if mesh.cp.size == 1:
             return None
         from megalite.parallel.context.attend import attention_over
 
-        return attention_over(cp, self.context)
+        return attention_over(mesh.cp, self.context, mesh.cp_levels)

@@ -60,11 +60,12 @@ class FeedForward(nn.Module):
 
 
 def make_attention(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> Attention:
-    if model.kv_lora_rank is None:
+    if model.kv_lora_rank is None and not model.attention_sinks:
         return Attention(model, layer, weights, mesh, options)
+    from megalite.model.attention_sinks import SinkAttention
     from megalite.model.latent_attention import LatentAttention
 
-    return LatentAttention(model, layer, weights, mesh, options)
+    return (SinkAttention if model.attention_sinks else LatentAttention)(model, layer, weights, mesh, options)
 
 
 def make_feed_forward(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> nn.Module:

@@ -38,6 +38,7 @@ def configured(base: Config, choice: Choice) -> Config:
         pp=choice.pp,
         dp=choice.dp,
         cp=choice.cp,
+        context_inner=choice.context_inner,
         sequence_parallel=choice.sequence_parallel,
         zero=choice.zero,
         offload_parameters=choice.offload_parameters,

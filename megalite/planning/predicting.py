@@ -9,6 +9,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost import layer_costs
+from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, HardwareError, find, found_as
 from megalite.planning.step import Choice, Job, Stepper
 
@@ -30,6 +31,7 @@ def choice_of(config: Config) -> Choice:
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
         context=parallel.context,
+        context_inner=parallel.context_inner,
     )
 
 
@@ -69,5 +71,14 @@ def step_seconds(config: Config, device: Device) -> float | None:
     gradient_bytes = 2 if "bf16" in (config.parallel.reduce_dtype, config.train.grad_dtype) else 4
     sizes = (config.data.sequence_length, config.train.global_batch_size)
     muon = config.muon if config.optimizer.name == "muon" else None
-    job = Job(config.model, device, *sizes, config.train.precision, gradient_bytes=gradient_bytes, lora=config.lora, muon=muon)
+    job = Job(
+        config.model,
+        device,
+        *sizes,
+        config.train.precision,
+        gradient_bytes=gradient_bytes,
+        lora=config.lora,
+        muon=muon,
+        rows=Rows.of(config),
+    )
     return Stepper(job).step(choice_of(config)).total

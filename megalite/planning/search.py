@@ -9,6 +9,7 @@ is missed.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -26,6 +27,7 @@ from megalite.parallel.pipeline.schedule import Schedule
 from megalite.planning.activations import Activations
 from megalite.planning.budget import decide
 from megalite.planning.configuring import USABLE, broken_rule, configured
+from megalite.planning.context import UNEVEN
 from megalite.planning.memory import RankMemory, estimate
 from megalite.planning.pacing import schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
@@ -180,23 +182,29 @@ class Search:
             for tp in self._sizes("tp", _divisors(self.gpus // pp)):
                 if "tp" not in self.fixed and self._cuts_nodes(tp):
                     continue
-                for cp, context in self._contexts(tp):
+                for cp, context, inner in self._contexts(tp):
                     dp, rest = divmod(self.gpus, tp * pp * cp)
                     if rest == 0 and dp in self._sizes("dp", [dp]):
                         for schedule, stages in self._schedules_of(pp):
-                            yield from self._microbatches(Choice(tp, pp, dp, schedule, stages, zero=0, cp=cp, context=context))
+                            frame = Choice(tp, pp, dp, schedule, stages, zero=0, cp=cp, context=context, context_inner=inner)
+                            yield from self._microbatches(frame)
 
-    def _contexts(self, tp: int) -> Iterator[tuple[int, str]]:
-        """(cp, method) pairs: powers of two that leave every rank enough of a row, unless the user has fixed cp. If legal, ulysses is a
-        candidate, which is balanced whatever the documents, and one method that takes any number of heads."""
+    def _contexts(self, tp: int) -> Iterator[tuple[int, str, int]]:
+        """(cp, method, ranks that exchange heads within a ring): powers of two that leave every rank enough of a row, unless the user has
+        fixed cp. If legal, ulysses is a candidate, which is balanced whatever the documents, and one method that takes any number of heads;
+        a ring only if it is balanced, over all ranks or between the groups of a node."""
         longest = max(1, self.job.sequence_length // SHORTEST_PART)
         for cp in self._sizes("cp", [1 << power for power in range(longest.bit_length())]):
             if cp == 1:
-                yield 1, "ulysses"
+                yield 1, "ulysses", 1
                 continue
             inside = tp * cp <= self.job.device.per_node  # one collective there, hops beside attention across nodes
-            for context in self._names("context", ("ulysses", "gather" if inside else "ring")):
-                yield cp, context
+            gathers = inside or self.job.rows.imbalance("ring") > UNEVEN
+            for context in self._names("context", ("ulysses", "gather" if gathers else "ring")):
+                yield cp, context, 1
+                inner = math.gcd(cp, self.job.device.per_node // tp)
+                if context == "ring" and 1 < inner < cp:
+                    yield cp, context, inner
 
     def _cuts_nodes(self, tp: int) -> bool:
         """Whether some tensor-parallel groups would span nodes unevenly, so that every layer waits for the network."""
@@ -299,7 +307,7 @@ class Search:
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
         """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
-        layout = choice.tp, choice.cp, choice.context, choice.sequence_parallel
+        layout = choice.tp, choice.cp, choice.context, choice.context_inner, choice.sequence_parallel
         if choice.recompute == BUDGET:
             choice = replace(choice, recompute="full")
         key = *layout, choice.micro_batch_size, choice.recompute, choice.splits
@@ -315,7 +323,7 @@ class Search:
 def _family(choice: Choice) -> Choice:
     """The key by which listed plans differ: plans that differ only in their schedule or their method of context parallelism
     count as one, as do those that offload needlessly."""
-    return replace(choice, schedule="", virtual_stages=0, context="", recompute=shown(choice.recompute))
+    return replace(choice, schedule="", virtual_stages=0, context="", context_inner=1, recompute=shown(choice.recompute))
 
 
 def _divisors(number: int) -> list[int]:

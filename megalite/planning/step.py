@@ -20,6 +20,7 @@ from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
 from megalite.planning import orthogonalising
+from megalite.planning.context import WHOLE, Rows
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group
@@ -51,6 +52,7 @@ class Choice:
     sequence_parallel: bool = False
     cp: int = 1
     context: str = "ulysses"
+    context_inner: int = 1
 
     @property
     def gpus(self) -> int:
@@ -114,6 +116,7 @@ class Job:
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
     muon: MuonConfig | None = None  # of a run with that optimizer
     lora: LoraConfig | None = None  # adapters; all other weights are frozen
+    rows: Rows = WHOLE
 
     def microbatches(self, choice: Choice) -> int:
         return int(self.global_batch_size // (choice.dp * choice.micro_batch_size))
@@ -165,7 +168,7 @@ class Stepper:
 
     def __init__(self, job: Job):
         self.job, self.device = job, job.device
-        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora)
+        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora, job.rows)
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
         self.stages = functools.lru_cache(maxsize=None)(self._stages)
         self.filled = functools.lru_cache(maxsize=None)(self._filled)
@@ -237,8 +240,9 @@ class Stepper:
 
     def _share(self, choice: Choice) -> Share:
         unit = choice.tp if choice.sequence_parallel else 1
-        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit)
-        return Share(part, choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context)
+        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit, self.job.rows.parts)
+        sizes = choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context
+        return Share(part, *sizes, context_inner=choice.context_inner)
 
     # --- stages ------------------------------------------------------------------------------------------------------------
 

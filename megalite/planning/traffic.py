@@ -72,9 +72,12 @@ def _context(config: Config, sizes: Activations, number: int) -> float:
     """Bytes that attention of a unit exchanges over cp, in one microbatch's forward and backward (`megalite.parallel.context`)."""
     if number in (0, head_unit(config.model)):
         return 0.0
-    exchange, again = sizes.units.exchange, repeated(sizes.units, number - 1, config.train.recompute_of(number - 1))
-    forward = exchange.forward * sizes.width * (1 + any(isinstance(step, Attention) for step in again))
-    return ring(forward + exchange.backward * sizes.width + exchange.summed * sizes.accumulate, config.parallel.cp)
+    again, total = repeated(sizes.units, number - 1, config.train.recompute_of(number - 1)), 0.0
+    times = 1 + any(isinstance(step, Attention) for step in again)
+    for ranks, each in sizes.units.exchanges:
+        forward = each.forward * sizes.width * times
+        total += ring(forward + each.backward * sizes.width + each.summed * sizes.accumulate, ranks)
+    return total
 
 
 class _Tensor:

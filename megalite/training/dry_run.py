@@ -11,6 +11,7 @@ from typing import Any
 from megalite.build import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.load import read_arguments, resolve
+from megalite.config.rampup import samples_after
 from megalite.config.recomputation import shown
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
@@ -90,8 +91,8 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
 
 def length(config: Config) -> dict[str, int]:
     """Steps and tokens of the whole run; none for a number of epochs of data that is not here."""
-    steps, step = config.train.steps, config.train.global_batch_size * config.data.sequence_length
-    return {"steps": steps, "tokens": steps * step} if config.train.epochs is None else {}
+    steps, samples = config.train.steps, samples_after(config.train, config.train.steps)
+    return {"steps": steps, "tokens": samples * config.data.sequence_length} if config.train.epochs is None else {}
 
 
 def flops(config: Config) -> dict[str, Any]:

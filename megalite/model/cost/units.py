@@ -91,9 +91,9 @@ class Units:
         return context.Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size)
 
     @property
-    def exchange(self) -> context.Exchange:
-        """What a layer's attention exchanges over cp."""
-        return context.exchange(self.share, self.heads)
+    def exchanges(self) -> tuple[tuple[int, context.Exchange], ...]:
+        """What a layer's attention exchanges over cp, or over each of its two levels, with the number of ranks there."""
+        return tuple((share.cp, context.exchange(share, heads)) for share, heads in context.levels(self.share, self.heads))
 
     # --- a layer -----------------------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class Units:
     def _probabilities(self, index: int, heads: int) -> tuple[Buffer, ...]:
         """What attention keeps: log-sum-exp, or the reference's probabilities, block by block of queries, of the keys that a block sees."""
         by_positions = self.share.cp > 1 and self.share.context != "ulysses"  # never keeps probabilities
-        if self.flash or by_positions:
+        if self.flash or by_positions or self.model.attention_sinks:
             return (Buffer("log-sum-exp", self.share.tokens * heads, "accumulate"),)
         if self.model.attention_softcap is not None:
             return ()
