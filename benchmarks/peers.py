@@ -1,8 +1,10 @@
 """megalite beside others at equal settings: ratios of alternating runs, with megalite against itself next to them.
 
-A 25M Llama beside transformers, nanoGPT's small character model beside a GPT written out in plain torch, and data parallelism on four ranks
-beside DDP with ZeroRedundancyOptimizer and FSDP2. Both sides of a pair compute their products with the same library. Give `--rounds 10` for
-ten pairs, and the peers by name where all of them take too long.
+A 25M Llama beside transformers; nanoGPT's small character model beside a GPT written out in plain torch; data parallelism on four ranks
+beside DDP with ZeroRedundancyOptimizer, FSDP2, and torchtitan's Llama under FSDP2; a Llama of width 256 on one to eight ranks beside
+picotron's layers, messages and buckets. Both sides of a pair compute their products with the same library. What cannot be imported on a
+CPU is written out: each such module says what it does, and leaves out. Give `--rounds 10` for ten pairs, and the peers by name where all of
+them take too long.
 """
 
 from __future__ import annotations
@@ -16,9 +18,25 @@ from typing import Any
 
 from benchmarks import comm, overhead, pairs, report, step
 
-PEERS = ("transformers", "nanogpt", "ddp", "fsdp2")
+PEERS = {
+    "transformers": "benchmarks.peer",
+    "nanogpt": "benchmarks.written_out",
+    "ddp": "benchmarks.sharded_peer",
+    "fsdp2": "benchmarks.sharded_peer",
+    "torchtitan": "benchmarks.torchtitan_peer",
+    "picotron": "benchmarks.picotron_peer",
+}
+"""What is compared with → the module of its measured process."""
 SETTINGS = {"MKL": "highest", "oneDNN": "medium"}
-COLUMNS = {"peer": "peer", "run": "run", "products by": "products", "ranks": "ranks", "ms/step": "ms_per_step:,.1f", **pairs.COLUMNS}
+COLUMNS = {
+    "peer": "peer",
+    "run": "run",
+    "products by": "products",
+    "layout": "layout",
+    "ranks": "ranks",
+    "ms/step": "ms_per_step:,.1f",
+    **pairs.COLUMNS,
+}
 
 
 @dataclass
@@ -39,21 +57,24 @@ class Comparison:
     config: dict[str, Any]
     steps: tuple[int, int]  # warm-up, timed
     ranks: int = 1
+    layout: str = "one process"
     runs: list[Run] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        module = {"transformers": "benchmarks.peer", "nanogpt": "benchmarks.written_out"}.get(self.peer, "benchmarks.sharded_peer")
         own = "benchmarks.ours"
-        self.runs = [Run("megalite", own), Run(self.peer, module), Run(f"megalite {pairs.AGAIN}", own)]
+        self.runs = [Run("megalite", own), Run(self.peer, PEERS[self.peer]), Run(f"megalite {pairs.AGAIN}", own)]
 
     def measure(self, number: int, threads: int) -> None:
         """One round. Every second one is in the opposite order."""
+        for run in self.runs[:: 1 if number % 2 else -1]:
+            run.results.append(self.launch(run, threads))
+
+    def launch(self, run: Run, threads: int) -> dict[str, Any]:
+        """One measured process, or one for each rank with a thread of its own."""
         warmup, steps = self.steps
         spec = {"warmup_steps": warmup, "steps": steps, "product_steps": 0, "peak_size": 64, "config": self.config, "peer": self.peer}
-        for run in self.runs[:: 1 if number % 2 else -1]:
-            threads_each = threads if self.ranks == 1 else 1
-            made = {**spec, "matmul": SETTINGS[self.products]}
-            run.results.append(report.launch(run.module, made, ranks=self.ranks, threads=threads_each))
+        spec |= {"matmul": SETTINGS[self.products]}
+        return report.launch(run.module, spec, ranks=self.ranks, threads=threads if self.ranks == 1 else 1)
 
     def rows(self) -> list[dict[str, Any]]:
         own = self.runs[0].results
@@ -62,6 +83,7 @@ class Comparison:
                 "peer": self.peer,
                 "run": run.name,
                 "products": self.products,
+                "layout": self.layout,
                 "ranks": self.ranks,
                 "ms_per_step": 1e3 * median(value for result in run.results for value in result["seconds"]),
                 **pairs.compared(own, run.results),
@@ -71,13 +93,15 @@ class Comparison:
         ]
 
 
-def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None], peers: Sequence[str] = PEERS) -> dict[str, Any]:
+def compare(
+    *, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None], peers: Sequence[str] = tuple(PEERS)
+) -> dict[str, Any]:
     """Run everything and return the figures with the conditions they depend on."""
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         compared = [each for peer in peers for each in comparisons(peer, smoke, Path(scratch))]
         for number in range(1, rounds + 1):
             for each in compared:
-                progress(f"round {number} of {rounds}: {each.peer}, products by {each.products}")
+                progress(f"round {number} of {rounds}: {each.peer}, {each.layout}, products by {each.products}")
                 each.measure(number, threads)
     rows = [row for each in compared for row in each.rows()]
     configs = {each.peer: {name: each.config[name] for name in ("model", "train", "parallel")} for each in compared}
@@ -92,7 +116,16 @@ def comparisons(peer: str, smoke: bool, scratch: Path) -> list[Comparison]:
     if peer == "nanogpt":
         config = overhead.config_of(overhead.runs(smoke)[0], scratch)
         return [Comparison(peer, products, config, (1, 2) if smoke else (20, 60)) for products in SETTINGS]
+    if peer == "picotron":
+        return [of_picotron(run, scratch) for run in overhead.runs(smoke) if run.name == "llama"]
     model, length, ranks = (step.SMOKE_MODEL, 16, 2) if smoke else (step.MODEL, 64, comm.RANKS)
     config = comm.config_of(model, length, ranks, scratch)
     config["parallel"] |= {"zero": 1 if peer == "ddp" else 3}
-    return [Comparison(peer, "oneDNN", config, (1, 2) if smoke else (2, 6), ranks)]
+    return [Comparison(peer, "oneDNN", config, (1, 2) if smoke else (2, 6), ranks, f"DP{ranks}")]
+
+
+def of_picotron(run: overhead.Run, scratch: Path) -> Comparison:
+    """One layout. Neither side clips; picotron shards no optimizer state, and megalite does, as by default."""
+    config = overhead.config_of(run, scratch)
+    config["train"] |= {"grad_clip": 0.0}
+    return Comparison("picotron", "oneDNN", config, run.steps, run.ranks, run.layout_name)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from megalite.shared_memory import SharedMemory
 
+SHARDS = ("shard", "replicate")  # names of groups on the data axis
 TOTALS = ("totals_up", "totals_down")  # channels of sums that are passed along the pipeline, and back
 
 
@@ -72,6 +73,12 @@ class Domain:
         return self.shard.rank * self.replicate.size + self.replicate.rank  # a shard is divided among its replicas
 
 
+def neighbours(ranks: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
+    """Of `ranks` divided into groups of `size` consecutive ones, the group with `rank`."""
+    first = ranks.index(rank) // size * size
+    return ranks[first : first + size]
+
+
 class Mesh:
     """This process's axes and channels.
 
@@ -115,24 +122,25 @@ class Mesh:
             raise ValueError(f"the mesh {dims} needs {dims.world} ranks, but {available} were started")
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.activity = Activity()
-        urgent = {dims.peers(self.rank, ("tp",)), self._shard_ranks()}
+        urgent = {dims.peers(self.rank, ("tp",)), neighbours(dims.peers(self.rank, PRODUCTS["data"]), self.rank, dims.shard)}
         self._groups = ProcessGroups(timeout, urgent.__contains__)
         self.world = self._axis("world", dims.peers(self.rank, AXES))
         # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions over the same ranks.
         self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,)), own=name == "cp") for name in ("tp", "cp", "dp"))
+        # Neighbours that exchange heads, and the ranks at this one's index in every such group.
+        self.cp_levels = self._split(self.cp, dims.context_inner, ("cp_inner", "cp_outer"), own=True) if dims.context_inner > 1 else None
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
         self.shard, self.replicate = self._split(self.data, dims.shard)
         stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)  # without experts none of these axes has peers
-        place = stage.index(self.rank)
-        self.expert = self._axis("expert", stage[place // dims.ep * dims.ep :][: dims.ep], own=True)  # as cp: rows must not wait
-        self.expert_data = self._axis("expert_data", stage[place % dims.ep :: dims.ep])
-        self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), "expert_")
+        self.expert = self._axis("expert", neighbours(stage, self.rank, dims.ep), own=True)  # as cp: rows must not wait
+        self.expert_data = self._axis("expert_data", stage[stage.index(self.rank) % dims.ep :: dims.ep])
+        names = "expert_shard", "expert_replicate"
+        self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), names)
         self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if dims.experts else (self.rank,))
         pp_ranks = dims.peers(self.rank, ("pp",))
         # No group of its own: stages communicate only through the channels.
         self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)
-        first = self.tp.rank - self.tp.rank % kv_replicas
-        self.kv_replica = self._axis("kv_replica", self.tp.ranks[first : first + kv_replicas])
+        self.kv_replica = self._axis("kv_replica", neighbours(self.tp.ranks, self.rank, kv_replicas))
         self.tied_pair = self._tied_pair(tied)
         up = [(rank, rank + 1) for rank in range(dims.pp - 1)]
         totals = dict(zip(TOTALS, (up, [(target, source) for source, target in up]), strict=True)) if staggered_end else {}
@@ -172,17 +180,10 @@ class Mesh:
 
         return replace(axis, shared=SharedMemory.open(axis.ranks, axis.group, self.timeout or dist.default_pg_timeout))
 
-    def _split(self, axis: MeshAxis, size: int, prefix: str = "") -> tuple[MeshAxis, MeshAxis]:
+    def _split(self, axis: MeshAxis, size: int, names: Sequence[str] = SHARDS, own: bool = False) -> tuple[MeshAxis, MeshAxis]:
         """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its index in every group."""
-        first = axis.rank // size * size
-        shard = axis if size == axis.size else self._axis(f"{prefix}shard", axis.ranks[first : first + size])
-        return shard, axis if size == 1 else self._axis(f"{prefix}replicate", axis.ranks[axis.rank % size :: size])
-
-    def _shard_ranks(self) -> tuple[int, ...]:
-        """This rank's neighbours on the data axis, over which buckets are sharded."""
-        ranks, size = self.dims.peers(self.rank, PRODUCTS["data"]), self.dims.shard
-        first = ranks.index(self.rank) // size * size
-        return ranks[first : first + size]
+        group = axis if size == axis.size else self._axis(names[0], neighbours(axis.ranks, self.rank, size), own)
+        return group, axis if size == 1 else self._axis(names[1], axis.ranks[axis.rank % size :: size], own)
 
     def _tied_pair(self, tied: tuple[int, int] | None) -> MeshAxis | None:
         if tied is None or tied[0] == tied[1]:

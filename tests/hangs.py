@@ -82,11 +82,11 @@ def train(cases: dict[str, int], rank: int, port: int, prefix: str, directory: P
 def hang(trainer: Any, cases: dict[str, int], until: Until) -> None:
     """Let this rank hang in every case."""
     from megalite.build import parts as build
-    from megalite.checkpoint import storage
+    from megalite.checkpoint import tensors
     from megalite.optimizer import norm
     from megalite.parallel.collectives import Pending
 
-    activity, all_reduce, append = trainer.mesh.activity, norm.all_reduce, storage.append
+    activity, all_reduce, append = trainer.mesh.activity, norm.all_reduce, tensors.append
     if "plans" in cases:  # one microbatch less than rank 0 has
         step = trainer.loader.step
         trainer.schedule = build.schedule(trainer.config, CASE["microbatches"] - 1)
@@ -117,7 +117,7 @@ def hang(trainer: Any, cases: dict[str, int], until: Until) -> None:
 
     trainer.loader._dataset = Data()
     activity.listeners += (computing,)
-    patch.object(storage, "append", writing).start()
+    patch.object(tensors, "append", writing).start()
     patch.object(norm, "all_reduce", summing).start()
 
 

@@ -8,7 +8,6 @@ one ended, so every one also shows that a new start goes on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -22,12 +21,14 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 from megalite.checkpoint import CheckpointError, latest, manifest_of
 from megalite.checkpoint.inspect import damages
 from megalite.data.indexed import IndexedTokens
+from tests import attempts
 from tests.distributed.support.configs import write_tokens
 from tests.launch.marked import MARK, living
 from tests.structure.sources import ROOT
@@ -204,21 +205,12 @@ def check(scene: Scene, before: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    chosen, failures = random.Random(options.seed), 0
+    options = attempts.options(__doc__, 40)
+    chosen = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="megalite_kills_") as directory:
         scene = Scene(Path(directory), chosen)
-        for number, (what, whom, when) in enumerate(islice(cycle(chosen.sample(KILLS, len(KILLS))), options.count), start=1):
-            try:
-                print(f"{number:3} {kill(scene, what, whom, when)}", flush=True)
-            except Failed as error:
-                failures += 1
-                print(f"{number:3} FAILED {error}", flush=True)
-    print(f"{options.count - failures} of {options.count} kills left nothing behind and lost nothing")
-    sys.exit(int(failures > 0))
+        cases = islice(cycle(chosen.sample(KILLS, len(KILLS))), options.count)
+        attempts.make((partial(kill, scene, *case) for case in cases), "kills left nothing behind and lost nothing")
 
 
 if __name__ == "__main__":

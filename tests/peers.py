@@ -7,24 +7,24 @@ a lost rank may raise nothing, as on a GPU (`silent`: a failed wait never return
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
 import re
 import signal
-import sys
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Event
 from time import process_time
 from typing import Any
 
 from megalite.activity import Activity
+from tests import attempts
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.pool import start_fork_server
 
@@ -189,24 +189,17 @@ def free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = attempts.options(__doc__, 50)
     start_fork_server()
-    failures = 0
     with tempfile.TemporaryDirectory(prefix="megalite_peers_") as name:
         prefix = write_tokens(Path(name), TOKENS)
-        for number, loss in enumerate(drawn(options.count, options.seed), start=1):
-            directory = Path(name, str(number))
-            directory.mkdir()
-            try:
-                print(f"{number:3} {lose(loss, prefix, directory)}", flush=True)
-            except AssertionError as error:
-                failures += 1
-                print(f"{number:3} FAILED {error}", flush=True)
-    print(f"{options.count - failures} of {options.count} lost ranks were named by all others")
-    sys.exit(int(failures > 0))
+
+        def attempt(number: int, loss: Loss) -> str:
+            (directory := Path(name, str(number))).mkdir()
+            return lose(loss, prefix, directory)
+
+        losses = enumerate(drawn(options.count, options.seed))
+        attempts.make((partial(attempt, *each) for each in losses), "lost ranks were named by all others")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from megalite_kernels.attention_triton import (
     _tables,
     _target,
     _visible,
+    _with_queries,
 )
 from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.launch import Variant, architecture
@@ -251,18 +252,10 @@ def _backward_keys(
                 if masked:
                     first_key = _first_key(starts, its_row, base + length, d_s, DOCUMENTS)
                     p = tl.where(_visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0)
-                dp = tl.dot(v_tile, tl.trans(grad))
-                kept = p
-                if P > 0:
-                    key_hash = _mix((first_position + keys) * _C + (first_head + head.to(tl.int32) + 1) * _A)
-                    keep = _keeps(_row_hash(sample, key, first_position + query)[None, :], key_hash[:, None], THRESHOLD)
-                    kept = tl.where(keep, p, 0.0)
-                    dp = tl.where(keep, dp * (1 / (1 - P)), 0.0)
-                dv_tile = tl.dot(kept.to(grad.dtype), grad, dv_tile)
-                ds = p * (dp - inner[None, :])
-                if SOFTCAP > 0:
-                    ds = ds * (1.0 - x * x)
-                dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
+                dk_tile, dv_tile = _with_queries(
+                    dk_tile, dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, q_tile, grad,
+                    sample, key, first_head + head.to(tl.int32), first_position + query, first_position + keys, SOFTCAP, P, THRESHOLD,
+                )  # fmt: skip
     line, own_key = batch * tl.num_programs(1) * DIM, (row * tl.num_programs(1) + kv_head) * DIM  # of dk and dv
     to, exists = _target(dk + own_key, first_row, line, limit, KEYS, DIM, WIDTH)
     tl.store(to, dk_tile * SCALE, mask=exists)
@@ -287,6 +280,12 @@ def _variant(kernel: str, target: str, *shape) -> Variant:
     return Variant(_KERNELS[kernel], {**constants, "QUERIES": tile.queries, "KEYS": tile.keys}, tile.warps, tile.stages)
 
 
+def _table(rows: list[tuple[int, int, int]], device: torch.device) -> Tensor:
+    """The copy does not wait for the device: runs that follow a batch's documents have tables of their own in every step."""
+    table = torch.tensor(rows, dtype=torch.int32).reshape(-1, _COLUMNS.value)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
 @functools.lru_cache(maxsize=256)
 def _tile_table(runs: Runs, tile: int, device: torch.device) -> Tensor:
     """Of each tile: its first position, its first row, and the end of its run's rows. In ascending order of positions."""
@@ -294,7 +293,7 @@ def _tile_table(runs: Runs, tile: int, device: torch.device) -> Tensor:
     for start, length in runs:
         found += [(start + offset, row + offset, row + length) for offset in range(0, length, tile)]
         row += length
-    return torch.tensor(sorted(found), dtype=torch.int32, device=device).reshape(-1, _COLUMNS.value)
+    return _table(sorted(found), device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -304,7 +303,7 @@ def _run_table(runs: Runs, device: torch.device) -> Tensor:
     for start, length in runs:
         found.append((start, row, length))
         row += length
-    return torch.tensor(found, dtype=torch.int32, device=device).reshape(-1, _COLUMNS.value)
+    return _table(found, device)
 
 
 def _launcher(

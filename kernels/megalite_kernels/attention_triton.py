@@ -265,6 +265,25 @@ def _backward_queries(
     tl.store(to, (result * SCALE).to(dq.dtype.element_ty), mask=exists)
 
 
+@triton.jit
+def _with_queries(
+    dk_tile, dv_tile, p, x, dp, inner, q_tile, grad, sample, key, head, query, keys,
+    SOFTCAP: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of keys with what a tile of queries adds to them. p, x and dp are [keys, queries]; x is from `_capped`."""
+    kept = p
+    if P > 0:
+        key_hash = _mix(keys * _C + (head + 1) * _A)
+        keep = _keeps(_row_hash(sample, key, query)[None, :], key_hash[:, None], THRESHOLD)
+        kept = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * (1 / (1 - P)), 0.0)
+    dv_tile = tl.dot(kept.to(grad.dtype), grad, dv_tile)
+    ds = p * (dp - inner[None, :])
+    if SOFTCAP > 0:
+        ds = ds * (1.0 - x * x)
+    return tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile), dv_tile
+
+
 @triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
 def _backward_keys(
     q, k, v, dout, lse, delta, dk, dv, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head,
@@ -298,18 +317,10 @@ def _backward_keys(
             if masked:
                 first_key = _first_key(starts, query, sequence, d_s, DOCUMENTS)
                 p = tl.where(_visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0)
-            dp = tl.dot(v_tile, tl.trans(grad))
-            kept = p
-            if P > 0:
-                key_hash = _mix((first_position + keys) * _C + (first_head + head.to(tl.int32) + 1) * _A)
-                keep = _keeps(_row_hash(sample, key, first_position + query)[None, :], key_hash[:, None], THRESHOLD)
-                kept = tl.where(keep, p, 0.0)
-                dp = tl.where(keep, dp * (1 / (1 - P)), 0.0)
-            dv_tile = tl.dot(kept.to(grad.dtype), grad, dv_tile)
-            ds = p * (dp - inner[None, :])
-            if SOFTCAP > 0:
-                ds = ds * (1.0 - x * x)
-            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
+            dk_tile, dv_tile = _with_queries(
+                dk_tile, dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, q_tile, grad,
+                sample, key, first_head + head.to(tl.int32), first_position + query, first_position + keys, SOFTCAP, P, THRESHOLD,
+            )  # fmt: skip
     line, own_key = batch * tl.num_programs(1) * DIM, (row * tl.num_programs(1) + kv_head) * DIM  # of dk and dv
     to, exists = _target(dk + own_key, first, line, sequence, KEYS, DIM, WIDTH)
     tl.store(to, (dk_tile * SCALE).to(dk.dtype.element_ty), mask=exists)

@@ -1,13 +1,13 @@
 """The topology-free checkpoint: global tensors by name and coordinates, independent of the meshes that write and read them.
 
 Start at api.py: what a checkpoint is, and saving, loading, listing and pruning. manifest.py is the file that describes it.
-May import megalite.parallel (specs) and what is below; imports torch.distributed.checkpoint only to write or read a checkpoint.
+May import megalite.parallel (specs) and what is below; imports torch only to write or read a checkpoint.
 """
 
-from megalite.checkpoint.api import find, history, latest, load, manifest_of, prune, save
+from megalite.checkpoint.api import find, history, latest, load, manifest_of, mark_best, prune, save
 from megalite.checkpoint.directories import step_name, step_number
 from megalite.checkpoint.errors import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import Manifest
 
-__all__ = ["CheckpointError", "DamagedError", "Manifest", "find", "history", "latest", "load", "manifest_of", "prune", "save"]
-__all__ += ["step_name", "step_number"]
+__all__ = ["CheckpointError", "DamagedError", "Manifest", "find", "history", "latest", "load", "manifest_of"]
+__all__ += ["mark_best", "prune", "save", "step_name", "step_number"]

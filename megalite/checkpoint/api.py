@@ -5,6 +5,7 @@ A checkpoint is a directory with files of tensor data and a manifest that lists 
 
     checkpoints/step_00000100/     complete; damage by a disk or a user is detected when it is read
     checkpoints/latest             text: step_00000100
+    checkpoints/best               the same, of the checkpoint with the lowest validation loss (`checkpoint.keep_best`)
     checkpoints/.step_…            saves in progress, or interrupted: removed by the next save
 
 `save`, `history` and `prune` are collective: rank 0 changes names in the file system, and every rank learns its result or its error.
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> int:
     """Write a checkpoint and publish it as `directory`, replacing an existing one. Collective over the world. Returns the bytes of all
-    ranks, on rank 0.
+    ranks.
 
     If `directory` has the name of a step (`step_name`), `latest` in the same directory is updated to name it.
 
@@ -39,15 +40,19 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
     Raises:
         CheckpointError: on every rank, if any rank could not write; then nothing is published, and its files are removed.
     """
-    from megalite.checkpoint import tensors  # importing torch.distributed.checkpoint costs 0.65 s: only on first use
+    from megalite.checkpoint import tensors  # imports torch
+
+    def publish() -> int:
+        stored = tensors.merged(outcomes)
+        directories.publish(temporary, directory, encode(state, stored))
+        return sum(chunk.bytes for tensor in stored.values() for chunk in tensor.chunks)
 
     try:
         temporary = on_rank_0(mesh, lambda: directories.begin(directory))
         try:
             with named("the exchange of what to save", mesh):
-                written = tensors.write(temporary, rectangles, mesh.saving, mesh.activity if mesh.saving is mesh.world else None)
-            on_rank_0(mesh, lambda: directories.publish(temporary, directory, encode(state, written)))
-            return sum(chunk.bytes for tensor in written.values() for chunk in tensor.chunks)
+                outcomes = tensors.write(temporary, rectangles, mesh.saving, mesh.activity if mesh.saving is mesh.world else None)
+            return on_rank_0(mesh, publish)
         except BaseException:
             if mesh.world.rank == 0:
                 directories.discard(temporary, directory)
@@ -98,15 +103,23 @@ def latest(checkpoints: Path) -> Path | None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`: `path` itself, or the newest one of a run's directory or of its checkpoints/ directory."""
+    """The checkpoint at `path`: `path` itself, the one that a file `latest` or `best` names, or the newest one of a run's directory or of
+    its checkpoints/ directory."""
+    if path.name in (directories.LATEST, directories.BEST) and path.is_file():
+        return path.with_name(path.read_text(errors="replace").strip())
     for directory in (path, path / "checkpoints"):
         if (directory / "latest").is_file() and (newest := latest(directory)) is not None:
             return newest
     return path
 
 
+def mark_best(directory: Path, mesh: Mesh) -> None:
+    """Let `best`, next to a checkpoint, name it: `prune` keeps it until another is the best. Collective."""
+    on_rank_0(mesh, lambda: directories.mark_best(directory))
+
+
 def prune(checkpoints: Path, keep: int, mesh: Mesh, keep_every: int | None = None, spare: Path | None = None) -> None:
-    """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`, and except `spare`. Collective.
+    """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`, `spare` and the best. Collective.
 
     Only checkpoints up to `latest` of which no file is missing or truncated count as kept: the last usable one is never removed.
     """

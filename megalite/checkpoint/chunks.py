@@ -1,4 +1,4 @@
-"""Writes parts of tensors to a file, with checksums. Does not import torch.distributed.checkpoint (DCP), which is slow to import."""
+"""Writes parts of tensors to a file, with checksums."""
 
 from __future__ import annotations
 

@@ -1,34 +1,25 @@
-"""Writes and reads rectangles of global tensors with torch.distributed.checkpoint (DCP), which plans what each rank writes and reads.
+"""Writes and reads rectangles of global tensors: each rank its own file, with no more communication than one message to rank 0.
 
-DCP asks a value of the state dict for its chunks only if it is a tensor, so all rectangles of one global tensor are passed to it as one
-wrapper subclass without data of its own.
+torch.distributed.checkpoint is not used: importing it takes a rank longer than reading a checkpoint of a billion bytes.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
+import os
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megalite.activity import Activity
-from megalite.checkpoint.chunks import name_of
-from megalite.checkpoint.errors import CheckpointError, DamagedError
-from megalite.checkpoint.manifest import Manifest, StoredTensor
-from megalite.checkpoint.storage import Reader, Writer
+from megalite.checkpoint.chunks import append, name_of
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from megalite.mesh import MeshAxis
 from megalite.parallel.spec import Rectangle
 
@@ -36,46 +27,54 @@ LARGEST_CHUNK = 64 << 20  # bytes; reading a part of a chunk reads and verifies 
 NAMED_PROBLEMS = 5  # problems listed in a message
 
 
-class _GlobalTensor(torch.Tensor):
-    """A global tensor of which this process holds some rectangles. Implements only DCP's three protocol methods."""
+@dataclass(frozen=True)
+class _Written:
+    """A chunk that a rank has written, and the global tensor that it belongs to."""
 
-    parts: list[Rectangle]
-
-    @staticmethod
-    def __new__(cls, parts: list[Rectangle]) -> _GlobalTensor:
-        first = parts[0]
-        made: _GlobalTensor = torch.Tensor._make_wrapper_subclass(cls, first.global_shape, dtype=first.tensor.dtype)
-        made.parts = parts
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} on a global tensor, which only describes what to store")
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.size()))
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(part.offsets), part.tensor.size()) for part in self.parts]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The rectangle at an offset. The index counts this process's rectangles when loading, those of all ranks when saving."""
-        if index.index is not None and index.index < len(self.parts) and torch.Size(self.parts[index.index].offsets) == index.offset:
-            return self.parts[index.index].tensor
-        return next(part.tensor for part in self.parts if torch.Size(part.offsets) == index.offset)
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunk: Chunk
 
 
-def _global_tensors(rectangles: Sequence[Rectangle]) -> dict[str, Tensor]:
-    """One entry per global name. Empty rectangles are left out: their offset could equal that of another rectangle."""
-    by_name: dict[str, list[Rectangle]] = {}
+Outcome = list[_Written] | str
+"""What a rank has written, or why it could not."""
+
+
+def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis, activity: Activity | None) -> list[Outcome]:
+    """Write this rank's rectangles to `directory` and sync them to disk; returns every rank's outcome on rank 0. Collective.
+
+    activity: learns when this rank writes; None: a save in the background is not what the rank does.
+    """
+    own: Outcome
+    try:
+        own = _write_own(directory / f"rank_{world.rank:05d}.bin", rectangles, activity)
+    except Exception as error:  # the other ranks must not wait for this one
+        own = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    if world.group is None:
+        return [own]
+    import torch.distributed as dist
+
+    found: list[Outcome] | None = [[]] * world.size if world.rank == 0 else None
+    dist.gather_object(own, found, dst=world.ranks[0], group=world.group)
+    return found or []
+
+
+def _write_own(path: Path, rectangles: Sequence[Rectangle], activity: Activity | None) -> list[_Written]:
+    """Write this rank's file, unless it has nothing to write. Rectangles of one tensor follow each other."""
+    by_name: defaultdict[str, list[Rectangle]] = defaultdict(list)
     for part in rectangles:
         if part.tensor.numel():
-            by_name.setdefault(part.name, []).append(part)
-    return {name: _GlobalTensor(parts) for name, parts in by_name.items()}
+            by_name[part.name] += _blocks(part)
+    written: list[_Written] = []
+    if by_name:
+        with activity.working() if activity else nullcontext(), open(path, "wb") as file:
+            for part in (part for parts in by_name.values() for part in parts):
+                chunk = append(file, part.offsets, part.tensor)
+                written.append(_Written(part.name, name_of(part.tensor.dtype), part.global_shape, chunk))
+            file.flush()
+            os.fsync(file.fileno())
+    return written
 
 
 def _blocks(part: Rectangle) -> Iterator[Rectangle]:
@@ -90,90 +89,97 @@ def _blocks(part: Rectangle) -> Iterator[Rectangle]:
         start += block.shape[dim]
 
 
-def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{name_of(dtype)} {list(shape)}"
+def merged(outcomes: Sequence[Outcome]) -> dict[str, StoredTensor]:
+    """The tensors that all ranks have written. Raises CheckpointError if one could not, or if they are not every element, once."""
+    if errors := {rank: each for rank, each in enumerate(outcomes) if isinstance(each, str)}:
+        raise CheckpointError("\n".join(f"rank {rank}: {error}" if len(errors) > 1 else error for rank, error in errors.items()))
+    stored: dict[str, StoredTensor] = {}
+    holder: dict[tuple[str, tuple[int, ...]], int] = {}
+    elements: Counter[str] = Counter()
+    for rank, written in enumerate(outcomes):
+        for each in written:
+            assert isinstance(each, _Written)
+            tensor, at = stored.setdefault(each.name, StoredTensor(each.dtype, each.shape, [])), (each.name, each.chunk.offsets)
+            kinds = [_describe(shape, dtype) for shape, dtype in ((tensor.shape, tensor.dtype), (each.shape, each.dtype))]
+            if kinds[0] != kinds[1]:
+                raise CheckpointError(f"{each.name} is {kinds[0]} and, on rank {rank}, {kinds[1]}")
+            if at in holder:
+                ranks = f"rank {holder[at]} and by rank {rank}"
+                raise CheckpointError(f"{each.name} at {list(each.chunk.offsets)} would be stored twice, by {ranks}")
+            holder[at] = rank
+            elements[each.name] += prod(each.chunk.sizes)
+            tensor.chunks.append(each.chunk)
+    for name, tensor in stored.items():
+        if elements[name] != prod(tensor.shape):
+            raise CheckpointError(f"{name} has {prod(tensor.shape)} elements, but the ranks hold {elements[name]}")
+        _check_apart(name, tensor)
+    return stored
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Refuses plans that do not store every element exactly once: DCP drops a repeated chunk, and does not check one process's plan."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        first: dict[str, TensorWriteData] = {}
-        holder: dict[tuple[str, torch.Size | None], int] = {}
-        stored: Counter[str] = Counter()
-        for rank, plan in enumerate(all_plans):
-            for item in plan.items:
-                name, offset, data = item.index.fqn, item.index.offset, item.tensor_data
-                assert data is not None
-                kinds = [_describe(each.size, each.properties.dtype) for each in (first.setdefault(name, data), data)]
-                if kinds[0] != kinds[1]:
-                    raise CheckpointError(f"{name} is {kinds[0]} and, on rank {rank}, {kinds[1]}")
-                if (name, offset) in holder:
-                    ranks = f"rank {holder[name, offset]} and by rank {rank}"
-                    raise CheckpointError(f"{name} at {list(offset or ())} would be stored twice, by {ranks}")
-                holder[name, offset] = rank
-                stored[name] += prod(data.chunk.sizes)
-        for name, data in first.items():
-            if stored[name] != prod(data.size):
-                raise CheckpointError(f"{name} has {prod(data.size)} elements, but the ranks hold {stored[name]}")
-        return super().create_global_plan(all_plans)
+def _check_apart(name: str, tensor: StoredTensor) -> None:
+    """Raise CheckpointError if a chunk leaves the tensor, or overlaps another one."""
+    open_chunks: list[Chunk] = []  # that may reach the rows of the next one
+    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
+        ends = (low + size for low, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        if any(end > whole for end, whole in zip(ends, tensor.shape, strict=True)):
+            raise CheckpointError(f"{name} has the shape {list(tensor.shape)}, and a part {list(chunk.sizes)} at {list(chunk.offsets)}")
+        open_chunks = [each for each in open_chunks if not chunk.offsets or each.offsets[0] + each.sizes[0] > chunk.offsets[0]]
+        for other in open_chunks:
+            if _common(chunk.offsets, chunk.sizes, other.offsets, other.sizes) is not None:
+                raise CheckpointError(f"{name} has overlapping parts, at {list(other.offsets)} and at {list(chunk.offsets)}")
+        open_chunks.append(chunk)
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """Reports every tensor that does not fit, with what was expected and found. With `convert`, any dtype fits."""
-
-    def __init__(self, convert: bool):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.convert = convert
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        found = self.metadata.state_dict_metadata
-        problems = []
-        for name, tensor in self.state_dict.items():
-            expected, entry = _describe(tensor.shape, tensor.dtype), found.get(name)
-            stored = "nothing of that name"
-            if isinstance(entry, TensorStorageMetadata):
-                stored = _describe(entry.size, tensor.dtype if self.convert else entry.properties.dtype)
-            if stored != expected:
-                problems.append(f"{name}: expected {expected}, found {stored}")
-        if problems:
-            more = f"\n  … and {len(problems) - NAMED_PROBLEMS} more" if len(problems) > NAMED_PROBLEMS else ""
-            raise CheckpointError("its tensors do not fit this model:\n  " + "\n  ".join(problems[:NAMED_PROBLEMS]) + more)
-        return super().create_local_plan()
+def _common(
+    offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """First and end, in each dimension, of what two rectangles share; None if they share nothing."""
+    shared = [
+        (max(low, other), min(low + size, other + other_size))
+        for low, size, other, other_size in zip(offsets, sizes, others, other_sizes, strict=True)
+    ]
+    return shared if all(low < end for low, end in shared) else None
 
 
-def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis, activity: Activity | None) -> dict[str, StoredTensor]:
-    """Write every rank's rectangles to `directory` and sync them to disk; returns the tensors of all ranks on rank 0. Collective.
-
-    activity: learns when this rank writes; None: a save in the background is not what the rank does.
-    """
-    blocks = [block for part in rectangles for block in _blocks(part)]
-    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    writer = Writer(directory, world.rank, activity)
-    with _clear_errors():
-        dcp_save(_global_tensors(blocks), storage_writer=writer, planner=planner, process_group=world.group, no_dist=world.group is None)
-    return writer.tensors
+def _describe(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype} {list(shape)}"
 
 
 def read(manifest: Manifest, rectangles: Sequence[Rectangle], convert: bool) -> None:
     """Fill the rectangles, see `checkpoint.load`. Not collective, so no rank waits for one that fails."""
-    planner = _LoadPlanner(convert)
-    with _clear_errors(f"could not load {manifest.directory}: "):
-        dcp_load(_global_tensors(rectangles), storage_reader=Reader(manifest), planner=planner, no_dist=True)
+    _check_fit(manifest, rectangles, convert)
+    wanted: defaultdict[Chunk, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)  # a target, and its place in the chunk
+    dtypes: dict[Chunk, torch.dtype] = {}
+    for part in rectangles:
+        if not part.tensor.numel():
+            continue
+        stored = manifest.tensors[part.name]
+        for chunk in stored.chunks:
+            shared = _common(part.offsets, part.tensor.shape, chunk.offsets, chunk.sizes)
+            if shared is not None:
+                dtypes[chunk] = getattr(torch, stored.dtype)
+                wanted[chunk].append((part.tensor.detach()[_within(shared, part.offsets)], _within(shared, chunk.offsets)))
+    for chunk, data in manifest.read(wanted):
+        values = torch.from_numpy(data).view(dtypes[chunk]).view(chunk.sizes)
+        for target, place in wanted[chunk]:
+            target.copy_(values[place])
 
 
-@contextmanager
-def _clear_errors(what: str = "") -> Iterator[None]:
-    """Convert DCP's exception, which quotes every rank's traceback, to one line per rank; suppress its warning about missing groups."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as failure:
-        errors = {rank: error for rank, (error, _) in failure.failures.items()}
-        if damage := next((error for error in errors.values() if isinstance(error, DamagedError)), None):
-            raise damage from None
-        lines = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}" for error in errors.values()]
-        named = lines if len(lines) == 1 else [f"rank {rank}: {line}" for rank, line in zip(errors, lines, strict=True)]
-        raise CheckpointError(what + "\n".join(named)) from next(iter(errors.values()))
+def _within(shared: Sequence[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """A rectangle of a global tensor as an index into one that begins at `offsets`."""
+    return tuple(slice(low - offset, end - offset) for (low, end), offset in zip(shared, offsets, strict=True))
+
+
+def _check_fit(manifest: Manifest, rectangles: Sequence[Rectangle], convert: bool) -> None:
+    """Raise CheckpointError naming the tensors that the checkpoint does not have in this shape and, unless `convert`, dtype."""
+    problems: dict[str, str] = {}
+    for part in rectangles:
+        dtype = name_of(part.tensor.dtype)
+        expected, stored = _describe(part.global_shape, dtype), manifest.tensors.get(part.name)
+        found = "nothing of that name" if stored is None else _describe(stored.shape, dtype if convert else stored.dtype)
+        if found != expected and part.tensor.numel():
+            problems.setdefault(part.name, f"{part.name}: expected {expected}, found {found}")
+    if problems:
+        more = f"\n  … and {len(problems) - NAMED_PROBLEMS} more" if len(problems) > NAMED_PROBLEMS else ""
+        listed = "\n  ".join(list(problems.values())[:NAMED_PROBLEMS])
+        raise CheckpointError(f"could not load {manifest.directory}: its tensors do not fit this model:\n  {listed}{more}")

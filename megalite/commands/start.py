@@ -33,6 +33,8 @@ COMMANDS = {
     "completion": "print a script that lets a shell complete commands and options",
     "demo": "prepare data and train a small model in minutes (in a checkout only)",
 }
+NEW_OBJECTS = 100_000
+"""Between collections of garbage. With Python's 700, importing torch and megalite collects 400 times and finds nothing."""
 PRINTS_TABLES = ("plan", "bubble", "compare")  # their output may be piped to head, which closes the pipe early
 
 
@@ -57,6 +59,7 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
 def prepare_process(name: str) -> None:
     """What every process does first: the launcher may be killed, and Ctrl-C pressed, while it still imports."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a handler: Python's own one prints a traceback
+    gc.set_threshold(NEW_OBJECTS)
     from megalite import processes
     from megalite.launch import interrupts
     from megalite.launch.exit_status import training_status

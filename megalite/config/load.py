@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 from megalite.checkout import CONFIGS
 from megalite.config import amounts
 from megalite.config.dims import filling_dp
-from megalite.config.families import hf_shape
 from megalite.config.presets import preset
 from megalite.config.rule import nearest_name, show
 from megalite.config.rules import check
@@ -47,7 +46,7 @@ LAUNCH = {
     "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
 }
 """What `megalite.commands.launch` takes, which is no part of the configuration → help."""
-SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero")}, "faults": "faults.inject"}
+SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "ep", "zero")}, "faults": "faults.inject"}
 SECTIONS = [section.name for section in fields(Config)]
 OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
 """Every option, section.key → its dataclass field."""
@@ -147,8 +146,10 @@ def to_yaml(config: Config) -> str:
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Store the resolved configuration in the run's directory."""
+    """Store the resolved configuration in the run's directory; a budget of memory as it was given, since it depends on the layout."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    if config.train.memory_budget is not None:
+        config = replace(config, train=replace(config.train, recompute="budget"))
     (run_dir / "config.yaml").write_text(to_yaml(config))
 
 
@@ -224,9 +225,7 @@ def read_arguments(argv: list[str]) -> Arguments:
             if not word.startswith("--"):
                 raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE.")
             if option != "config" and option not in OPTIONS:
-                raise unknown(
-                    name, "on the command line", [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"], dashes="--"
-                )
+                raise _not_here(name)
             following = value if equals else words.popleft() if words else None
             if following is None or (not equals and following.startswith("--")):
                 raise ConfigError(f"--{name} on the command line has no value. Write --{name} VALUE.")
@@ -235,6 +234,17 @@ def read_arguments(argv: list[str]) -> Arguments:
             else:
                 arguments.overrides[option] = without_brackets(option, [following, *_more_entries(option, words)])
     return arguments
+
+
+def _not_here(name: str) -> ConfigError:
+    """The error for a name on the command line that is no option of a run."""
+    if name in LAUNCH:  # `megalite train` takes them itself
+        return ConfigError(
+            f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run starts none and takes their number "
+            "by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
+        )
+    known = [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"]
+    return unknown(name, "on the command line", known, dashes="--")
 
 
 def _more_entries(option: str, words: deque[str]) -> Iterator[str]:
@@ -318,11 +328,10 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> C
 
     Models of the Hugging Face Hub are fetched and become directories; weights: also those of model.init_from.
     """
-    parser = build_parser()
     given: dict[str, Any] = {}
     for path in map(config_file, arguments.files):
-        given = amounts.on_top(given, _file_values(parser, path), f"in {path}")
-    values = parse_values(parser, arguments.overrides, "on the command line", words=True)
+        given = amounts.on_top(given, _file_values(path), f"in {path}")
+    values = parse_values(arguments.overrides, "on the command line", words=True)
     given = amounts.on_top(given, values, "on the command line")
     given |= {option: with_home(given[option]) for option in PATHS if option in given}
     if given.get("model.init_from") or given.get("model.from_hf"):
@@ -342,14 +351,14 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> C
     return config
 
 
-def _file_values(parser: "ArgumentParser", path: str) -> dict[str, Any]:
+def _file_values(path: str) -> dict[str, Any]:
     """The options in a YAML file; text where a list is expected is a list without brackets."""
     tree = read_tree(path, "--config")
     values = {} if tree is None else flatten(tree, f"in {path}")
     lists = {option for option, value in values.items() if isinstance(value, str) and takes(list, option) and not takes(str, option)}
     words = {option: without_brackets(option, [values[option]]) for option in lists}
     others = {option: value for option, value in values.items() if option not in lists}
-    return parse_values(parser, others, f"in {path}") | parse_values(parser, words, f"in {path}", words=True)
+    return parse_values(others, f"in {path}") | parse_values(words, f"in {path}", words=True)
 
 
 def with_home(value: Any) -> Any:
@@ -359,7 +368,7 @@ def with_home(value: Any) -> Any:
         return scheme + os.path.expanduser(value.removeprefix(scheme))
     if isinstance(value, list):
         return [with_home(each) for each in value]
-    return {with_home(key): each for key, each in value.items()} if isinstance(value, dict) else value
+    return {with_home(key): with_home(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -377,6 +386,8 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
     if name is not None:
         shape = preset(name)
     elif directory is not None:
+        from megalite.config.families import hf_shape
+
         shape = hf_shape(directory)
     return {f"model.{key}": value for key, value in shape.items()}
 
@@ -390,8 +401,8 @@ def help_text(section: str | None = None) -> str:
     return text if section is None else next(part for part in text.split("\n\n") if part.startswith(f"{section}:\n"))
 
 
-def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
-    """A parser with one argument per option, of the type of its field; docs: option → help text."""
+def build_parser(docs: dict[str, str] | None = None, options: Collection[str] = tuple(OPTIONS)) -> "ArgumentParser":
+    """A parser with one argument per option, of the type of its field. docs: option → help text; options: those to parse."""
     from jsonargparse import ArgumentParser
 
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
@@ -408,14 +419,15 @@ def build_parser(docs: dict[str, str] | None = None) -> "ArgumentParser":
         for name, text in LAUNCH.items():
             launcher.add_argument(f"--{name}", help=text)
     groups = {section.name: parser.add_argument_group(section.name) for section in fields(Config)}
-    for option, key in OPTIONS.items():
+    for option in options:
+        key = OPTIONS[option]
         default = key.default if key.default_factory is MISSING else key.default_factory()
         names = [f"--{option}", *short.get(option, [])]
         groups[option.split(".")[0]].add_argument(*names, type=key.type, default=default, help=docs and docs[option])
     return parser
 
 
-def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
+def parse_values(values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
     """Values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit.
 
     A share of the steps, which no type holds, is returned as a Fraction, for `amounts.resolve_steps`.
@@ -425,7 +437,9 @@ def parse_values(parser: "ArgumentParser", values: dict[str, Any], source: str, 
     values = {option: amounts.plain(option, value, source) for option, value in values.items()}
     shares = {option: value for option, value in values.items() if isinstance(value, Fraction)}
     values = {option: value for option, value in values.items() if option not in shares}
-    argv = [f"--{option}={word}" for option, word in values.items()]
+    if not values:
+        return dict(shares)
+    parser, argv = build_parser(options=values), [f"--{option}={word}" for option, word in values.items()]
     try:
         parsed = parser.parse_args(argv, defaults=False) if words else parser.parse_object(nest(values), defaults=False)
     except OverflowError:  # an integer that no float holds, where a float is expected

@@ -15,6 +15,7 @@ from megalite import checkpoint
 from megalite.checkpoint import directories
 from megalite.checkpoint.chunks import name_of
 from megalite.config.hub import repository
+from megalite.config.schema import ModelConfig
 from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import HF, head_of, model_of, places_of
 from megalite.huggingface.files import ConversionError, NewFile
@@ -43,9 +44,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     tensors = {key: value for each in modules for key, value in zip(each.keys(lora.dora), _tensors(each, adapters, found), strict=True)}
     head = head_of(model, directory)
     tensors |= dict(_saved(adapters, found, head))
-    start = model.initial_weights or ""
-    base = start.removeprefix(HF) if start.startswith(HF) else model.from_hf
-    base = base and repository(base)
+    base = _base(model)
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
     parameters, dtypes = sum(value.numel() for value in tensors.values()), {name_of(value.dtype) for value in tensors.values()}
     with converting.new_directory(target) as temporary:
@@ -60,6 +59,16 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
         "tokenizer": tokenizer.name,
         "notes": tokenizer.notes,
     }
+
+
+def _base(model: ModelConfig) -> str | None:
+    """The model that the adapters adapt, for readers in any directory: org/name, or an absolute path."""
+    start = model.initial_weights or ""
+    directory = start.removeprefix(HF) if start.startswith(HF) else model.from_hf
+    if directory is None:
+        return None
+    name = repository(directory)
+    return str(Path(name).absolute()) if name == directory and Path(name).exists() else name
 
 
 def _tensors(module: Module, adapters: Adapters, found: dict[str, Place]) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from time import perf_counter, process_time
+from time import process_time
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ Path = Literal["mkl", "onednn", "bf16"]
 SETTINGS: Mapping[Path, str] = {"mkl": "highest", "onednn": "medium", "bf16": "medium"}
 NAMES: Mapping[Path, str] = {"mkl": "MKL", "onednn": "oneDNN", "bf16": "oneDNN in bf16"}
 LEAST_REPEATS, MOST_REPEATS = 2, 8  # of the measured products; the first one prepares
-BUDGET_S = 0.4  # after which no repetition starts
-MOST_FLOPS = 2e8  # of a measured product, about 2 ms on one core: a larger one is measured in part
+BUDGET_S = 0.15  # processor seconds, of all threads, after which no repetition starts
+MOST_FLOPS = 1e8  # of a measured product, about 1 ms on one core: a larger one is measured in part
 
 
 class Product(NamedTuple):
@@ -80,16 +80,16 @@ def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
 
 
 def measure(products: Sequence[Product], paths: Sequence[Path]) -> dict[Path, float]:
-    """Processor seconds of a step's products in each library. Takes about half a second, whatever the model.
+    """Processor seconds of a step's products in each library. Takes about two tenths of one, whatever the model.
 
     The libraries alternate product by product, the list is repeated, and the best time of each counts, in seconds of all threads that the
     process was running: ranks that share cores and other programs then change little.
     """
     best: dict[tuple[int, Path], float] = {}
     operands = [_operands(product) for product in products]
-    deadline = perf_counter() + BUDGET_S
+    deadline = process_time() + BUDGET_S
     for repeat in range(MOST_REPEATS):
-        if repeat >= LEAST_REPEATS and perf_counter() > deadline:
+        if repeat >= LEAST_REPEATS and process_time() > deadline:
             break
         for number, (first, second, scale) in enumerate(operands):
             for path in paths:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from megalite.build import plan
+from megalite.config.recomputation import operations_of
 from megalite.config.schema import Config, ModelConfig
 from megalite.model.cost.steps import Share
 from megalite.parallel.pipeline.schedule import Kind, Schedule
@@ -26,7 +27,8 @@ def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
     others = (ep - 1) / ep
     total = 0.0
     for layer in layers:
-        again = config.train.recompute_of(layer) == "full"
+        mode = config.train.recompute_of(layer)
+        again = mode == "full" or "experts" in operations_of(mode)
         if config.parallel.expert_dispatch == "all_to_all":
             rows = tokens * k * model.hidden_size * width.compute * others
             total += (4 + 2 * again) * rows + experts * COUNT * (ep - 1)  # there and back, in forward and backward; counts once
@@ -76,8 +78,10 @@ def worst_total(config: Config, schedule: Schedule) -> int:
 def _keeps(config: Config, unit: int) -> bool:
     """Whether a unit is a mixture that keeps its rows until its backward."""
     layer = unit - 1
-    inside = 0 <= layer < config.model.num_hidden_layers
-    return inside and config.model.is_mixture(layer) and config.train.recompute_of(layer) != "full"
+    if not 0 <= layer < config.model.num_hidden_layers or not config.model.is_mixture(layer):
+        return False
+    mode = config.train.recompute_of(layer)
+    return mode != "full" and "experts" not in operations_of(mode)
 
 
 def _most_kept(schedule: Schedule, rank: int, kept: dict[int, int]) -> int:

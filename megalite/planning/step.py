@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from megalite.config.dims import equal_part
 from megalite.config.optimizers import MuonConfig
+from megalite.config.recomputation import mode_of, operations_of
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Share
@@ -17,6 +18,7 @@ from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
 from megalite.planning import orthogonalising
+from megalite.planning.context import WHOLE, Rows
 from megalite.planning.domains import Parameters, domains
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
@@ -50,6 +52,7 @@ class Choice:
     sequence_parallel: bool = False
     cp: int = 1
     context: str = "ulysses"
+    context_inner: int = 1
     ep: int = 1
     expert_dispatch: str = "all_to_all"
 
@@ -121,6 +124,7 @@ class Job:
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
     muon: MuonConfig | None = None  # of a run with that optimizer
     lora: LoraConfig | None = None  # adapters; all other weights are frozen
+    rows: Rows = WHOLE
 
     def microbatches(self, choice: Choice) -> int:
         return int(self.global_batch_size // (choice.dp * choice.micro_batch_size))
@@ -136,7 +140,7 @@ class Job:
 
 
 def recomputed_share(recompute: str) -> float:
-    """Fraction of the layers whose whole forward is recomputed."""
+    """Fraction of the layers whose whole forward is recomputed, where it is the same everywhere."""
     if recompute == "full":
         return 1.0
     return 1 / int(recompute.removeprefix("every-")) if recompute.startswith("every-") else 0.0
@@ -147,7 +151,7 @@ class Stepper:
 
     def __init__(self, job: Job):
         self.job, self.device = job, job.device
-        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora)
+        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora, job.rows)
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
         self.stages = functools.lru_cache(maxsize=None)(self._stages)
         self.filled = functools.lru_cache(maxsize=None)(self._filled)
@@ -220,9 +224,9 @@ class Stepper:
 
     def _share(self, choice: Choice) -> Share:
         unit = choice.tp if choice.sequence_parallel else 1
-        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit)
-        split = choice.tp, choice.sequence_parallel, choice.cp, choice.context, choice.ep, choice.expert_dispatch
-        return Share(part, choice.micro_batch_size, *split)
+        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit, self.job.rows.parts)
+        sizes = choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context
+        return Share(part, *sizes, ep=choice.ep, context_inner=choice.context_inner, dispatch=choice.expert_dispatch)
 
     # --- stages ------------------------------------------------------------------------------------------------------------
 
@@ -241,9 +245,11 @@ class Stepper:
             own = range(start, stop)
             layers = [self.operations.layer(share, index).times(count) for index, count in self._alike(share, own)]
             total = functools.reduce(Passes.plus, layers)
-            selective = choice.recompute == "selective"
             kernels, wait = recomputed * (total.forward - total.forward_wait), recomputed * total.forward_wait
-            again.append(sum(self.operations.attention_again(share, index) for index in own) if selective else kernels)
+            if not recomputed:  # not whole layers
+                times = [self.operations.again(share, index, mode_of(choice.recompute, index)) for index in own]
+                kernels, wait = (sum(each) for each in zip(*times, strict=True))
+            again.append(kernels)
             total = total._replace(backward=total.backward + again[-1] + wait, backward_wait=total.backward_wait + wait)
             if stage == 0:
                 total = total.plus(self.operations.embedding(share))
@@ -371,8 +377,8 @@ class Stepper:
         pipeline = timed.longest_span if self._in_turn(choice) else timed.makespan
         busiest = max(range(choice.pp), key=lambda rank: timed.busy[rank])
         exchanges = (
-            self._exchanges(choice, self.operations.exchange, choice.cp),
-            self._exchanges(choice, self.operations.dispatch, choice.ep),
+            self._exchanges(choice, self.operations.exchange, choice.cp, "attention"),
+            self._exchanges(choice, self.operations.dispatch, choice.ep, "experts"),
         )
         within, recompute, waiting, context, experts = (
             self.job.microbatches(choice) * self._by_rank(choice, values)[busiest]
@@ -392,13 +398,15 @@ class Stepper:
             bubble_fraction=1 - sum(timed.busy) / (choice.pp * pipeline),
         )
 
-    def _exchanges(self, choice: Choice, layer: Callable[[Share, int], tuple[float, float]], ranks: int) -> list[float]:
-        """Exposed seconds per microbatch, of each stage, of a communication inside layers over so many ranks."""
+    def _exchanges(self, choice: Choice, layer: Callable[[Share, int], tuple[float, float]], ranks: int, operation: str) -> list[float]:
+        """Exposed seconds per microbatch, of each stage, of a communication over so many ranks inside an operation of layers."""
         split, share = self.layers_of_stages(choice.pp * choice.virtual_stages), self._share(choice)
         if ranks == 1:
             return [0.0] * len(split)
-        again, found = recomputed_share(choice.recompute), []
+        found = []
         for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False):
+            named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in range(start, stop))
+            again = recomputed_share(choice.recompute) or named / (stop - start)
             times = [(count, layer(share, index)) for index, count in self._alike(share, range(start, stop))]
             found.append(sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times))
         return found

@@ -146,8 +146,7 @@ def test_without_a_configuration_it_says_how_to_start(capsys):
 )
 def test_a_list_needs_no_brackets(words, option, value):
     arguments = loading.read_arguments([f"--{option}", *words, "--run.name", "after"])
-    parser = loading.build_parser()
-    assert loading.parse_values(parser, arguments.overrides, "on the command line", words=True) == {option: value, "run.name": "after"}
+    assert loading.parse_values(arguments.overrides, "on the command line", words=True) == {option: value, "run.name": "after"}
 
 
 def test_a_list_in_a_file_needs_no_brackets():
@@ -184,6 +183,7 @@ def test_what_other_projects_call_an_option_names_one_of_ours():
 MESSAGES = [
     (["--tpp", "2"], None, "--tpp on the command line is not a known option. Nearest: --tp."),
     (["--hidden_size", "2"], None, "--hidden_size on the command line is not a known option. Nearest: --model.hidden_size."),
+    (["--nproc", "2"], None, "--nproc on the command line is for starting the ranks of a run. Leave it out: a dry run starts none"),
     (["--train.lr", "2"], None, "--train.lr on the command line is not a known option. Nearest: --optimizer.lr or --muon.lr."),
     (["--optimizer.weight_dcay=2"], None, "Nearest: --optimizer.weight_decay."),
     (

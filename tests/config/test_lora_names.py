@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalite.config.family_names import FAMILY_NAMES
-from megalite.config.load import build_parser, parse_values
+from megalite.config.load import parse_values
 from megalite.config.lora_names import with_own_names
 from megalite.config.schema import ConfigError
 
@@ -78,5 +78,5 @@ def test_unknown_names_are_answered_with_the_family_s(tmp_path):
 
 
 def test_options_keep_their_types():
-    given = parse_values(build_parser(), {"lora.ranks": "{q_proj: 4}", "lora.alphas": "{q_proj: 4}"}, "on the command line", words=True)
+    given = parse_values({"lora.ranks": "{q_proj: 4}", "lora.alphas": "{q_proj: 4}"}, "on the command line", words=True)
     assert with_own_names(given) == {"lora.ranks": {"q": 4}, "lora.alphas": {"q": 4.0}}

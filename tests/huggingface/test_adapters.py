@@ -30,7 +30,7 @@ from tests.distributed.support.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
-NAMES = ("llama, one key-value head", "phi3", "gpt_neox", "gpt2", "cohere, norms of each head", "mixtral", "qwen3_moe")
+NAMES = ("llama, one key-value head", "phi3", "gpt_neox", "gpt2", "cohere, norms of each head", "mixtral", "qwen3_moe", "deepseek_v3")
 RANKS: dict[str, Any] = {"ranks": {"v": 2, "down": 3}, "alphas": {"v": 5.0, "o": 7.0}}
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama, one key-value head", {}),
@@ -38,6 +38,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, ranks": ("phi3", RANKS | {"scaling": "rslora"}),
     "phi3, DoRA on a part of a module": ("phi3", {"targets": ["q", "v", "o", "down"], "dora": True} | RANKS),
     "gpt_neox": ("gpt_neox", {}),
+    "deepseek_v3": ("deepseek_v3", {"targets": ["q_a", "q_b", "kv_a", "kv_b", "o"], "ranks": {"kv_a": 2, "q_b": 3}}),
     "gpt2, all in full": ("gpt2", {"targets": ["q", "v", "down"], "modules_to_save": ["embedding", "norms"]}),
     "gpt2, DoRA, ranks": ("gpt2", {"dora": True} | RANKS),
     "cohere, norms of each head": ("cohere, norms of each head", {"modules_to_save": ["norms"]}),
@@ -123,14 +124,17 @@ def test_starts_alike_from_a_directory_and_from_a_checkpoint(models, prefix, tmp
 
 
 @pytest.mark.parametrize(("before", "now"), [("bf16", "fp32"), ("fp32", "bf16")])
-def test_row_lengths_come_in_at_another_precision(before, now, models, prefix, tmp_path: Path):
-    """The lengths of rows without an adapter, k's in Phi-3's qkv_proj, are those of the rounded weights; other lengths are refused."""
+def test_row_lengths_come_in_at_another_precision(before, now, models, prefix, tmp_path: Path, capsys):
+    """The lengths of rows without an adapter, k's in Phi-3's qkv_proj, are those of the rounded weights; other lengths are refused.
+    A merged export says that they are rounded."""
     options: dict[str, Any] = {"dora": True, "targets": ["q", "v"]}
     trainer = trainer_of(models["phi3"], prefix, tmp_path, precision=before, **options)
     saved = trainer.save()
     trainer.close()
     adapter = tmp_path / "adapter"
     assert convert_hf.main(["adapter-export", str(saved), str(adapter)]) == 0
+    assert convert_hf.main(["export", str(saved), str(tmp_path / "merged")]) == 0
+    assert ("in bfloat16: the run has rounded those of" in capsys.readouterr().out) == (before == "bf16")
     options |= {"precision": now, "init_from": str(adapter)}
     trainer_of(models["phi3"], prefix, tmp_path / "again", **options).close()
     tensors = load_file(adapter / "adapter_model.safetensors")

@@ -208,16 +208,18 @@ def test_the_card_says_what_was_trained_and_how_to_load_it(tmp_path):
     assert run["train"]["global_batch_size"] == 2 and run["data"]["train"] == prefix
 
 
-def test_an_adapter_leaves_with_the_tokenizer(tmp_path):
+def test_an_adapter_leaves_with_the_tokenizer_and_the_place_of_its_base(tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 
+    monkeypatch.chdir(tmp_path)
     prefix = prepared(tmp_path, "byte")
     start = exported(trained(tmp_path, prefix), tmp_path / "start")
-    run = trained(tmp_path, prefix, "adapted", model={"init_from": f"hf:{start}"}, lora={"rank": 2})
+    run = trained(tmp_path, prefix, "adapted", model={"init_from": "hf:start"}, lora={"rank": 2})
     assert convert_hf.main(["adapter-export", str(run), str(tmp_path / "adapter")]) == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter")("é")["input_ids"] == [0xC3, 0xA9]
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert f'base_model: "{start}"' in card and "LoRA of rank 2" in card and "PeftModel" in card
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(start)
 
 
 def test_where_transformers_has_rules_of_its_own_the_export_says_so(tmp_path, capsys):

@@ -67,7 +67,7 @@ def commands(page: str) -> list[Command]:
 
 
 def make_place(place: Path) -> Path:
-    """Fill a directory with a clone, a corpus of text files, configurations of other programs, a small Llama and Mixtral, and conversations."""
+    """Fill a directory with a clone, a corpus of text, configurations of other programs, a small Llama and Mixtral, and conversations."""
     for name in LINKED:
         (place / name).symlink_to(ROOT / name)
     for name, content in IMPORTED.items():

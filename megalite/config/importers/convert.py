@@ -15,7 +15,7 @@ from megalite.config import amounts
 from megalite.config.dims import ParallelDims
 from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
 from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
-from megalite.config.load import OPTIONS, build_parser, from_dict, nest, parse_values
+from megalite.config.load import OPTIONS, from_dict, nest, parse_values
 from megalite.config.lora_names import with_own_names
 from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
@@ -199,14 +199,13 @@ def _check(found: Imported) -> None:
     """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule depends on options that the
     file leaves open, report what is to be set."""
     found.options |= {option: int(value) for option, value in found.options.items() if _is_whole(option, value)}
-    parser = build_parser()
     try:
-        parsed = parse_values(parser, found.options, "in it")
+        parsed = parse_values(found.options, "in it")
     except ConfigError:
         parsed = {}
         for option, value in [*found.options.items()]:
             try:
-                parsed |= parse_values(parser, {option: value}, "in it")
+                parsed |= parse_values({option: value}, "in it")
             except ConfigError as error:
                 found.drop(option, str(error))
     found.options |= {option: value for option, value in parsed.items() if not isinstance(value, Fraction)}

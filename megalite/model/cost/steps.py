@@ -27,6 +27,7 @@ class Share:
     Attributes:
         sequence: positions of a row that a context-parallel rank holds.
         context: how attention exchanges the parts of a row, with more than one cp rank.
+        context_inner: neighbouring cp ranks that exchange heads; the others are a ring.
         dispatch: how rows reach their experts, with more than one ep rank.
     """
 
@@ -37,6 +38,7 @@ class Share:
     cp: int = 1
     context: str = "ulysses"
     ep: int = 1
+    context_inner: int = 1
     dispatch: str = "all_to_all"
 
     @property

@@ -32,7 +32,7 @@ from typing import Any, TextIO
 
 MAX_WORLD = 8
 ALONE = 0  # the generation of every world of one; groups count from 1
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.checkpoint", "numpy", "pytest", "megalite.training.trainer"]
+PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "megalite.training.trainer"]
 GROUP_TIMEOUT = timedelta(seconds=600)
 GRACE_S = 1.0  # time for the other ranks' errors, or for stacks to be written, before the ranks are killed
 LOG_TAIL = 6000  # characters of a rank's output in an error
