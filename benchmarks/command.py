@@ -9,6 +9,7 @@
     python tools/benchmark.py scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
     python tools/benchmark.py plan                                         five layouts against the planner's predictions
     python tools/benchmark.py prepare [--megabytes N] [--workers N]        data preparation beside Megatron-LM's and datatrove's
+    python tools/benchmark.py context                                      context parallelism: memory, steps and hops on 4 ranks
     python tools/benchmark.py bubble                                       every schedule's bubble against the simulator's prediction
 
 Do not use the machine meanwhile: compared runs alternate within one invocation, but other load adds noise to every figure.
@@ -25,12 +26,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bubble, checkpoint, comm, gpu_step, kernels, overhead, peers, plan, prepare, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, context, gpu_step, kernels, overhead, peers, plan, prepare, report, scaling, step
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
-ON_CPU = {"overhead": overhead, "comm": comm, "checkpoint": checkpoint, "plan": plan, "bubble": bubble, "peers": peers}
+ON_CPU = {"overhead": overhead, "comm": comm, "checkpoint": checkpoint, "plan": plan, "bubble": bubble, "peers": peers, "context": context}
 COLUMNS = {"step": step.COLUMNS} | {name: benchmark.COLUMNS for name, benchmark in ON_CPU.items()}
 COLUMNS["prepare"] = prepare.COLUMNS
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
@@ -86,7 +87,7 @@ def parser() -> Parser:
     common.add_argument("--json", action="store_true", help="print only the JSON on stdout")
     common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes with meaningless figures, for tests
     commands = made.add_subparsers(
-        dest="benchmark", required=True, metavar="step|kernels|overhead|peers|comm|checkpoint|scaling|plan|prepare|bubble"
+        dest="benchmark", required=True, metavar="step|kernels|overhead|peers|comm|checkpoint|scaling|plan|prepare|bubble|context"
     )
     threads = Parser(add_help=False)
     threads.add_argument("--threads", type=int, default=2, help="threads of single-process runs (default 2)")
@@ -110,6 +111,7 @@ def parser() -> Parser:
     of_prepare = commands.add_parser("prepare", parents=[common, threads], help="data preparation beside Megatron-LM's and datatrove's")
     of_prepare.add_argument("--megabytes", type=positive, default=1000, metavar="N", help="size of the text (default 1000)")
     of_prepare.add_argument("--workers", type=positive, metavar="N", help="processes of each (default: the usable cores)")
+    commands.add_parser("context", parents=[common, threads], help="context parallelism on four ranks: memory, steps, and the ring's hops")
     commands.add_parser("bubble", parents=[common, threads], help="sleeping stages on four ranks under every pipeline schedule")
     return made
 

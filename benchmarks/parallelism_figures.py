@@ -1,13 +1,15 @@
-"""Draws the manual's figures of tensor parallelism, sequence parallelism and ZeRO: `python -m benchmarks.parallelism_figures DIRECTORY`.
+"""Draws the manual's figures of tensor, sequence and context parallelism and ZeRO: `python -m benchmarks.parallelism_figures DIRECTORY`.
 
-Colours are ranks in the figures of tensor and sequence parallelism, and kinds of memory in that of ZeRO.
+Colours are ranks, and kinds of memory in the figure of ZeRO.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from megalite.parallel.context.parts import Runs, contiguous, zigzag
 from megalite.planning.drawing.timeline import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
 
 RANKS = (*COLOURS.values(), "#7a4fa3")
@@ -125,7 +127,95 @@ def zero() -> Picture:
     return made
 
 
-FIGURES = {"tensor": tensor, "sequence": sequence, "zero": zero}
+def _cells(made: Picture, x: float, y: float, owners: Sequence[Sequence[int | None]], side: float = 22) -> None:
+    """A grid whose cells have the colours of ranks; None: empty."""
+    for row, own in enumerate(owners):
+        for column, rank in enumerate(own):
+            fill = SHARED if rank is None else RANKS[rank]
+            made.boxes.append(Box(x + column * side, y + row * side, side - 1.5, side - 1.5, fill))
+
+
+def _owners(parts: Sequence[Runs]) -> list[int]:
+    """The rank of each position."""
+    held = sorted((run.start, run.length, rank) for rank, runs in enumerate(parts) for run in runs)
+    return [rank for _, length, rank in held for _ in range(length)]
+
+
+def _legend(made: Picture, x: float, y: float) -> None:
+    for rank, colour in enumerate(RANKS):
+        made.boxes.append(Box(x + 72 * rank, y - 10, 12, 12, colour))
+        made.labels.append(Label(x + 72 * rank + 17, y, f"rank {rank}", 11))
+
+
+def context_parts() -> Picture:
+    """The queries of each of four ranks in a causal row of eight blocks, and how many blocks of keys each sees."""
+    made = Picture(860, 316, 1)
+    _title(
+        made,
+        "Who holds what of a row, on four context-parallel ranks",
+        "a cell is a block of queries (down) that sees a block of keys (across)",
+    )
+    blocks, side = 8, 22
+    for x, name, note, parts in (
+        (40.0, "contiguous: ulysses", "for whole rows after the exchange; alone it would be unequal", contiguous(blocks, len(RANKS))),
+        (450.0, "zigzag: gather and ring", "an early and a late part each", zigzag(blocks, len(RANKS))),
+    ):
+        owners = _owners(parts)
+        made.labels.append(Label(x, 76, name, 12, bold=True))
+        _cells(made, x, 88, [[owner if key <= query else None for key in range(blocks)] for query, owner in enumerate(owners)], side)
+        seen = [sum(query + 1 for query, owner in enumerate(owners) if owner == rank) for rank in range(len(RANKS))]
+        made.labels.append(Label(x + blocks * side + 14, 100, "blocks that it sees", 11, fill=FAINT))
+        made.labels += [Label(x + blocks * side + 14, 122 + 20 * rank, f"rank {rank}: {count}", 12) for rank, count in enumerate(seen)]
+        made.labels.append(Label(x, 284, note, 11, fill=FAINT))
+    _legend(made, 40, 306)
+    return made
+
+
+def context_moves() -> Picture:
+    """What each method of context parallelism moves in the forward pass of one layer's attention, on four ranks."""
+    made = Picture(960, 276, 1)
+    _title(made, "What moves in a layer's attention, on four context-parallel ranks", "forward; backward sends gradients the opposite way")
+    count, side, y = len(RANKS), 22, 104
+    ranks = range(count)
+
+    x = 40.0
+    made.labels.append(Label(x, 76, "ulysses: heads for positions", 12, bold=True))
+    for start, name, owners in (
+        (x, "q, k, v", [list(ranks) for _ in ranks]),
+        (x + 150, "with whole rows", [[row for _ in ranks] for row in ranks]),
+    ):
+        _cells(made, start, y, owners, side)
+        made.labels.append(Label(start, y - 8, name, 11))
+        made.labels.append(Label(start, y + count * side + 16, "positions →   heads ↓", 10, fill=FAINT))
+    made.labels.append(Label(x + 119, y + 50, "⇄", 20, "middle", COMMUNICATION))
+    made.labels.append(Label(x, y + count * side + 40, "all-to-all there, and of the output back", 11, fill=COMMUNICATION))
+
+    x = 390.0
+    row = _owners(zigzag(2 * count, count))
+    made.labels.append(Label(x, 76, "gather: all keys and values", 12, bold=True))
+    made.labels.append(Label(x, y - 8, "queries of rank 1", 11))
+    _cells(made, x, y, [[owner if owner == 1 else None for owner in row]], side)
+    made.labels.append(Label(x, y + 54, "keys and values, on every rank", 11))
+    _cells(made, x, y + 62, [row], side)
+    made.labels.append(Label(x, y + count * side + 40, "all-gather", 11, fill=COMMUNICATION))
+
+    x = 650.0
+    made.labels.append(Label(x, 76, "ring: keys and values part by part", 12, bold=True))
+    made.labels.append(Label(x + 52, y - 8, "whose keys and values are there", 11))
+    for rank in ranks:
+        made.labels.append(Label(x, y + 15 + side * rank, f"rank {rank}", 11))
+    for hop in ranks:
+        _cells(made, x + 52 + 48 * hop, y, [[(rank - hop) % count] for rank in ranks], side)
+        if hop:
+            made.labels.append(Label(x + 52 + 48 * hop - 14, y + 52, "→", 16, "middle", COMMUNICATION))
+    made.labels.append(
+        Label(x, y + count * side + 40, f"{count - 1} hops, each under the attention to what is there", 11, fill=COMMUNICATION)
+    )
+    _legend(made, 40, 262)
+    return made
+
+
+FIGURES = {"tensor": tensor, "sequence": sequence, "zero": zero, "context-parts": context_parts, "context-moves": context_moves}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -89,6 +90,12 @@ def compare(constants: Mapping[str, float] | None = None, only: Collection[str] 
     return [_table(key, table, tree, values) for key, table in tree["tables"].items() if only is None or key in only]
 
 
+def apart() -> list[Table]:
+    """The tables that constants are not fitted to."""
+    tree = read_published()
+    return [_table(key, table, tree, fitted()) for key, table in tree["apart"].items()]
+
+
 def _table(key: str, table: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str, float]) -> Table:
     rows = [_row(row, job_of(row, tree, values), choice_of(row)) for row in rows_of(table)]
     return Table(key, table["title"], table["measured"], rows)
@@ -113,10 +120,9 @@ def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str,
 
 
 def choice_of(row: Mapping[str, Any]) -> Choice:
-    """A row's layout. Context parallelism over two ranks counts as micro-batches of half a sequence: that is each rank's work, and the two
-    reduce gradients together; the exchange of keys and values, which overlaps with attention, is left out."""
+    """A row's layout; dp has the ranks that are left."""
     layout = row["layout"]
-    return Choice(**layout, dp=row["gpus"] // (layout.get("tp", 1) * layout.get("pp", 1)))
+    return Choice(**layout, dp=row["gpus"] // prod(layout.get(axis, 1) for axis in ("tp", "pp", "cp")))
 
 
 def _row(row: Mapping[str, Any], job: Job, choice: Choice) -> Comparison:
@@ -164,10 +170,10 @@ def _sc21_flops_per_token(model: ModelConfig, sequence: int) -> float:
 
 def document(tables: list[Table]) -> str:
     """Markdown: a table for each source."""
-    tree = read_published()["tables"]
-    parts = []
+    tree = read_published()
+    known, parts = tree["tables"] | tree["apart"], []
     for table in tables:
-        source = tree[table.key]
+        source = known[table.key]
         unit = UNITS[source["measured"]]
         parts += [f"**{table.title}.** Source: {source['source']}. Median {table.median:.1%}, worst {table.worst:+.1%}.", ""]
         parts += [f"| | GPUs | layout | measured, {unit} | predicted | deviation of speed |", "|---|---|---|---|---|---|"]
@@ -187,7 +193,7 @@ def write_between(script: str, text: str) -> None:
 
 def main() -> None:
     """Write the tables into the page."""
-    write_between("published", document(compare()))
+    write_between("published", document([*compare(), *apart()]))
 
 
 if __name__ == "__main__":

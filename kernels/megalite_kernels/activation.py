@@ -7,7 +7,9 @@
 input: it recomputes h and returns it, too, for the weight gradient of the matrix product that read h. That costs one multiplication;
 keeping h would add a third to the block's activations.
 act is silu (x · sigmoid(x)), gelu (x · Φ(x)), gelu_new, gelu_fast or gelu_pytorch_tanh (all the tanh form of gelu), relu, or relu2
-(relu(x)²).
+(relu(x)²). A gated form of its own, gpt-oss's, is clamped_swiglu, with a = 1.702 and c = 7:
+
+    g = min(gate, c)        u = max(min(up, c), −c)        h = g · sigmoid(a · g) · (u + 1)
 """
 
 from collections.abc import Callable
@@ -47,6 +49,7 @@ _ACTIVATIONS = {
     "relu": _Activation(torch.relu, partial(_aten.threshold_backward.grad_input, threshold=0)),
     "relu2": _Activation(_relu2, _relu2_backward),
 }
+CLAMPED, _GAIN, _LIMIT = "clamped_swiglu", 1.702, 7.0
 _FUSED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # activations whose gated form has a Triton kernel
 
 
@@ -74,6 +77,9 @@ def gated_forward(gate_up: Tensor, act: str) -> Tensor:
 
         return activation_triton.gated_forward(gate_up, act)
     gate, up = gate_up.chunk(2, dim=-1)
+    if act == CLAMPED:
+        gate = gate.clamp(max=_LIMIT)
+        return gate.mul(torch.sigmoid(_GAIN * gate)).mul_(up.clamp(-_LIMIT, _LIMIT).add_(1))
     return _lookup(act).forward(gate).mul_(up)
 
 
@@ -83,6 +89,8 @@ def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tenso
         from megalite_kernels import activation_triton
 
         return activation_triton.gated_backward(dh, gate_up, act)
+    if act == CLAMPED:
+        return _clamped_backward(dh, gate_up)
     function = _lookup(act)
     gate, up = gate_up.chunk(2, dim=-1)
     dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -91,3 +99,15 @@ def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tenso
     torch.mul(dh, activated, out=dup)
     function.backward(dh * up, gate, grad_input=dgate)
     return dgate_up, activated.mul_(up)
+
+
+def _clamped_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """A clamped gate or up has no gradient."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    g, u = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT).add_(1)
+    sigmoid = torch.sigmoid(_GAIN * g)
+    activated = g * sigmoid
+    slope = sigmoid * (1 + _GAIN * g * (1 - sigmoid))
+    dgate = (dh * u * slope).masked_fill_(gate > _LIMIT, 0)
+    dup = (dh * activated).masked_fill_(up.abs() > _LIMIT, 0)
+    return torch.cat((dgate, dup), dim=-1), activated.mul_(u)

@@ -37,7 +37,10 @@ def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
     def channel(turns: float) -> float:
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(channel(scaling["beta_fast"])), 0), min(math.ceil(channel(scaling["beta_slow"])), dim - 1)
+    low, high = channel(scaling["beta_fast"]), channel(scaling["beta_slow"])
+    if scaling.get("truncate", True):  # to whole channels, as in YaRN's own code; not in gpt-oss
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     stretch = ((torch.arange(len(frequency), device=frequency.device) - low) / (high - low or 0.001)).clamp(0, 1).to(frequency.dtype)
     return stretch * frequency / scaling["factor"] + (1 - stretch) * frequency
 

@@ -4,8 +4,8 @@
     megalite evaluate tasks MODEL --tasks NAME,… [--include_path DIR] [--num_fewshot N] [--limit N]
 
 MODEL is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model: its
-directory, or org/name on the Hub. With --tp and --pp it is distributed over ranks, started by torchrun or else by this command.
-docs/evaluation.md describes what is computed.
+directory, or org/name on the Hub. With --tp, --pp and --cp it is distributed over ranks, started by torchrun or else by this
+command. docs/evaluation.md describes what is computed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import json
 import os
 import sys
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.models import weights_of
+from megalite.commands.models import layout_of, weights_of
 from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
@@ -42,11 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     options = tool.parse_args(words)
     try:
         options.model = weights_of(options.model)
-        check_ranks(options)
-        if options.tp * options.pp > 1 and "WORLD_SIZE" not in os.environ:
+        ranks = check_ranks(options)
+        if ranks > 1 and "WORLD_SIZE" not in os.environ:
             from megalite.launch.local_ranks import run_ranks
 
-            return run_ranks(options.tp * options.pp, ["-m", "megalite", "evaluate", *words])
+            return run_ranks(ranks, ["-m", "megalite", "evaluate", *words])
         with progress_of(options.json) as progress:
             content, lines = (perplexity if options.command == "perplexity" else tasks)(options, progress)
     except (CheckpointError, ConfigError, OSError) as error:
@@ -66,6 +67,7 @@ def parser() -> Parser:
     add("--batch_size", type=count, default=8, metavar="N", help="rows per forward pass (default 8)")
     add("--tp", type=count, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=count, default=1, help="pipeline stages (default 1)")
+    add("--cp", type=count, default=1, help="context-parallel ranks, each of which reads a part of every row (default 1)")
     add("--precision", choices=["fp32", "bf16"], help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
     add("--json", action="store_true", help="print only one JSON object on stdout")
     commands = made.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
@@ -94,16 +96,15 @@ def names(text: str) -> list[str]:
     return found
 
 
-def check_ranks(options: argparse.Namespace) -> None:
-    """Raise ConfigError if the layout does not divide the model, or does not match the number of started ranks."""
-    ranks = options.tp * options.pp
-    world = int(os.environ.get("WORLD_SIZE", ranks))
-    if world != ranks:
-        raise ConfigError(f"--tp {options.tp} and --pp {options.pp} need {ranks} ranks, but {world} were started.")
+def check_ranks(options: argparse.Namespace) -> int:
+    """The number of ranks. Raises ConfigError if the layout does not divide the model, or does not match the number of started ranks."""
+    layout = layout_of(options)
+    ranks = prod(layout.values())
     if ranks > 1:
         from megalite.generation.sources import check_layout, for_inference, open_source
 
-        check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
+        check_layout(for_inference(open_source(options.model).config, **layout))
+    return ranks
 
 
 def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel, Tokenizer]:
@@ -117,7 +118,7 @@ def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel
     configure_process(device)
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
-    model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
+    model = LanguageModel(options.model, device, **layout_of(options), precision=precision)
     return model, tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
 
 

@@ -6,7 +6,8 @@
 
 The model is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model:
 its directory, or org/name on the Hub. Prints only the continuation, which ends after --tokens tokens, before a --stop text, or where the
-model ends the document. With --tp and --pp the model is distributed over ranks, started by torchrun or else by this command.
+model ends the document. With --tp, --pp and --cp the model is distributed over ranks,
+started by torchrun or else by this command. --cp splits the reading of long prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.models import weights_of
+from megalite.commands.models import AXES, layout_of, weights_of
 from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check(options)
         options.model = weights_of(options.model)
-        ranks = options.tp * options.pp
+        ranks = math.prod(layout_of(options).values())
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
             check_source(options)
             from megalite.launch.local_ranks import run_ranks
@@ -78,6 +79,7 @@ def parser() -> Parser:
     add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=int, default=1, help="pipeline stages (default 1)")
+    add("--cp", type=int, default=1, help="context-parallel ranks, each of which reads a part of every prompt (default 1)")
     add("--precision", choices=["fp32", "bf16"], help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
     add("--stream", action=argparse.BooleanOptionalAction, help="print text as it is generated (default: for one prompt on a terminal)")
     add("--json", action="store_true", help="print only one JSON object on stdout, or a list of them for several prompts")
@@ -97,22 +99,21 @@ def check(options: argparse.Namespace) -> None:
     need(options.top_k >= 0, f"--top_k {options.top_k} is negative. Give the number of tokens to sample from, or 0 for all.")
     need(0 < options.top_p <= 1, f"--top_p {options.top_p} is not a probability above 0. 1 samples from all tokens.")
     need("" not in options.stop, '--stop "" is before every text. Give the text at which to end.')
-    for axis in ("tp", "pp"):
+    for axis in AXES:
         need(getattr(options, axis) >= 1, f"--{axis} {getattr(options, axis)}: an axis has at least one rank.")
     given = (options.prompt is not None) + (options.prompts is not None) + options.chat
     need(given == 1, f"{'nothing' if given == 0 else 'too much'} to do: give --prompt, --prompts or --chat, one of the three.")
     for name in ("system", "chat_template"):
         need(getattr(options, name) is None or options.chat, f"--{name} belongs to --chat.")
     need(not (options.json and (options.chat or options.stream)), "--json prints everything at the end: leave out --chat or --stream.")
-    world, ranks = int(os.environ.get("WORLD_SIZE", options.tp * options.pp)), options.tp * options.pp
-    need(world == ranks, f"--tp {options.tp} and --pp {options.pp} need {ranks} ranks, but {world} were started.")
+    layout_of(options)
 
 
 def check_source(options: argparse.Namespace) -> None:
     """Raise CheckpointError or ConfigError for errors that every rank would hit, before any rank is started."""
     from megalite.generation.sources import check_layout, for_inference, open_source
 
-    check_layout(for_inference(open_source(options.model).config, tp=options.tp, pp=options.pp))
+    check_layout(for_inference(open_source(options.model).config, **layout_of(options)))
     prompts_of(options)
 
 
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         with progress_of(options.json) as progress:
             progress(f"opening {options.model}")
-            model = LanguageModel(options.model, device, tp=options.tp, pp=options.pp, precision=precision)
+            model = LanguageModel(options.model, device, **layout_of(options), precision=precision)
         tokenizer = tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.chat:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from megalite.config.schema import Config, ConfigError
 
 HF = "hf:"
 KINDS = "a preset, a shipped configuration, a .yaml or config.json, hf:DIR, org/name on the Hugging Face Hub, or a directory"
+AXES = ("tp", "pp", "cp")
 
 
 @dataclass(frozen=True)
@@ -168,3 +171,14 @@ def hf_directory(given: str, part: hub.Part, option: str) -> Path:
     if found is not None and found.kind != "huggingface":
         raise ConfigError(f"{option} {given} is not a Hugging Face model. Give its directory, or org/name on the Hub.")
     return Path(given if found is None else found.name)
+
+
+def layout_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The layout of a model for forward passes that a command was given. Raises ConfigError if it does not match the started ranks."""
+    layout = {axis: getattr(options, axis) for axis in AXES}
+    ranks = prod(layout.values())
+    world = int(os.environ.get("WORLD_SIZE", ranks))
+    if world != ranks:
+        asked = ", ".join(f"--{axis} {size}" for axis, size in layout.items())
+        raise ConfigError(f"{asked} need {ranks} ranks, but {world} were started.")
+    return layout

@@ -154,6 +154,17 @@ def _without_rope(given: dict[str, Any]) -> list[int]:
     return [layer for layer in layers if not used[layer]]
 
 
+def _clamped_swiglu(given: dict[str, Any]) -> str:
+    """gpt-oss's activation, of which other numbers are refused, and so are experts in another format than it publishes."""
+    for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if given[name] != only:
+            raise _refuse(name, given[name], f"is not handled. Legal value: {only}.")
+    method = (given["quantization_config"] or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise _refuse("quantization_config.quant_method", method, "is not handled. Legal value: 'mxfp4'.")
+    return "clamped_swiglu"
+
+
 _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "embedding_scale": lambda given: given["hidden_size"] ** 0.5,
     "attention_scale": lambda given: given["query_pre_attn_scalar"] ** -0.5,
@@ -163,6 +174,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "num_key_value_heads": _falcon_kv_heads,
     "qk_norm=qk_layernorm": lambda given: "each_head" if given["qk_layernorm"] else "none",
     "qk_norm=use_qk_norm": lambda given: "each_head" if given["use_qk_norm"] else "none",
+    "qk_norm=heads": lambda given: "head" if given["use_qk_norm"] else "none",
     "attention_scale=latents": latents.attention_scale,
     "num_key_value_heads=all": latents.kv_heads,
     "mlp_only_layers=first": latents.dense_layers,
@@ -171,6 +183,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "topk_group": latents.topk_group,
     "router_scores=softmax": functools.partial(latents.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(latents.scores, "sigmoid"),
+    "hidden_act=clamped_swiglu": _clamped_swiglu,
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
@@ -214,7 +227,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
     """The rotary fields, from transformers 5's rope_parameters or from the older fields."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or family.defaults.get("rope_parameters") or {})
     if family.local_rope_theta is None:
         return _read_frequencies(parameters, family, given, shape)
     local = dict(parameters.pop("sliding_attention", None) or {})
@@ -245,10 +258,11 @@ def _read_frequencies(parameters: dict[str, Any], family: Family, given: dict[st
         parameters = _complete_longrope(parameters, given)
     if kind == "yarn":
         parameters = _complete_yarn(parameters, given["max_position_embeddings"])
+    exact = {"truncate": False} if kind == "yarn" and parameters.pop("truncate", True) is False else {}
     for name, value in parameters.items():
         if name not in ROPE_SCALING_KEYS[kind] and families().neutral.get(name) != value:
             raise _refuse(f"rope_scaling.{name}", value, f"is not handled with rope_type {kind}.")
-    scaling = {name: parameters[name] for name in ROPE_SCALING_KEYS[kind] if name in parameters}
+    scaling = {name: parameters[name] for name in ROPE_SCALING_KEYS[kind] if name in parameters} | exact
     return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling}, **partial}
 
 

@@ -25,6 +25,7 @@ class Names:
         interleaved: rotary embeddings rotate neighbouring channels.
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
         expert: modules of one expert that `mlp.experts.in` holds, in this order; their names follow a name that ends in {}.{}.
+        bare: modules whose tensors have no .weight at the end of their names, and _bias instead of .bias.
         router_bias: the tensor of a mixture that is added to the scores when experts are chosen; empty if files have none.
         predicts_ahead: files have layers after the last one, which predict further tokens and are not read.
         multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other parts, which are not read.
@@ -39,6 +40,7 @@ class Names:
     interleaved: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
+    bare: tuple[str, ...] = ()
     router_bias: str = ""
     predicts_ahead: bool = False
     multimodal: tuple[str, tuple[str, ...]] | None = None
@@ -137,6 +139,27 @@ FAMILY_NAMES = {
     "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True),
     "deepseek_v3": Names(
         _ENDS, "model.layers", _DEEPSEEK, interleaved=True, router_bias="mlp.gate.e_score_correction_bias", predicts_ahead=True
+    ),
+    "glm4_moe": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
+        router_bias="mlp.gate.e_score_correction_bias",
+        predicts_ahead=True,
+    ),
+    "gpt_oss": Names(
+        _ENDS,
+        "model.layers",
+        _QKV
+        | _BEFORE
+        | {
+            "self_attn.o_proj": "attention.out",
+            "self_attn.sinks": "attention.sinks",
+            "mlp.router": "mlp.router",
+            "mlp.experts.gate_up_proj": "mlp.experts.in",
+            "mlp.experts.down_proj": "mlp.experts.down",
+        },
+        bare=("self_attn.sinks", "experts.gate_up_proj", "experts.down_proj"),
     ),
     "phi3": Names(_ENDS, "model.layers", _FUSED | _BEFORE),
     "gpt2": Names(

@@ -5,7 +5,8 @@ one that has just left the window. So the next token of a row attends to the fir
 not matter: keys are rotated before they are stored.
 
 Rows may have different lengths. Prompts are read with the attention of training, padded after their ends, where causal attention never
-looks. Nothing here communicates: each tp rank stores the heads that it computes, each stage its layers.
+looks. Each tp rank stores the heads that it computes, each stage its layers. Each cp rank stores whole rows: of a prompt it computes its
+part, attends with it to gathered keys and values (`parallel.context.gathered`), and keeps these. Nothing else here communicates.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from megalite_kernels.attention import attention
+from megalite_kernels.attention_part import attention_part
+from megalite_kernels.attention_sinks import join
 from torch import Tensor, nn
 
 from megalite.generation.latent_cache import LatentReader
+from megalite.mesh import MeshAxis
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
 from megalite.model.latent_attention import LatentAttention
 from megalite.model.stage import Stage
+from megalite.parallel.context.gathered import whole
 
 ROUND_UP = 64
 
@@ -76,8 +81,8 @@ class KeyValueCache:
         capacity: maximum number of positions of a row.
     """
 
-    def __init__(self, stage: Stage, rows: int, capacity: int, device: torch.device):
-        self.rows, self.capacity, self.device = rows, capacity, device
+    def __init__(self, stage: Stage, rows: int, capacity: int, device: torch.device, cp: MeshAxis):
+        self.rows, self.capacity, self.device, self.cp = rows, capacity, device, cp
         self._layers: dict[int, _Kept] = {}
         for module in stage.layers.values():
             layer = cast(CachedAttention, module.attention).attention
@@ -120,10 +125,24 @@ class KeyValueCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """Store k and v [seq, batch, kv_heads/tp, head_dim]; return the attention output of q [seq, batch, heads/tp, head_dim], same shape.
 
-        options: those of the attention operation.
+        options: those of the attention operation. With `part`, all three are of this cp rank's part of the rows.
         """
+        k, v = (self.whole(x, options) for x in (k, v))
         self.store(layer, k, v)
-        return attention(q, k, v, **options)[0] if self.reads_prompts else self.look_up(layer, q, options)
+        return self.within_prompts(q, k, v, options) if self.reads_prompts else self.look_up(layer, q, options)
+
+    def whole(self, x: Tensor, options: dict[str, Any]) -> Tensor:
+        """Whole rows [seq, …] of this cp rank's part of them; all-gather over cp. Without parts x is whole."""
+        return x if "part" not in options else whole(x, self.cp, options["part"])
+
+    def within_prompts(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attention of rows, or of this cp rank's part of them, to whole rows from their beginning."""
+        part, sinks = options.get("part"), options.get("sinks")
+        if part is None and sinks is None:
+            return attention(q, k, v, **options)[0]
+        asked = {name: options[name] for name in ("scale", "window", "softcap")}
+        out, lse = attention_part(q, k, v, [(0, len(q))] if part is None else part.runs[part.rank], [(0, len(k))], **asked)
+        return (out if sinks is None else join(out, lse, sinks.tensor)[0]).to(q.dtype)
 
     @property
     def reads_prompts(self) -> bool:
@@ -144,16 +163,20 @@ class KeyValueCache:
         place = self._places[kept.slots]
         assert place.empty is not None
         used = place.empty.shape[-1]
-        return _attend(q, kept.keys[:, :, :used], kept.values[:, :, :used], place.empty, options["scale"], options["softcap"])
+        return _attend(q, kept.keys[:, :, :used], kept.values[:, :, :used], place.empty, options)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, options: dict[str, Any]) -> Tensor:
     """softmax(scale · q kᵀ) v for one query of each row, q [1, batch, heads, head_dim]; scores in at least fp32."""
+    scale, softcap, sinks = options["scale"], options["softcap"], options.get("sinks")
     query = q[0].unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, heads per kv_head, head_dim]
     scores = (query @ keys.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    probabilities = torch.softmax(scores.masked_fill_(empty, -torch.inf), -1).to(q.dtype)
+    scores.masked_fill_(empty, -torch.inf)
+    if sinks is not None:  # one more score, without a value
+        scores = torch.cat((scores, sinks.tensor.to(scores.dtype).view(scores.shape[1:3]).expand(scores.shape[:3]).unsqueeze(-1)), -1)
+    probabilities = torch.softmax(scores, -1).to(q.dtype)[..., : keys.shape[2]]
     return (probabilities @ values).flatten(1, 2).unsqueeze(0)
 
 

@@ -1,11 +1,15 @@
-"""Text generation: the weights of any source over tensor- and pipeline-parallel ranks, next-token logits, generation.
+"""Text generation: the weights of any source over tensor-, pipeline- and context-parallel ranks, next-token logits, generation.
 
 Every rank runs the same calls in the same order (SPMD). Tokens and lengths are known on all ranks, so shapes are not communicated. Forward
 passes only; they communicate
 
     in each pass   activations from stage to stage, through the mesh's forward channel, and the tp reductions within a stage
     at its end     the parts of the vocabulary's logits, all-gathered over tp on the last stage
+    with cp        of whole rows, keys and values in each layer and the last stage's activations, all-gathered over cp
     at each draw   the last stage's first rank draws the tokens and broadcasts them: rounding cannot make two ranks disagree
+
+A cp rank computes its part of whole rows: of prompts, and of texts that are scored. A token that continues a row is a single position: all
+cp ranks compute it, each from its own copy of the cache.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from megalite.batch import Microbatch
 from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import raise_on_all_ranks
+from megalite.config.dims import equal_part
 from megalite.generation.cache import CachedAttention, CachedState, KeyValueCache, padded
 from megalite.generation.sampling import Sampling, draw, uniform
 from megalite.generation.sources import check_layout, for_inference, open_source
@@ -29,7 +34,10 @@ from megalite.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
 from megalite.model.stage import Stage
-from megalite.parallel.collectives import Work, all_gather, message
+from megalite.parallel.collectives import Work, all_gather, all_reduce, message
+from megalite.parallel.context.gathered import whole
+from megalite.parallel.context.parts import zigzag
+from megalite.parallel.context.rows import Cut
 
 __all__ = ["LanguageModel", "Sampling"]
 
@@ -43,7 +51,7 @@ class LanguageModel:
 
     Args:
         name: a checkpoint written by any topology, a run's directory (its newest checkpoint), or hf:DIR.
-        tp, pp: the layout; tp · pp must be the number of ranks.
+        tp, pp, cp: the layout; tp · pp · cp must be the number of ranks.
         precision: fp32, bf16 or fp64, of the weights and of the computation.
         mesh: an existing mesh of that layout (`build.make_mesh`).
 
@@ -59,12 +67,13 @@ class LanguageModel:
         *,
         tp: int = 1,
         pp: int = 1,
+        cp: int = 1,
         precision: str = "fp32",
         mesh: Mesh | None = None,
     ):
         self.source = open_source(name)
         self.step = self.source.step
-        self.config = for_inference(self.source.config, tp=tp, pp=pp, precision=precision)
+        self.config = for_inference(self.source.config, tp=tp, pp=pp, cp=cp, precision=precision)
         check_layout(self.config)
         self.mesh, self.device = mesh or build.make_mesh(self.config), torch.device(device)
         parts = build.build_parts(self.config, self.mesh, self.device, training=False)
@@ -118,14 +127,14 @@ class LanguageModel:
         return self.read(cache, [row[start:] for row, start in zip(rows, starts, strict=True)])
 
     def new_cache(self, rows: int, capacity: int) -> KeyValueCache:
-        return KeyValueCache(self._stage, rows, capacity, self.device)
+        return KeyValueCache(self._stage, rows, capacity, self.device, self.mesh.cp)
 
     @torch.no_grad()
     def read(self, cache: KeyValueCache, rows: Rows) -> Tensor | None:
         """Read rows from their beginning into the cache. Returns logits of the next tokens, [rows, vocabulary], on the last stage."""
         lengths = [len(row) for row in rows]
         tokens, state = self._padded(rows)
-        cache.begin_prompts(lengths, len(tokens))
+        cache.begin_prompts(lengths, len(tokens) * self.mesh.cp.size)
         x = self._activations(tokens, CachedState(**vars(state), cache=cache))
         if x is None:
             return None
@@ -176,25 +185,36 @@ class LanguageModel:
         if x is not None:
             where = torch.tensor(places, device=self.device).reshape(-1, 2)
             wanted = torch.tensor(targets, dtype=torch.int64, device=self.device)
-            chosen = x[where[:, 0], where[:, 1]].unsqueeze(1)  # [targets, 1, hidden]
-            for part, its, out in zip(chosen.split(CHUNK), wanted.split(CHUNK), found.split(CHUNK, dim=1), strict=True):
+            own = slice(self.mesh.cp.rank, None, self.mesh.cp.size)  # each cp rank computes the logits of some places
+            chosen = x[where[own, 0], where[own, 1]].unsqueeze(1)  # [targets/cp, 1, hidden]
+            for part, its, out in zip(chosen.split(CHUNK), wanted[own].split(CHUNK), found[:, own].split(CHUNK, dim=1), strict=True):
                 logits = self._logits(part)[:, 0].to(found.dtype)
                 out[0] = logits.log_softmax(-1).gather(1, its.unsqueeze(1)).squeeze(1)
                 out[1] = logits.argmax(-1) == its
+            found = all_reduce(found, self.mesh.cp).wait()
         values, greedy = self._told(found, "log-probabilities")
         return values, greedy.bool()
 
     # ---- passes
 
     def _padded(self, rows: Rows) -> tuple[Tensor, ForwardState]:
-        """Rows as columns, [seq, rows], padded after their ends, which causal attention never reads."""
+        """Rows as columns, [seq/cp, rows], padded after their ends, which causal attention never reads."""
         longest = max(map(len, rows))
         if longest > self.longest or not all(rows):
             raise ValueError(f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}")
         longrope = self.config.model.longrope_context
         length = min(padded(longest), self.longest, longrope if longrope is not None and longest <= longrope else self.longest)
         tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device).t().contiguous()
-        return tokens, self._state(Microbatch.of(tokens, tokens, self._samples(len(rows))), [len(row) for row in rows])
+        microbatch = self._part(tokens)
+        return microbatch.tokens, self._state(microbatch, [len(row) for row in rows])
+
+    def _part(self, tokens: Tensor) -> Microbatch:
+        """This cp rank's part of rows [seq, rows]; without cp the rows."""
+        cp, samples = self.mesh.cp, self._samples(tokens.shape[1])
+        if cp.size == 1:
+            return Microbatch.of(tokens, tokens, samples)
+        parts = zigzag(equal_part(len(tokens), cp.size, "gather") * cp.size, cp.size)
+        return Cut(parts, cp.rank)(tokens, tokens, samples)
 
     def _state(self, microbatch: Microbatch, lengths: list[int]) -> ForwardState:
         """What a forward pass needs. Under LongRoPE each row has the factors of its own length, as if it were alone."""
@@ -213,7 +233,10 @@ class LanguageModel:
         return torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     def _activations(self, tokens: Tensor, state: ForwardState) -> Tensor | None:
-        """The last stage's activations [seq, rows, hidden], before the head; None on the other stages. Communicates between stages."""
+        """The last stage's activations of whole rows [seq, rows, hidden], before the head; None on the other stages.
+
+        Communicates between stages and over cp.
+        """
         stage, pipeline = self._stage, self.mesh.pp
         x = tokens
         if stage.embedding is None:
@@ -221,7 +244,7 @@ class LanguageModel:
             self._pass("irecv", x, pipeline.ranks[pipeline.rank - 1])
         x = stage.trunk(x, state)
         if stage.head is not None:
-            return x
+            return x if state.part is None else whole(x, self.mesh.cp, state.part)
         self._pass("isend", x.contiguous(), pipeline.ranks[pipeline.rank + 1])
         return None
 

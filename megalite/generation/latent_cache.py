@@ -5,7 +5,7 @@ matrices that would make them moves to the query and to the output (DeepSeek-V2,
 
     qₕ · (Kₕ c) = (Kₕᵀ qₕ) · c          Σ p (Vₕ c) = Vₕ (Σ p c)
 
-So all heads attend to one shared key [c | rotated r], whose first part is the value. Nothing here communicates.
+So all heads attend to one shared key [c | rotated r], whose first part is the value. Communication: that of the cache over cp.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from megalite_kernels.attention import attention
 from megalite_kernels.rotary import rotate
 from torch import Tensor
 
@@ -41,9 +40,11 @@ class LatentReader:
         options, tables = layer.operation(state), layer.rotary(state)
         rotated = key.unsqueeze(2) if tables is None else rotate(key.unsqueeze(2), *tables)
         kept = torch.cat((latent.unsqueeze(2), rotated), -1)  # [seq, batch, 1, kv_lora_rank + qk_rope_head_dim]
+        kept = cache.whole(kept, options)
         cache.store(layer.layer, kept, kept)
         if cache.reads_prompts:
-            return attention(*layer.heads_of(queries, latent, key, state), **options)[0]
+            q, k, v = layer.heads_of(queries, latent, key, state)
+            return cache.within_prompts(q, cache.whole(k, options), cache.whole(v, options), options)
         found = cache.look_up(layer.layer, self._absorbed(queries, tables), options)  # [1, batch, heads, kv_lora_rank]
         return torch.einsum("sbhr,hvr->sbhv", found, self.matrix[:, self.plain :])
 

@@ -95,12 +95,16 @@ def _began_elsewhere(config: Config) -> bool:
     return False
 
 
-def for_inference(config: Config, *, tp: int = 1, pp: int = 1, precision: str = "fp32") -> Config:
-    """The configuration of the same model for forward passes only, on its own layout, independent of the layout of training."""
+def for_inference(config: Config, *, tp: int = 1, pp: int = 1, cp: int = 1, precision: str = "fp32") -> Config:
+    """The configuration of the same model for forward passes only, on its own layout, independent of the layout of training.
+
+    cp ranks gather keys and values: the key-value cache needs them whole in any case.
+    """
     train = replace(config.train, global_batch_size=1, micro_batch_size=1, recompute="none", compile=False, grad_dtype="wide")
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)
-    parallel = ParallelConfig(tp=tp, pp=pp, dp=1, zero=0, ep=gcd(tp, config.model.num_experts or 1))  # experts too are split over tp ranks
+    ep = gcd(tp, config.model.num_experts or 1)  # experts too are split over tp ranks
+    parallel = ParallelConfig(tp=tp, pp=pp, cp=cp, dp=1, context="gather", zero=0, ep=ep)
     return replace(config, run=replace(config.run, timeout=TIMEOUT), parallel=parallel, train=train, checkpoint=saving)
 
 

@@ -128,6 +128,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "num_key_value_heads": lambda values: {"num_kv_heads": values["num_key_value_heads"]},
     "qk_norm=qk_layernorm": lambda values: {"qk_layernorm": values["qk_norm"] == "each_head"},
     "qk_norm=use_qk_norm": lambda values: {"use_qk_norm": values["qk_norm"] == "each_head"},
+    "qk_norm=heads": lambda values: {"use_qk_norm": values["qk_norm"] == "head"},
     "attention_scale=latents": lambda values: {},  # with rope_scaling
     "num_key_value_heads=all": lambda values: {"num_key_value_heads": values["num_key_value_heads"]},
     "mlp_only_layers=first": latents.dense_fields,
@@ -136,6 +137,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},
     "router_scores=softmax": partial(latents.router_fields, "softmax"),
     "router_scores=sigmoid": partial(latents.router_fields, "sigmoid"),
+    "hidden_act=clamped_swiglu": lambda values: {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,

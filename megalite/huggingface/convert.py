@@ -82,7 +82,7 @@ class Source:
         if model.vocab_size is None:
             raise ConfigError(f"{directory}: config.json gives no vocab_size.")
         _check(model)
-        weights = Weights(directory)
+        weights = _opened(directory)
         stored, biases = _prefix(weights, FAMILY_NAMES[family]), bias_names(model, family)
         return Source(directory, model, family, weights, _bound(weights, model, family), {at: stored(name) for at, name in biases.items()})
 
@@ -99,8 +99,22 @@ class Source:
             first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
             own = torch.cat([self.weights[theirs] for theirs in list(place.tensors)[first : last + 1]])
             return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
+        if place.experts is not None:
+            length = place.shape[0] // place.experts
+            first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
+            own = place.flat(self.weights.experts(place.theirs, first, last + 1))
+            return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
         pieces = [self.weights[theirs] for theirs in place.tensors]
         return place.read(pieces[0].view(place.shape) if len(pieces) == 1 else torch.cat(pieces), offsets, sizes)
+
+
+def _opened(directory: Path) -> Weights:
+    weights = Weights(directory)
+    if not any(name.endswith("_blocks") for name in weights):
+        return weights
+    from megalite.huggingface.mxfp4 import Dequantized
+
+    return Dequantized(weights)
 
 
 def _check(model: ModelConfig) -> None:
@@ -234,7 +248,7 @@ def _summary(model: ModelConfig, family: str, dtypes: Iterable[str]) -> dict[str
 
 
 def export_model(
-    directory: Path,
+    source: Path | Manifest,
     target: Path,
     *,
     like: Path | None = None,
@@ -247,6 +261,7 @@ def export_model(
 ) -> dict[str, Any]:
     """Write a checkpoint's weights and its tokenizer as a Hugging Face directory; returns a summary for display.
 
+    source: the checkpoint's directory, or its manifest, such as one with averages in place of the weights.
     like: a Hugging Face directory whose family, token ids, tokenizer and generation settings are exported with the weights; by default the
     one that the checkpoint came from, if any. dtype: by default that of each stored tensor. shard: maximum bytes of a file.
     tokenizer: byte, FILE.model or a directory; by default that of the training data, else that of `like`. allow_tokenizer_change: even if
@@ -254,9 +269,9 @@ def export_model(
     """
     if target.exists():
         raise ConversionError(f"{target} exists already. Give another name, or remove it.")
-    manifest = checkpoint.manifest_of(directory)
+    manifest = source if isinstance(source, Manifest) else checkpoint.manifest_of(source)
     manifest.check_files()
-    model = model_of(manifest)
+    directory, model = manifest.directory, model_of(manifest)
     choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)
     like = like or origin(directory, model)
     found_tokenizer = choose(manifest, choice, like)
@@ -409,7 +424,7 @@ def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTens
     place = found[next(iter(parts))]
     by_rows = (
         place.theirs in place.tensors
-        and not place.transposed
+        and not (place.transposed or place.each_transposed)
         and all(
             isinstance(found[name].rows, range) and chunk.sizes[1:] == each.shape[1:]
             for name, each in parts.items()
@@ -426,5 +441,5 @@ def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTens
             else:
                 found[name].write(whole, chunk.offsets, values.to(dtype))
     if whole is not None:
-        for theirs, piece in zip(place.tensors, whole.chunk(len(place.tensors)), strict=True):
+        for theirs, piece in zip(place.tensors, place.stored(whole).chunk(len(place.tensors)), strict=True):
             file.write(theirs, piece)

@@ -17,6 +17,7 @@ from megalite.checkpoint import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
+STORED = DTYPES | {"U8": torch.uint8}  # the last one in parts of quantised tensors (`megalite.huggingface.mxfp4`)
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -50,9 +51,9 @@ class SafetensorsFile:
         if size != expected:
             raise ConversionError(f"{self.path} is damaged: its header describes {expected:,} bytes, and it has {size:,}")
         for name, (letters, shape, start, stop) in self._entries.items():
-            if letters not in DTYPES:
+            if letters not in STORED:
                 raise ConversionError(f"{self.path}: {name} is of type {letters}. Quantised weights are not handled; take those in bf16.")
-            if not 0 <= start <= stop or stop - start != prod(shape) * DTYPES[letters].itemsize:
+            if not 0 <= start <= stop or stop - start != prod(shape) * STORED[letters].itemsize:
                 raise ConversionError(
                     f"{self.path} is damaged: {name}, {letters} {list(shape)}, can not occupy bytes {start:,} to {stop:,}"
                 )
@@ -71,9 +72,9 @@ class SafetensorsFile:
     def __getitem__(self, name: str) -> Tensor:
         letters, shape, start, stop = self._entries[name]
         part = self._bytes[self._start + start : self._start + stop]
-        if (self._start + start) % DTYPES[letters].itemsize:
+        if (self._start + start) % STORED[letters].itemsize:
             part = part.clone()  # old files do not align their data, which a view in another dtype needs
-        return part.view(DTYPES[letters]).view(shape)
+        return part.view(STORED[letters]).view(shape)
 
 
 def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, tuple[int, ...], int, int]:
@@ -124,6 +125,10 @@ class Weights(Mapping[str, Tensor]):
         if not tensor.is_floating_point() or tensor.dtype not in LETTERS:
             raise ConversionError(f"{self.directory}: {name} is of type {tensor.dtype}. Quantised weights are not handled.")
         return tensor
+
+    def experts(self, name: str, first: int, stop: int) -> Tensor:
+        """Some experts of a tensor that holds all of a layer."""
+        return self[name][first:stop]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files[name].shape(name)

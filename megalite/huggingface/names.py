@@ -29,7 +29,7 @@ class Place:
 
     Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {} where their numbers are.
     The experts of a layer are many tensors of equal shape, our rows in this order: `pieces` completes their names in `theirs`. In a fused
-    file they are one tensor [experts, rows, columns], with `experts` set.
+    file they are one tensor [experts, rows, columns], with `experts` set; with `each_transposed` [experts, columns, rows].
     """
 
     theirs: str
@@ -39,6 +39,7 @@ class Place:
     columns: int | None = None
     pieces: tuple[tuple[int | str, ...], ...] = ()
     experts: int | None = None
+    each_transposed: bool = False
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -47,7 +48,8 @@ class Place:
             shape = (self.shape[0] // len(self.pieces), *self.shape[1:])
             return {self.theirs.format(*piece): shape for piece in self.pieces}
         if self.experts is not None:
-            return {self.theirs: (self.experts, self.shape[0] // self.experts, *self.shape[1:])}
+            rows, *columns = self.shape[0] // self.experts, *self.shape[1:]
+            return {self.theirs: (self.experts, *columns, rows) if self.each_transposed else (self.experts, rows, *columns)}
         if self.columns is None:
             return {self.theirs: self.shape}
         heads = self.shape[0] // self.columns
@@ -66,6 +68,14 @@ class Place:
         stem = self.theirs.partition("experts.{}")[0].replace("block_sparse_moe", "mlp")
         experts = len({piece[0] for piece in self.pieces})
         return replace(self, theirs=f"{stem}experts.{'down_proj' if down else 'gate_up_proj'}", pieces=(), experts=experts)
+
+    def flat(self, experts: Tensor) -> Tensor:
+        """Some experts of a tensor that holds all of a layer, with the rows of each expert one after the other."""
+        return (experts.transpose(1, 2) if self.each_transposed else experts).flatten(0, 1)
+
+    def stored(self, whole: Tensor) -> Tensor:
+        """The inverse of `flat`, contiguous; of any other place the tensor itself."""
+        return whole.unflatten(0, (self.experts, -1)).transpose(1, 2).contiguous() if self.each_transposed else whole
 
     def read(self, theirs: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A rectangle of our tensor, given the Hugging Face tensor of this `shape`: a view of it if the rows are consecutive."""
@@ -94,6 +104,9 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
             own = [f"{part}.{suffix}" for part in parts if f"{part}.{suffix}" in shapes]
             if own:
                 transposed = suffix == "weight" and theirs.endswith(names.transposed)
+                if theirs.endswith(names.bare):
+                    found |= _bare(theirs, own[0], shapes[own[0]], model)
+                    continue
                 if "experts.{}" in theirs:
                     found[own[0]] = _experts(f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names)
                     continue
@@ -111,6 +124,18 @@ def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> 
     parts = names.expert if "{}.{}" in theirs else ()
     pieces = product(range(number), parts) if parts else product(range(number))
     return Place(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
+
+
+def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, Place]:
+    """The place of a tensor whose name has no .weight or .bias: experts that are stacked as [experts, in, out], gpt-oss's way, gate and up
+    in turns; or sinks."""
+    name = f"{theirs}_bias" if ours.endswith(".bias") else theirs
+    if "experts" not in theirs:
+        return {ours: Place(name, shape, range(shape[0]), False)}
+    experts, each = model.num_experts or 0, shape[0] // (model.num_experts or 1)
+    turns = "gate_up" in theirs
+    rows = rows_of(tuple(range(experts)), (*range(0, each, 2), *range(1, each, 2)), 0) if turns else range(shape[0])
+    return {ours: Place(name, shape, rows, False, experts=experts, each_transposed=len(shape) == 2)}
 
 
 def _modules(names: Names, layers: int) -> Iterator[tuple[str, list[str]]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from megalite.batch import IGNORE_INDEX
@@ -40,11 +39,11 @@ class Mixture(nn.Module):
         into = weights[f"{name}.experts.in.weight"]
         self.model, self.layer, self.keeps_choice = model, layer, options.recompute == "full"
         self.part = mesh.tp.rank if options.sequence_parallel else 0  # which part of the sequence this rank has
-        self.router = Router(weights[f"{name}.router.weight"])
+        self.router = Router(weights[f"{name}.router.weight"], weights.get(f"{name}.router.bias"))
         own = (model.num_experts or 0) // mesh.expert.size
-        self.experts = Experts(
-            into, weights[f"{name}.experts.down.weight"], own, Activation(model.hidden_act, model.gated_mlp, options.ops)
-        )
+        activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
+        biases = weights.get(f"{name}.experts.in.bias"), weights.get(f"{name}.experts.down.bias")
+        self.experts = Experts(into, weights[f"{name}.experts.down.weight"], biases, own, activation)
         alike = mesh.tp.size > 1 and not options.sequence_parallel  # in inference
         self.dispatch = make_dispatch("same_rows" if alike else options.expert_dispatch, mesh.expert)
         self.balance = Balance(model, RouterState.start(model, into.tensor.device), mesh.sequence)
@@ -98,7 +97,7 @@ class Mixture(nn.Module):
         choice = choose(scores, model.num_experts_per_tok)
         if self.capacity is not None and state.training and targets is not None:
             choice = self.capacity.limit(choice, targets != IGNORE_INDEX, state.part)
-        if self.keeps_choice and state.training and not torch.is_grad_enabled():
+        if self.keeps_choice and state.training:
             state.choices[self.layer] = choice
         return choice
 

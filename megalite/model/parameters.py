@@ -89,6 +89,10 @@ class _Specs:
         )
         return _each_alone(unit, *segments)
 
+    def sinks(self, name: str, unit: int) -> list[ParamSpec]:
+        """One number for each head."""
+        return _each_alone(unit, Segment(name, (self.model.num_attention_heads,), 0, decay=False, init_std=self.std))
+
     def row(self, name: str, role: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
         """A row-parallel linear: weight [hidden, width], split along dim 1; the bias is replicated and added after the sum over tp."""
         hidden = self.model.hidden_size
@@ -129,6 +133,7 @@ class _Specs:
                 parts: tuple[tuple[str, int, int], ...] = (("q", q, 1), ("k", kv, copies), ("v", kv, copies))
                 specs += self.column(f"{name}.attention.qkv", unit, parts, model.attention_bias)
                 specs += self.qk_norm(f"{name}.attention", unit, q, kv)
+                specs += self.sinks(f"{name}.attention.sinks.weight", unit) if model.attention_sinks else []
                 specs += self.row(f"{name}.attention.out", "o", unit, q, model.attention_out_bias)
             elif model.is_mixture(index):
                 specs += self.mixture(f"{name}.mlp", unit)
@@ -177,7 +182,14 @@ class _Specs:
         into = stacked(f"{name}.experts.in.weight", shape, init_std=self.std, role="experts.in", fused=fused)
         down = stacked(f"{name}.experts.down.weight", (experts * hidden, width), init_std=self.out_std, role="experts.down")
         specs = self._of_own_tokens(f"{name}.router.weight", unit, experts)
-        specs += [ParamSpec(each.name, unit, (each,), domain="expert") for each in (into, down)]
+        if model.router_logit_bias:
+            bias = Segment(f"{name}.router.bias", (experts,), grad_partial_axis=self.partial_axis, decay=False, init_std=self.std)
+            specs += _each_alone(unit, bias)
+        found = [into, down]
+        if model.mlp_bias:
+            sizes = {"in": fused * width, "down": hidden}
+            found += [stacked(f"{name}.experts.{part}.bias", (experts * size,), decay=False) for part, size in sizes.items()]
+        specs += [ParamSpec(each.name, unit, (each,), domain="expert") for each in found]
         if model.shared_expert_intermediate_size:
             specs += self.feed_forward(f"{name}.shared", unit, model.shared_expert_intermediate_size)
             specs += self._of_own_tokens(f"{name}.shared_gate.weight", unit, 1) if model.shared_expert_gate else []
@@ -204,6 +216,7 @@ def active_parameters(model: ModelConfig) -> int:
     """Number of parameters that one token meets: of each mixture, only the experts that process it."""
     idle = max((model.num_experts or 0) - model.num_experts_per_tok, 0)
     expert = (3 if model.gated_mlp else 2) * model.hidden_size * model.expert_width
+    expert += (model.hidden_size + (2 if model.gated_mlp else 1) * model.expert_width) * model.mlp_bias
     return parameter_count(model_specs(model)) - idle * expert * sum(map(model.is_mixture, range(model.num_hidden_layers)))
 
 

@@ -22,13 +22,13 @@ GIB = 2**30
 def hint(config: Config, world_size: int, per_node: int) -> str | None:
     """A line if ZeRO-2 reduces several microbatches between nodes; per_node: ranks of a node."""
     parallel, dims = config.parallel, ParallelDims.of(config, world_size)
-    local = per_node // parallel.tp  # ranks of a dp group on a node: tp is innermost, then dp
-    alone = parallel.zero != 2 or dims.microbatches < 2 or parallel.cp > 1
-    if alone or world_size <= per_node or local < 1 or min(dims.shard, dims.dp) <= local:
+    local = per_node // parallel.tp  # ranks of a group of data = dp · cp on a node: tp is innermost, then cp, then dp
+    alone = parallel.zero != 2 or dims.microbatches < 2
+    if alone or world_size <= per_node or local < 1 or min(dims.shard, dims.data) <= local:
         return None
     config = settled(config, world_size)
     options = {"ZeRO-2": _sent(config, local), "parallel.zero: 1": _sent(with_parallel(config, zero=1), local)}
-    if local > 1 and dims.dp % local == 0:
+    if local > 1 and dims.data % local == 0:
         options[f"parallel.dp_shard: {local}"] = _sent(with_parallel(config, dp_shard=local), local)
     (_, now), *others = options.items()
     cheaper = " and ".join(f"with {name} {_amount(sent)}" for name, sent in others if sent < now)

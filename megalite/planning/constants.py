@@ -22,9 +22,9 @@ class Constants:
             8 % on average (Sinha et al. 2022, "Not All GPUs Are Created Equal").
     """
 
-    stream: float = 0.758
-    overlap: float = 0.216
-    attention: float = 0.882
+    stream: float = 0.759
+    overlap: float = 0.22
+    attention: float = 0.901
     links: float = 0.879
     slowest: float = 0.95
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalite.planning.configuring import broken_rule, configured
+from megalite.config.recomputation import shown
+from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.constants import ALIKE, INTERVAL, interval
-from megalite.planning.search import USABLE, Plan, Search
+from megalite.planning.search import Plan, Search
 from megalite.planning.step import Choice, Job, StepTime
 
 GIB = 2**30
@@ -53,13 +54,18 @@ def described(choice: Choice) -> str:
     """A one-line description of a choice."""
     sizes = {"tp": choice.tp, "cp": choice.cp, "pp": choice.pp, "dp": choice.dp}
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one device"]
-    parts += [choice.context] if choice.cp > 1 else []
+    parts += [method(choice)] if choice.cp > 1 else []
     if choice.pp > 1:
         parts.append(choice.schedule + (f" with {choice.virtual_stages} stages a rank" if choice.asked_stages else ""))
     parts += [f"ZeRO-{choice.zero}"] if choice.data > 1 or choice.zero == 3 else []
     parts.append(f"micro-batches of {choice.micro_batch_size}")
-    parts += [f"recomputation {choice.recompute}"] if choice.recompute != "none" else []
+    parts += [f"recomputation {shown(choice.recompute)}"] if choice.recompute != "none" else []
     return ", ".join(parts + ([offloaded(choice)] if choice.offload != "none" else []))
+
+
+def method(choice: Choice) -> str:
+    """That of context parallelism; in a ring of groups, with their size."""
+    return choice.context if choice.context_inner == 1 else f"{choice.context}/{choice.context_inner}"
 
 
 def offloaded(choice: Choice) -> str:
@@ -72,9 +78,9 @@ def row(job: Job, plan: Plan) -> tuple[str, ...]:
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
-    cp = f"{choice.cp} {choice.context}" if choice.cp > 1 else "1"
+    cp = f"{choice.cp} {method(choice)}" if choice.cp > 1 else "1"
     cells = (choice.tp, cp, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
-    more = (choice.micro_batch_size, choice.recompute, place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
+    more = (choice.micro_batch_size, shown(choice.recompute), place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
     sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
     speed = f"{job.tokens_per_second_per_gpu(choice, step.total):,.0f}", f"{palm:.1%}", f"{causal:.1%}", f"{step.bubble_fraction:.1%}"
     return tuple(map(str, (*cells, *more, sure, *speed)))
@@ -95,6 +101,7 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
         "tp": choice.tp,
         "cp": choice.cp,
         "context": choice.context if choice.cp > 1 else None,
+        "context_inner": choice.context_inner,
         "pp": choice.pp,
         "virtual_stages": choice.virtual_stages,
         "schedule": choice.schedule,
@@ -102,7 +109,8 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
         "zero": choice.zero,
         "micro_batch_size": choice.micro_batch_size,
         "microbatches": job.microbatches(choice),
-        "recompute": choice.recompute,
+        "recompute": shown(choice.recompute),
+        "recomputed": choice.recompute,
         "offload": choice.offload,
         "offload_parameters": choice.offload_parameters,
         "sequence_parallel": choice.sequence_parallel,
@@ -268,6 +276,7 @@ def ladder(search: Search) -> list[Rung]:
         rungs = [rungs[0], Rung("recomputation", rungs[-1].why, Choice(recompute="full"))]
     if tp > 1:
         rungs.append(Rung("tensor", "layers and their activations are split inside a node", both))
+    rungs += [Rung("context", "each rank holds a part of every sequence", choice) for choice in _split_rows(search)]
     rungs += [Rung("pipeline", "each stage holds some of the layers", choice) for choice in _pipelines(search, both)]
     offload = replace(data if gpus > 1 else Choice(), recompute="full", offload="cpu")
     rungs.append(Rung("offload", "optimizer state is stored in CPU memory", replace(offload, zero=3 if gpus > 1 else 1)))
@@ -280,6 +289,13 @@ def ladder(search: Search) -> list[Rung]:
 
 def _legal_tp(search: Search) -> list[int]:
     return sorted({core.tp for core in search.cores() if core.pp == 1})
+
+
+def _split_rows(search: Search) -> list[Choice]:
+    """With recomputation and everything sharded, rows split over as many ranks as a node has."""
+    cores = [core for core in search.cores() if core.cp > 1 and core.tp == core.pp == 1 and core.recompute == "full"]
+    inside = [core for core in cores if core.cp <= search.job.device.per_node]
+    return [replace(choice, zero=3) for choice in sorted(inside, key=lambda core: (-core.cp, core.micro_batch_size))[:1]]
 
 
 def _pipelines(search: Search, both: Choice) -> list[Choice]:

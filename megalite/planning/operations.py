@@ -31,6 +31,7 @@ class Software:
     Attributes:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
+        products: speed of the layers' matrix products relative to those of the run's precision; the head's are not meant.
         masks: dropout writes its masks to memory.
         loss_bytes: memory traffic of the loss per logit, forward and backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
             fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes of their own.
@@ -46,6 +47,7 @@ class Software:
 
     flash: bool = True
     attention: float = 1.0
+    products: float = 1.0
     masks: bool = False
     loss_bytes: tuple[float, float] = (2.0, 4.0)
     fp32_accumulation: bool = True
@@ -85,8 +87,16 @@ class Passes(NamedTuple):
 class Operations:
     """The times of a model's units on a device; with adapters, all other weights are frozen."""
 
-    def __init__(self, device: Device, model: ModelConfig, precision: str, software: Software = OURS, lora: LoraConfig | None = None):
-        self.device, self.model, self.precision, self.software, self.lora = device, model, precision, software, lora
+    def __init__(
+        self,
+        device: Device,
+        model: ModelConfig,
+        precision: str,
+        software: Software = OURS,
+        lora: LoraConfig | None = None,
+        rows: context.Rows = context.WHOLE,
+    ):
+        self.device, self.model, self.precision, self.software, self.lora, self.rows = device, model, precision, software, lora, rows
         self.size = ELEMENTWISE_BYTES[precision]
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
@@ -130,7 +140,7 @@ class Operations:
     # --- blocks ------------------------------------------------------------------------------------------------------------
 
     def _block(self, share: Share, block: Block) -> Passes:
-        steps = [self._step(step) for step in block.steps]
+        steps = [self._step(step).times(1 / self.software.products if isinstance(step, Product) else 1) for step in block.steps]
         last = steps[::-1]  # backward runs from the last step to the first
         passes = Passes(sum(step.forward for step in steps), sum(step.backward for step in last), sum(step.weight for step in last))
         return passes.plus(self._around(share, block))
@@ -200,7 +210,7 @@ class Operations:
         """Exposed communication of a layer's attention over cp, forward and backward."""
         units = self.units(share)
         forward, backward = zip(*map(self._attention, units.layer(index).attentions), strict=True)
-        return context.exposed(self.fabric, units, (sum(forward), sum(backward)), self.size)
+        return context.exposed(self.fabric, units, (sum(forward), sum(backward)), self.size, self.rows)
 
     def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:
@@ -214,6 +224,21 @@ class Operations:
         if self.software.flash and not self.device.cpu:
             return 0.0
         return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
+
+    def forward(self, step: Step) -> float:
+        """The kernels of a step's forward."""
+        return self._step(step).forward
+
+    def again(self, share: Share, index: int, mode: str) -> tuple[float, float]:
+        """Seconds of a layer's backward that are recomputed under a mode of train.recompute: kernels, and exposed communication."""
+        if mode in ("none", "full"):
+            forward, wait = self.layer(share, index).forward, self.layer(share, index).forward_wait
+            return (forward - wait, wait) if mode == "full" else (0.0, 0.0)
+        if mode == "selective":
+            return self.attention_again(share, index), 0.0
+        from megalite.planning.recomputing import seconds
+
+        return seconds(self, share, index, mode)
 
     def _written_scores(self, step: Attention) -> tuple[float, float]:
         """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked half is computed too."""

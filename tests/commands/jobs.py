@@ -88,6 +88,7 @@ def continued(context: Any, sources: list[str], layout: dict[str, int], rows: li
                 "greedy": list(model.continuations(rows, count, Sampling(0.0))),
                 "drawn": list(model.continuations(rows, count, Sampling(1.0, top_k=40, top_p=0.9, seed=5))),
                 "likely": model.log_probabilities(rows, places, targets),
+                "answer": model.log_probabilities(rows[:1], places[:1], targets[:1])[0].item(),
             }
         )
     return found

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bubble, checkpoint, comm, overhead, pairs, peers, plan, prepare, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, context, overhead, pairs, peers, plan, prepare, report, scaling, step
 from benchmarks.command import main
 from benchmarks.ours import step_products
 from benchmarks.preparing import measured
@@ -184,6 +184,22 @@ def test_bubble_stands_beside_what_the_simulator_predicts(run: Callable[..., dic
     window = {"wall_s": 0.8, "busy_s": 2.4}  # 2.4 of 4 × 0.8 seconds; what was asked for is 3 × 0.01 × 2 × 8 × 4
     row = bubble._row("1f1b", [window, window], 0.01)
     assert (row["measured"], row["lateness"]) == (pytest.approx(0.25), pytest.approx(0.25))
+
+
+@pytest.mark.usefixtures("launched_forked")
+def test_context_stands_beside_one_process_and_dp(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    content = run("context")
+    check_surroundings(content, tmp_path)
+    memory = [row for row in content["results"] if "peak_mib" in row]
+    assert [(row["layout"], row["recompute"]) for row in memory] == [
+        (layout, mode) for layout in ("one process", *(f"cp 2, {method}" for method in context.METHODS)) for mode in context.RECOMPUTE
+    ]
+    for row in memory[2:]:
+        assert 0.1 < row["of_one_process"] < 0.9, "activations are split, and scores twice"
+    timed = [row for row in content["results"] if "ms_per_step" in row]
+    assert ["hidden" in row for row in timed] == [False, False, False, True] and timed[3]["hidden"] < 1
+    assert all(row["of_dp"] == pytest.approx(row["ms_per_step"] / timed[0]["ms_per_step"]) for row in timed[1:])
+    assert [target["met"] for target in context.targets([{**memory[2], "of_one_process": value} for value in (0.3, 0.31)])] == [True, False]
 
 
 def test_scaling_says_what_is_left_of_the_ideal_speed(ranks: RankPool, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

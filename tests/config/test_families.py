@@ -408,6 +408,7 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
     [
         *[("gpt2-124m", 124_439_808), ("llama-3.2-1b", 1_235_814_400), ("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496)],
         *[("deepseek-v2-lite", 15_706_484_224), ("deepseek-v3", 671_026_404_352)],  # the latter without the biases of its routers
+        *[("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)],
     ],
 )
 def test_presets_have_the_published_parameter_counts(name, parameters):
@@ -421,9 +422,9 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
     assert model.num_parameters() == parameters == parameter_count(model_specs(ModelConfig(**preset(name))))
 
 
-@pytest.mark.parametrize("name, billions", [("deepseek-v2-lite", 2.4), ("deepseek-v3", 37)])
+@pytest.mark.parametrize("name, billions", [("deepseek-v2-lite", 2.4), ("deepseek-v3", 37), ("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)])
 def test_presets_have_the_published_active_parameters(name, billions):
-    """As DeepSeek counts them: those of all matrices that a token is multiplied with, and not of the table that it is looked up in."""
+    """As their authors count them: those of all matrices that a token is multiplied with, and not of the table that it is looked up in."""
     model = ModelConfig(**preset(name))
     active = active_parameters(model) - model.vocabulary * model.hidden_size
     assert active == pytest.approx(billions * 1e9, rel=0.025)  # V2-Lite has 2.45 billion, V3 36.6

@@ -25,6 +25,14 @@ HEAD_SP = Counter({("all_gather", "tp"): 3, ("reduce_scatter", "tp"): 1})  # its
 # Per layer and microbatch:
 LAYER = Counter({("all_reduce", "tp"): 4})  # forward: attention output, mlp output; backward: the inputs of both
 LAYER_SP = Counter({("all_gather", "tp"): 4 + 2, ("reduce_scatter", "tp"): 4})  # the same as pairs, and in backward both inputs again
+# The same, over a cp axis of `ranks`: of forward and backward together
+CONTEXT = {
+    "ulysses": lambda ranks: Counter(
+        {("all_to_all", "cp"): 2 + 2}
+    ),  # q, k and v there, the output back; in backward dout, and dq, dk and dv
+    "gather": lambda ranks: Counter({("all_gather", "cp"): 1 + 1, ("reduce_scatter", "cp"): 1}),
+    "ring": lambda ranks: Counter({("hop", "cp"): (ranks - 1) + 2 * (ranks - 1)}),
+}
 # Per step:
 NORM = Counter({("all_reduce", "world"): 1})  # gradient norm, loss, waiting time and stop requests together
 TOKENS = Counter({("all_reduce", "data"): 1})  # the count of valid tokens, where some can be ignored
@@ -78,13 +86,16 @@ CASES: dict[str, Case] = {
     "pp2-tied": {"pp": 2, "tied": True, "microbatches": 4},
     **{f"tp2-pp2-dp2-sp-zero1-tied-{schedule}": {**ALL, "schedule": schedule} for schedule in ("1f1b", "zb-v")},
     **{f"pp4-{schedule}": {"pp": 4, "microbatches": 4, "schedule": schedule} for schedule in layouts.OPTIONS["schedule"]},
+    "cp2-ulysses-tp2-sp": {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True, "microbatches": 2},
+    "cp2-gather-dp2-zero1": {"cp": 2, "context": "gather", "dp": 2, "zero": 1},
+    "cp4-ring-masked": {"cp": 4, "context": "ring", "masked": True},
     "pp3-interleaved-2": {"pp": 3, "microbatches": 8, "schedule": "interleaved-2"},  # in groups of four
 }
 
 
 def expected_traffic(case: Case, found: dict[str, Any]) -> Counter:
     """`found` says where the rank is, and whether the shards that it owns hold any of the gradients that are summed over tp."""
-    tp, pp, dp, microbatches, rank = case["tp"], case["pp"], case["dp"], case["microbatches"], found["pp"]
+    tp, pp, dp, cp, microbatches, rank = case["tp"], case["pp"], case["dp"], case["cp"], case["microbatches"], found["pp"]
     chained = pp > 1 and case["schedule"] in CHAINED
     sp, first, last = case["sequence_parallel"], rank == 0, rank == (0 if case["schedule"] in FOLDED else pp - 1)
     total = chain(case, rank) if chained else Counter(NORM)
@@ -93,7 +104,9 @@ def expected_traffic(case: Case, found: dict[str, Any]) -> Counter:
         total += times(EMBEDDING_SP if sp else EMBEDDING, first * microbatches) + times(HEAD_SP if sp else HEAD, last * microbatches)
         total += PARTIAL if sp and found["partial"] else Counter()
         total += KV_REPLICAS if tp > case["kv_heads"] and found["replicated"] else Counter()
-    if dp > 1:
+    if cp > 1:
+        total += times(CONTEXT[case["context"]](cp), case["layers"] // pp * microbatches)
+    if dp * cp > 1:
         total += bucket_traffic(case["zero"], found["buckets"]) + (TOKENS if case["masked"] else Counter())
     if pp > 1:
         total += messages(case, rank)
@@ -107,7 +120,7 @@ def test_a_step_communicates_exactly_this(name, ranks, tmp_path):
     case["layers"] = max(case["layers"], layouts.stages(case))
     config = config_of(case, write_tokens(tmp_path, case["vocab_size"]))
     config["parallel"]["partition"] = [case["layers"] // layouts.stages(case)] * layouts.stages(case)
-    results = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs_training.communication_of_a_step, config)
+    results = ranks.run(layouts.world(case), jobs_training.communication_of_a_step, config)
     assert not case["sequence_parallel"] or any(found["partial"] for found in results)
     assert case["dp"] == 1 or any(found["buckets"] > 1 for found in results)
     for rank, found in enumerate(results):

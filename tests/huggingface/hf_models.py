@@ -33,6 +33,9 @@ NARROW = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40}
 LATENT = ALL_HEADS | {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1}
 LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 5}
+OSS |= {"rope_parameters": YARN | {"beta_fast": 4, "beta_slow": 1, "truncate": False, "rope_theta": 1e3}}
+GLM_MOE = {"head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
 GROUPS = {"n_group": 4, "topk_group": 2}
 
@@ -135,6 +138,12 @@ CASES = {
     "deepseek_v3, no groups, not renormalized": Case(
         "DeepseekV3", LATENT | TIED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}, BF16
     ),
+    "glm4_moe": Case("Glm4Moe", SIZES | UNTIED | GLM_MOE | {"use_qk_norm": True, "attention_bias": True}, shard="20KB"),
+    "glm4_moe, groups, tied": Case("Glm4Moe", SIZES | TIED | GLM_MOE | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, BF16),
+    "gpt_oss": Case("GptOss", SIZES | UNTIED | OSS, shard="20KB"),
+    "gpt_oss, tied, linear rope": Case(
+        "GptOss", SIZES | TIED | OSS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, BF16
+    ),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
@@ -163,6 +172,8 @@ LAYOUT_CASES = [
     "qwen3_moe",
     "deepseek_v2, lite, yarn rope",
     "deepseek_v3",
+    "gpt_oss",
+    "glm4_moe",
     "nemotron, tied, biases",
     "starcoder2, window",
     "stablelm, norms of each head",
@@ -176,6 +187,11 @@ LAYOUT_CASES = [
     "falcon, in sequence, biases",
     "gpt2",
 ]
+
+
+def tolerance(name: str) -> float:
+    """How far logits, and gradients relative to their norm, may be from those of transformers."""
+    return 1e-5 if name.startswith("deepseek") else 1e-4
 
 
 def model_type(name: str) -> str:

@@ -18,6 +18,8 @@ PUBLISHED = {  # from the models' cards and Hugging Face's num_parameters()
     "llama-3.2-1b": 1_235_814_400,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
 }
 
 

@@ -24,11 +24,13 @@ from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning import links
 from megalite.planning.configuring import configured
 from megalite.planning.constants import ALIKE, CONSTANTS, INTERVAL
+from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
 from megalite.planning.kernels import TILE_START, attention, computed_pairs, product, stream
 from megalite.planning.links import START, Fabric, Group, group
 from megalite.planning.operations import Software
 from megalite.planning.pacing import pace
+from megalite.planning.search import Search
 from megalite.planning.step import Choice, Job, Stepper
 from megalite.planning.traffic import traffic
 
@@ -226,6 +228,27 @@ def test_what_each_choice_costs():
     assert seconds(Choice(tp=16)) > 1.3 * seconds(Choice(tp=8, dp=2)), "tp across nodes"
 
 
+def test_where_rows_hold_documents_ranks_wait_for_the_slowest():
+    for context in ("gather", "ring"):
+        choice = Choice(tp=2, cp=8, context=context)
+        whole, zigzag, balanced = (seconds(choice, rows=rows) for rows in (Rows(), Rows(True), Rows(True, "balanced")))
+        assert whole <= balanced < zigzag
+    assert seconds(Choice(tp=2, cp=8), rows=Rows(True)) == seconds(Choice(tp=2, cp=8)), "ulysses"
+
+
+LONG = {"max_position_embeddings": 131072}
+
+
+@pytest.mark.parametrize(("parts", "methods"), [("zigzag", {("gather", 1)}), ("balanced", {("ring", 1), ("ring", 2)})])
+def test_a_ring_between_nodes_is_considered_only_where_it_is_balanced(parts, methods):
+    """Over all ranks, and with the two ranks that share a node exchanging heads."""
+    sizes = {"data": {"sequence_length": 131072, "reset_positions": True}, "train": {"global_batch_size": 16, "precision": "bf16"}}
+    base = from_dict({"model": preset("llama-3-8b") | LONG, "parallel": {"context_parts": parts}, **sizes})
+    fixed = {"tp": 4, "cp": 4, "pp": 1, "micro_batch_size": 1, "recompute": "none"}
+    search = Search(Job(base.model, A100, 131072, 16, rows=Rows.of(base)), base, 16, fixed, 1)
+    assert {(choice.context, choice.context_inner) for choice in search.cores()} == {("ulysses", 1), *methods}
+
+
 def test_one_device_is_its_kernels_and_its_optimizer():
     step = Stepper(Job(LLAMA, A100, 4096, 4)).step(Choice())
     assert (step.bubble, step.tensor, step.gradients, step.weights, step.recompute) == (0, 0, 0, 0, 0)
@@ -335,4 +358,4 @@ def test_a_share_counts_each_group_alike():
 
 def test_the_page_shows_what_is_predicted(tables):
     page = published.PAGE.read_text()
-    assert published.document(list(tables.values())) in page, "run python -m benchmarks.published"
+    assert published.document([*tables.values(), *published.apart()]) in page, "run python -m benchmarks.published"

@@ -18,15 +18,16 @@ from megalite.training.dry_run import bubble
 from tests.structure.sources import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-RANKS = {"quickstart": 8, "llama-3-8b": 64, "llama-3-70b": 512}
+RANKS = {"quickstart": 8, "llama-3-8b": 64, "llama-3-8b-128k": 64, "llama-3-70b": 512}
 LAYOUT = {"quickstart": ["--tp", "2", "--pp", "2", "--dp", "2"]}
-PARAMETERS = {  # by hand, norms and biases included; both Llama 3 as published
+PARAMETERS = {  # by hand, norms and biases included; Llama 3 as published
     "quickstart": 4096 * 128 + 4 * (128 * (128 * 2 + 64 * 2) + 3 * 128 * 352 + 2 * 128) + 128,
     "shakespeare-char": (257 + 64) * 128 + 4 * (12 * 128**2 + 4 * 128) + 2 * 128,
     "llama-25m": 2 * 8192 * 512 + 6 * (512 * (512 * 2 + 256 * 2) + 3 * 512 * 1376 + 2 * 512) + 512,
     "finetune-lora": 2 * 257 * 256 + 4 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 256,  # the default shape, as of the next
     "finetune-chat": 2 * 257 * 256 + 4 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 256,  # the default shape: --model.from_hf gives another
     "llama-3-8b": 8_030_261_248,
+    "llama-3-8b-128k": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
 }
 

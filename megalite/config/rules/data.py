@@ -5,9 +5,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megalite.config.presets import presets
 from megalite.config.rule import Rule, RuleContext, is_checkpoint, nearest_name
 from megalite.config.schema import Config
-from megalite.config.token_files import data_vocab_size, is_chat, metadata, prefixes
+from megalite.config.token_files import data_vocab_size, is_chat, metadata, named_sets, prefixes
 
 
 def _all_prefixes(c: Config) -> list[str]:
@@ -34,7 +35,8 @@ def _token_file_rules(option: str) -> tuple[Rule, Rule]:
     get = attrgetter(option)
 
     def bad_weight(c: RuleContext) -> bool:
-        return isinstance(get(c), dict) and not all(math.isfinite(weight) and weight > 0 for weight in get(c).values())
+        blend = isinstance(get(c), dict) and not named_sets(get(c))
+        return blend and not all(math.isfinite(weight) and weight > 0 for weight in get(c).values())
 
     return (
         Rule(
@@ -65,6 +67,17 @@ def _end_of_document_rule(option: str) -> Rule:
         message=lambda c: f"needs text whose documents end in an EOS token, and {without(c)[0]}.json names none, or says chat",
         legal='Set it to false, which is right for chat data, or write {"vocab_size": V, "eos": ID} into that file.',
     )
+
+
+def _longer(c: RuleContext) -> str:
+    """The presets of the same shape that have positions for the sequence."""
+    found = [
+        name
+        for name, shape in presets().items()
+        if all(shape[field] == getattr(c.model, field) for field in ("hidden_size", "num_hidden_layers", "intermediate_size"))
+        and shape["max_position_embeddings"] >= c.data.sequence_length
+    ]
+    return f", or take the preset {' or '.join(found)}" if found else ""
 
 
 def _random_on_chat_data(c: RuleContext) -> bool:
@@ -139,6 +152,6 @@ RULES: tuple[Rule, ...] = (
         "data.sequence_length",
         lambda c: c.data.sequence_length > c.model.max_position_embeddings,
         message="exceeds {model.max_position_embeddings}",
-        legal=lambda c: f"Legal values: up to {c.model.max_position_embeddings}; or raise model.max_position_embeddings.",
+        legal=lambda c: f"Legal values: up to {c.model.max_position_embeddings}; or raise model.max_position_embeddings{_longer(c)}.",
     ),
 )

@@ -37,6 +37,8 @@ def _scaling_problem(c: RuleContext) -> str | None:
     scaling = dict(c.model.rope_scaling or {})
     kind = scaling.pop("rope_type", "default")
     required = ROPE_SCALING_KEYS[kind]
+    if kind == "yarn" and not isinstance(scaling.pop("truncate", True), bool):
+        return "has a truncate that is neither true nor false"
     if set(scaling) != set(required):
         return f"does not have the keys of rope_type {kind}"
     lists = [value for value in scaling.values() if isinstance(value, list)]
@@ -136,7 +138,7 @@ _WITHOUT_EXPERTS = tuple(
     )
     for name in (
         *("moe_intermediate_size", "shared_expert_intermediate_size", "router_aux_loss_coef", "router_z_loss_coef"),
-        *("router_scores", "routed_scaling_factor", "n_group", "expert_capacity_factor"),
+        *("router_scores", "routed_scaling_factor", "router_logit_bias", "n_group", "expert_capacity_factor"),
     )
 )
 
@@ -203,6 +205,7 @@ _LATENTS = (
     _not_with_latents("head_dim", "Remove it, and set model.qk_nope_head_dim and model.qk_rope_head_dim."),
     _not_with_latents("qk_norm", "Set it to none: the latents have norms."),
     _not_with_latents("attention_bias", "Set it to false."),
+    _not_with_latents("attention_sinks", "Set it to false."),
     _not_with_latents("attention_out_bias", "Set it to false."),
     _not_with_latents("partial_rotary_factor", "Remove it, and set model.qk_rope_head_dim."),
     Rule(
@@ -232,11 +235,11 @@ _MIXTURE = (
         legal="Remove it, or leave a layer out of mlp_only_layers.",
     ),
     Rule(
-        "experts have no biases",
-        "model.mlp_bias",
-        lambda c: c.model.num_experts and c.model.mlp_bias,
-        message="is not supported for experts, {model.num_experts}",
-        legal="Set it to false.",
+        "clamped_swiglu is gated",
+        "model.hidden_act",
+        lambda c: c.model.hidden_act == "clamped_swiglu" and not c.model.gated_mlp,
+        message="has a gate, and {model.gated_mlp}",
+        legal="Set model.gated_mlp to true.",
     ),
     Rule(
         "a bias needs no auxiliary loss",

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta
+from megalite_kernels.attention_sinks import join, sinks_gradient
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, reduce_scatter
 from megalite.parallel.context.parts import Part, Runs
+from megalite.parallel.context.sinks import Sinks
 
 
 def _in_order(x: Tensor, parts: Sequence[Runs]) -> Tensor:
@@ -36,27 +38,39 @@ class Gathered(torch.autograd.Function):
     """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any]) -> Tensor:
-        ctx.cp, ctx.part, ctx.options = cp, part, options
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
+    ) -> Tensor:
+        ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         keys, values = _whole(k, v, cp, part)
         out, lse = attention_part(q, keys, values, part.runs[part.rank], [(0, len(keys))], **options)
+        if sinks is not None:
+            out, lse = join(out, lse, sinks.tensor)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         cp, part, dout = ctx.cp, ctx.part, grads[0]
         keys, values = _whole(k, v, cp, part)
         places = part.runs[part.rank], [(0, len(keys))]
-        dq, *found = attention_part_backward(dout, q, keys, values, lse, delta(dout, out), *places, **ctx.options)
+        inner = delta(dout, out)
+        if ctx.sinks is not None:
+            ctx.sinks.accumulate(sinks_gradient(ctx.sinks.tensor, lse, inner))
+        dq, *found = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
+        del keys, values  # their gradients take as much again
         dk, dv = reduce_scatter(_by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def whole(x: Tensor, cp: MeshAxis, part: Part) -> Tensor:
+    """Every rank's part [seq/cp, …] -> whole rows [seq, …], in the order of positions. All-gather over cp."""
+    return _in_order(all_gather(x, cp).wait(), part.runs)
 
 
 def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> tuple[Tensor, Tensor]:
     """Keys and values of whole rows, [seq, batch, kv_heads, dim] each, in the order of positions."""
-    gathered = all_gather(torch.cat((k, v), dim=-1), cp).wait()  # [seq, batch, kv_heads, both dims], rank by rank
-    keys, values = _in_order(gathered, part.runs).split((k.shape[-1], v.shape[-1]), dim=-1)
+    keys, values = whole(torch.cat((k, v), dim=-1), cp, part).split((k.shape[-1], v.shape[-1]), dim=-1)
     return keys, values

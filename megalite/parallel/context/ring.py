@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merge_
+from megalite_kernels.attention_sinks import join, sinks_gradient
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending
 from megalite.parallel.context.exchange import pass_on
 from megalite.parallel.context.parts import Part, Runs, sees
+from megalite.parallel.context.sinks import Sinks
 
 
 def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> Iterator[tuple[Runs, Tensor, Tensor]]:
@@ -39,8 +41,10 @@ class Ring(torch.autograd.Function):
     """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any]) -> Tensor:
-        ctx.cp, ctx.part, ctx.options = cp, part, options
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
+    ) -> Tensor:
+        ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         own, out, lse = part.runs[part.rank], None, None
         for runs, keys, values in _visits(k, v, cp, part):
             if not sees(own, runs, options["window"]):
@@ -50,16 +54,20 @@ class Ring(torch.autograd.Function):
                 out, lse = found, its_lse  # of this rank's own part, which each query sees some of
             else:
                 merge_(out, lse, found, its_lse)
-        assert out is not None
+        assert out is not None and lse is not None
+        if sinks is not None:
+            out, lse = join(out, lse, sinks.tensor)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         cp, part, dout, options = ctx.cp, ctx.part, grads[0], ctx.options
         own, inner = part.runs[part.rank], delta(dout, out)
+        if ctx.sinks is not None:
+            ctx.sinks.accumulate(sinks_gradient(ctx.sinks.tensor, lse, inner))
         dq = torch.zeros_like(q, dtype=inner.dtype)
         both = (*k.shape[:3], k.shape[-1] + v.shape[-1])
         home = torch.zeros(both, dtype=inner.dtype, device=k.device)  # dk and dv of this rank's part from its own queries
@@ -76,4 +84,4 @@ class Ring(torch.autograd.Function):
                 travelling = pass_on(dkv, cp)
         assert travelling is not None
         dk, dv = (home + travelling.wait()).split((k.shape[-1], v.shape[-1]), dim=-1)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from megalite_kernels.attention import attention, attention_backward
+from megalite_kernels.attention_sinks import attention_with_sinks, attention_with_sinks_backward
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.context.exchange import all_to_all
 from megalite.parallel.context.parts import Part
+from megalite.parallel.context.sinks import Sinks
 
 
 def to_heads(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
@@ -46,27 +48,38 @@ class Ulysses(torch.autograd.Function):
     """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any]) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
+    ) -> Tensor:
         ctx.cp, ctx.kv_heads, repeats = cp, k.shape[2], max(cp.size // k.shape[2], 1)
         if options["dropout"] is not None:
             first = options["dropout"].head_offset + q.shape[2] // cp.size * cp.rank
             options = {**options, "dropout": replace(options["dropout"], head_offset=first)}
         ctx.options = {**options, "document_start": part.document_start}
         own = to_heads((q, *(x.repeat_interleave(repeats, dim=2) for x in (k, v))), cp)  # [seq, batch, heads/cp, dim] each
-        out, saved = attention(*own, **ctx.options)
+        ctx.sinks = sinks
+        if sinks is None:
+            out, saved = attention(*own, **ctx.options)
+        else:
+            out, lse = attention_with_sinks(own[0], own[1], own[2], sinks.tensor, **ctx.options)
+            saved = (lse,)
         ctx.save_for_backward(*own, out, *saved)
         return to_positions([out], cp)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         q, k, v, out, *saved = ctx.saved_tensors
         (dout,) = to_heads(grads[:1], ctx.cp)
-        found = attention_backward(dout, q, k, v, out, tuple(saved), **ctx.options)
+        if ctx.sinks is None:
+            found: Sequence[Tensor] = attention_backward(dout, q, k, v, out, tuple(saved), **ctx.options)
+        else:
+            *found, dsinks = attention_with_sinks_backward(dout, q, k, v, out, saved[0], ctx.sinks.tensor, **ctx.options)
+            ctx.sinks.accumulate(dsinks)
         dq, dk, dv = to_positions(found, ctx.cp)
-        return dq, _summed(dk, ctx.kv_heads), _summed(dv, ctx.kv_heads), None, None, None
+        return dq, summed(dk, ctx.kv_heads), summed(dv, ctx.kv_heads), None, None, None, None
 
 
-def _summed(grad: Tensor, kv_heads: int) -> Tensor:
+def summed(grad: Tensor, kv_heads: int) -> Tensor:
     """The gradient of each key-value head, summed over the ranks that it went to in at least fp32."""
     if grad.shape[2] == kv_heads:
         return grad

@@ -58,9 +58,11 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, sizes: Sequence[int]) -> Tensor:
         ctx.layer, ctx.sizes, (first, second) = layer, sizes, layer.adapters
         inner = grouped_product(rows, layer.each(into).transpose(1, 2), sizes)  # [n, (2 ·) width]
+        layer.add_bias(inner, 0, sizes)
         low_in = None if first is None else first.add(rows, inner, sizes)
         active = layer.activation.forward(inner)  # [n, width]
         out = grouped_product(active, layer.each(down).transpose(1, 2), sizes)  # [n, hidden]
+        layer.add_bias(out, 1, sizes)
         low_down = None if second is None else second.add(active, out, sizes)
         ctx.save_for_backward(rows if layer.into.trainable or first is not None else None, inner, low_in, low_down)
         return out
@@ -75,6 +77,7 @@ class _Experts(torch.autograd.Function):
         dx = grouped_product(dinner, layer.each(layer.into.tensor), sizes)  # [n, hidden]
         dlow_in = None if first is None else first.add_gradient(dinner, dx, sizes)
         layer.down.accumulate_product(grad, active, sizes)
+        layer.accumulate_biases((dinner, grad), sizes)
         if second is not None:
             second.accumulate(grad, active, low_down, dlow_down, sizes)
         if rows is not None:
@@ -89,12 +92,13 @@ class Experts(nn.Module):
 
     Args:
         into, down: their matrices, expert after expert: [experts · (2 ·) width, hidden] and [experts · hidden, width].
+        biases: theirs, [experts · (2 ·) width] and [experts · hidden].
         number: experts on this rank.
     """
 
-    def __init__(self, into: Weight, down: Weight, number: int, activation: Activation):
+    def __init__(self, into: Weight, down: Weight, biases: tuple[Weight | None, Weight | None], number: int, activation: Activation):
         super().__init__()
-        self.into, self.down, self.number, self.activation = into, down, number, activation
+        self.into, self.down, self.biases, self.number, self.activation = into, down, biases, number, activation
 
     @property
     def adapters(self) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:
@@ -104,6 +108,18 @@ class Experts(nn.Module):
     def each(self, matrices: Tensor) -> Tensor:
         """A view of stacked matrices: [experts · out, in] -> [experts, out, in]."""
         return matrices.view(self.number, -1, matrices.shape[1])
+
+    def add_bias(self, out: Tensor, which: int, sizes: Sequence[int]) -> None:
+        """Add each expert's bias of the first or second product to its rows of `out`."""
+        if (bias := self.biases[which]) is not None:
+            for own, rows in zip(bias.tensor.view(self.number, -1), out.split(list(sizes)), strict=True):
+                rows.add_(own)
+
+    def accumulate_biases(self, grads: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        """Accumulate the gradients of both biases, given those of the products; zero for an expert without rows."""
+        for bias, grad in zip(self.biases, grads, strict=True):
+            if bias is not None:
+                bias.accumulate(torch.cat([rows.sum(0, dtype=bias.grad_dtype) for rows in grad.split(list(sizes))]))
 
     def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """`sizes`: rows of each expert."""

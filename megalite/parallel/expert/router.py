@@ -22,21 +22,24 @@ class _Logits(torch.autograd.Function):
         ctx.layer = layer
         ctx.save_for_backward(rows)
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        return torch.mm(rows.to(dtype), weight.to(dtype).t())
+        logits = torch.mm(rows.to(dtype), weight.to(dtype).t())
+        return logits if layer.bias is None else logits.add_(layer.bias.tensor.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (rows,), weight, grad = ctx.saved_tensors, ctx.layer.weight, grads[0]
         weight.accumulate_product(grad, rows.to(grad.dtype))
+        if ctx.layer.bias is not None:
+            ctx.layer.bias.accumulate(grad.sum(0))
         return torch.mm(grad, weight.tensor.to(grad.dtype)).to(rows.dtype), None, None
 
 
 class Router(nn.Module):
-    """Logits of this rank's tokens: [tokens, hidden] -> [tokens, outputs], at least fp32."""
+    """Logits of this rank's tokens: [tokens, hidden] -> [tokens, outputs], at least fp32. bias: [outputs]."""
 
-    def __init__(self, weight: Weight):
+    def __init__(self, weight: Weight, bias: Weight | None = None):
         super().__init__()
-        self.weight = weight
+        self.weight, self.bias = weight, bias
 
     def forward(self, rows: Tensor) -> Tensor:
         return _Logits.apply(rows, self.weight.tensor, self)

@@ -143,7 +143,7 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
     """
     trainer = make_trainer(context, config)
     mesh, store = trainer.mesh, trainer.store
-    axes = (mesh.tp, mesh.dp, mesh.data, mesh.stage, mesh.world, mesh.pp, mesh.kv_replica, mesh.tied_pair)
+    axes = (mesh.tp, mesh.cp, mesh.dp, mesh.data, mesh.stage, mesh.world, mesh.pp, mesh.kv_replica, mesh.tied_pair)
     sizes = {axis.name: axis.size for axis in axes if axis}
     try:
         trainer.step()
@@ -165,6 +165,8 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
     for (operation, axis), count in traffic.items():
         if operation in ("isend", "irecv"):
             expected["c10d::send" if operation == "isend" else "c10d::recv_"] += count
+        elif operation == "hop":
+            expected += Counter({"c10d::send": count, "c10d::recv_": count})
         elif axis == "tp":
             expected["published"] += count
         else:

@@ -1,0 +1,52 @@
+"""Attention whose heads have a sink each (gpt-oss): a learned score that joins the softmax over the keys and has no value.
+
+A head may attend to nothing: its output is then nearly zero. Each tp rank has the sinks of its own heads, and their gradient is complete on
+it; over dp and cp it is summed as every other one is. No communication but that of `Attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megalite_kernels.attention_sinks import attention_with_sinks, attention_with_sinks_backward
+from torch import Tensor
+
+from megalite.config.schema import ModelConfig
+from megalite.mesh import Mesh
+from megalite.model.attention import Attention
+from megalite.model.forward_state import ForwardState
+from megalite.model.options import LayerOptions
+from megalite.parallel.weight import Weight
+
+
+class _AttentionWithSinks(torch.autograd.Function):
+    """Attention over this rank's heads, [seq, batch, heads, head_dim]; the sinks' gradient goes to its bucket. No communication."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        ctx.options = {name: value for name, value in options.items() if name != "sinks"}
+        ctx.sinks = options["sinks"]
+        out, lse = attention_with_sinks(q, k, v, ctx.sinks.tensor, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv, dsinks = attention_with_sinks_backward(grads[0], q, k, v, out, lse, ctx.sinks.tensor, **ctx.options)
+        ctx.sinks.accumulate(dsinks)
+        return dq, dk, dv, None
+
+
+class SinkAttention(Attention):
+    """As `Attention`."""
+
+    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
+        super().__init__(model, layer, weights, mesh, options)
+        self.sinks = weights[f"layers.{layer}.attention.sinks.weight"]  # [heads/tp]
+        self.attend = options.attention_over(mesh) or _AttentionWithSinks.apply
+
+    def operation(self, state: ForwardState) -> dict[str, Any]:
+        return {**super().operation(state), "sinks": self.sinks}
