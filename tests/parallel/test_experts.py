@@ -48,7 +48,7 @@ def test_equal_scores_are_chosen_by_index() -> None:
 def test_a_mixture_and_its_gradients_are_those_of_one_token_at_a_time() -> None:
     """One expert has no token: its gradient is zero, and it counts as one contribution like the others. Two microbatches."""
     into, down = weight("in", EXPERTS * 2 * WIDTH, HIDDEN, 1), weight("down", EXPERTS * HIDDEN, WIDTH, 2)
-    experts = Experts(into, down, EXPERTS, Activation("silu", True, CompiledOps()))
+    experts = Experts(into, down, (None, None), EXPERTS, Activation("silu", True, CompiledOps()))
     matrices = [each.tensor.detach().clone().requires_grad_() for each in (into, down)]
     for microbatch in range(2):
         scores = random(TOKENS, EXPERTS, seed=10 + microbatch)
