@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from megalite.shared_memory import SharedMemory
 
+SHARDS = ("shard", "replicate")  # names of groups on the data axis
 TOTALS = ("totals_up", "totals_down")  # channels of sums that are passed along the pipeline, and back
 
 
@@ -126,12 +127,15 @@ class Mesh:
         self.world = self._axis("world", dims.peers(self.rank, AXES))
         # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions over the same ranks.
         self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,)), own=name == "cp") for name in ("tp", "cp", "dp"))
+        # Neighbours that exchange heads, and the ranks at this one's index in every such group.
+        self.cp_levels = self._split(self.cp, dims.context_inner, ("cp_inner", "cp_outer"), own=True) if dims.context_inner > 1 else None
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
         self.shard, self.replicate = self._split(self.data, dims.shard)
         stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)  # without experts none of these axes has peers
         self.expert = self._axis("expert", neighbours(stage, self.rank, dims.ep), own=True)  # as cp: rows must not wait
         self.expert_data = self._axis("expert_data", stage[stage.index(self.rank) % dims.ep :: dims.ep])
-        self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), "expert_")
+        names = "expert_shard", "expert_replicate"
+        self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), names)
         self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if dims.experts else (self.rank,))
         pp_ranks = dims.peers(self.rank, ("pp",))
         # No group of its own: stages communicate only through the channels.
@@ -176,10 +180,10 @@ class Mesh:
 
         return replace(axis, shared=SharedMemory.open(axis.ranks, axis.group, self.timeout or dist.default_pg_timeout))
 
-    def _split(self, axis: MeshAxis, size: int, prefix: str = "") -> tuple[MeshAxis, MeshAxis]:
+    def _split(self, axis: MeshAxis, size: int, names: Sequence[str] = SHARDS, own: bool = False) -> tuple[MeshAxis, MeshAxis]:
         """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its index in every group."""
-        shard = axis if size == axis.size else self._axis(f"{prefix}shard", neighbours(axis.ranks, self.rank, size))
-        return shard, axis if size == 1 else self._axis(f"{prefix}replicate", axis.ranks[axis.rank % size :: size])
+        group = axis if size == axis.size else self._axis(names[0], neighbours(axis.ranks, self.rank, size), own)
+        return group, axis if size == 1 else self._axis(names[1], axis.ranks[axis.rank % size :: size], own)
 
     def _tied_pair(self, tied: tuple[int, int] | None) -> MeshAxis | None:
         if tied is None or tied[0] == tied[1]:

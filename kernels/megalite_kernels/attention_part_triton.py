@@ -280,6 +280,12 @@ def _variant(kernel: str, target: str, *shape) -> Variant:
     return Variant(_KERNELS[kernel], {**constants, "QUERIES": tile.queries, "KEYS": tile.keys}, tile.warps, tile.stages)
 
 
+def _table(rows: list[tuple[int, int, int]], device: torch.device) -> Tensor:
+    """The copy does not wait for the device: runs that follow a batch's documents have tables of their own in every step."""
+    table = torch.tensor(rows, dtype=torch.int32).reshape(-1, _COLUMNS.value)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
 @functools.lru_cache(maxsize=256)
 def _tile_table(runs: Runs, tile: int, device: torch.device) -> Tensor:
     """Of each tile: its first position, its first row, and the end of its run's rows. In ascending order of positions."""
@@ -287,7 +293,7 @@ def _tile_table(runs: Runs, tile: int, device: torch.device) -> Tensor:
     for start, length in runs:
         found += [(start + offset, row + offset, row + length) for offset in range(0, length, tile)]
         row += length
-    return torch.tensor(sorted(found), dtype=torch.int32, device=device).reshape(-1, _COLUMNS.value)
+    return _table(sorted(found), device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -297,7 +303,7 @@ def _run_table(runs: Runs, device: torch.device) -> Tensor:
     for start, length in runs:
         found.append((start, row, length))
         row += length
-    return torch.tensor(found, dtype=torch.int32, device=device).reshape(-1, _COLUMNS.value)
+    return _table(found, device)
 
 
 def _launcher(

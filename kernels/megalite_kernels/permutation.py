@@ -28,12 +28,6 @@ def count_by_column(choices: Tensor, valid: Tensor, number: int) -> Tensor:
     return counts.scatter_add_(0, (of * number + choices).flatten(), ones.flatten()).view(columns, number)
 
 
-def order_by_column(sizes: Tensor, total: int) -> Tensor:
-    """The order that sorts blocks of rows by column, then by row of `sizes` [rows, columns], if they come by row, then by column."""
-    columns = torch.arange(sizes.shape[1], device=sizes.device).repeat(sizes.shape[0])
-    return columns.repeat_interleave(sizes.flatten(), output_size=total).argsort(stable=True)
-
-
 def places_among_equals(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """For each of the flat `values`, 0 … number - 1, how many equal ones come before it; and how often each number occurs."""
     counts, order = count(values, number), values.argsort(stable=True)
@@ -55,3 +49,9 @@ def choice_groups(choices: Tensor, valid: Tensor, number: int) -> Tensor:
     columns, k = choices.shape[1:]
     slots = torch.arange(k, device=choices.device) + k * (~valid).unsqueeze(-1)
     return (slots * columns + torch.arange(columns, device=choices.device).view(1, -1, 1)) * number + choices
+
+
+def order_by_column(sizes: Tensor, total: int) -> Tensor:
+    """The order that sorts blocks of rows by column, then by row of `sizes` [rows, columns], if they come by row, then by column."""
+    columns = torch.arange(sizes.shape[1], device=sizes.device).repeat(sizes.shape[0])
+    return columns.repeat_interleave(sizes.flatten(), output_size=total).argsort(stable=True)

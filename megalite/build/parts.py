@@ -6,7 +6,7 @@ The trainer, verification and generation build the same parts here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from megalite.build.plan import partition as partition
 from megalite.build.plan import schedule as schedule
 from megalite.build.plan import staggered_end as staggered_end
 from megalite.config.amounts import duration_seconds
-from megalite.config.dims import part_length
 from megalite.config.schema import Config
 from megalite.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapters import with_adapters
@@ -85,10 +84,9 @@ def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
     """What makes microbatches of whole rows: with more than one cp rank, of this rank's part of them."""
     if cp.size == 1:
         return Microbatch.of
-    from megalite.parallel.context.parts import PARTS
     from megalite.parallel.context.rows import Cut
 
-    return Cut(PARTS[config.parallel.context](part_length(config) * cp.size, cp.size), cp.rank)
+    return Cut.of(config, cp)
 
 
 @dataclass
@@ -145,6 +143,8 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
     if config.model.num_experts:
         from megalite.model.routers import Routers
 
-        routers = Routers(config.model, stages.values(), store.device)
+        # Biases are frozen with the weights: PEFT's files of adapters have no place for them.
+        rate = 0.0 if config.lora.rank else config.model.router_bias_rate
+        routers = Routers(replace(config.model, router_bias_rate=rate), stages.values(), store.device)
     runtime = Runtime(stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer)
     return Parts(store, stages, runtime, routers)

@@ -4,10 +4,10 @@ Start at api.py: what a checkpoint is, and saving, loading, listing and pruning.
 May import megalite.parallel (specs) and what is below; imports torch only to write or read a checkpoint.
 """
 
-from megalite.checkpoint.api import find, history, latest, load, manifest_of, prune, save
+from megalite.checkpoint.api import find, history, latest, load, manifest_of, mark_best, prune, save
 from megalite.checkpoint.directories import step_name, step_number
 from megalite.checkpoint.errors import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import Manifest
 
-__all__ = ["CheckpointError", "DamagedError", "Manifest", "find", "history", "latest", "load", "manifest_of", "prune", "save"]
-__all__ += ["step_name", "step_number"]
+__all__ = ["CheckpointError", "DamagedError", "Manifest", "find", "history", "latest", "load", "manifest_of"]
+__all__ += ["mark_best", "prune", "save", "step_name", "step_number"]

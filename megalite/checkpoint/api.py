@@ -5,6 +5,7 @@ A checkpoint is a directory with files of tensor data and a manifest that lists 
 
     checkpoints/step_00000100/     complete; damage by a disk or a user is detected when it is read
     checkpoints/latest             text: step_00000100
+    checkpoints/best               the same, of the checkpoint with the lowest validation loss (`checkpoint.keep_best`)
     checkpoints/.step_…            saves in progress, or interrupted: removed by the next save
 
 `save`, `history` and `prune` are collective: rank 0 changes names in the file system, and every rank learns its result or its error.
@@ -102,15 +103,23 @@ def latest(checkpoints: Path) -> Path | None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`: `path` itself, or the newest one of a run's directory or of its checkpoints/ directory."""
+    """The checkpoint at `path`: `path` itself, the one that a file `latest` or `best` names, or the newest one of a run's directory or of
+    its checkpoints/ directory."""
+    if path.name in (directories.LATEST, directories.BEST) and path.is_file():
+        return path.with_name(path.read_text(errors="replace").strip())
     for directory in (path, path / "checkpoints"):
         if (directory / "latest").is_file() and (newest := latest(directory)) is not None:
             return newest
     return path
 
 
+def mark_best(directory: Path, mesh: Mesh) -> None:
+    """Let `best`, next to a checkpoint, name it: `prune` keeps it until another is the best. Collective."""
+    on_rank_0(mesh, lambda: directories.mark_best(directory))
+
+
 def prune(checkpoints: Path, keep: int, mesh: Mesh, keep_every: int | None = None, spare: Path | None = None) -> None:
-    """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`, and except `spare`. Collective.
+    """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`, `spare` and the best. Collective.
 
     Only checkpoints up to `latest` of which no file is missing or truncated count as kept: the last usable one is never removed.
     """

@@ -5,7 +5,7 @@ Each visible change is one rename, after the content has been synced to disk:
     .NAME.saving   → NAME             a save becomes a checkpoint; its manifest is written last
     NAME           → .NAME.replaced   just before, if NAME is saved again; renamed back if the save is interrupted in between
     NAME           → .NAME.deleted    pruned: a partly removed directory never has the name of a checkpoint, nor a manifest
-    .latest.new    → latest
+    .latest.new    → latest           and .best.new → best, which names the checkpoint with the lowest validation loss
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from megalite.checkpoint.errors import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import MANIFEST, Manifest
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 _STEP = re.compile(r"step_(\d{8,})")
 _OURS = re.compile(r"manifest\.json|rank_\d{5,}\.bin")
 _LEFTOVER = re.compile(r"\.(.+)\.(saving|replaced|deleted)")
@@ -100,11 +100,28 @@ def publish(temporary: Path, directory: Path, manifest: str) -> None:
     temporary.rename(directory)
     _sync_directory(directory.parent)
     if step_number(directory.name) is not None:
-        fresh = directory.with_name(f".{LATEST}.new")
-        write_synced(fresh, directory.name + "\n")
-        fresh.replace(directory.with_name(LATEST))
-        _sync_directory(directory.parent)
+        _name(directory, LATEST)
     remove(replaced)
+
+
+def mark_best(directory: Path) -> None:
+    """Let `best` name a checkpoint, which `prune` then keeps."""
+    _name(directory, BEST)
+
+
+def best(checkpoints: Path) -> Path | None:
+    """The checkpoint that `best` names, or None."""
+    file = checkpoints / BEST
+    found = checkpoints / (file.read_text(errors="replace").strip() if file.is_file() else BEST)
+    return found if step_number(found.name) is not None and found.is_dir() else None
+
+
+def _name(directory: Path, file: str) -> None:
+    """Let a file next to a checkpoint name it."""
+    fresh = directory.with_name(f".{file}.new")
+    write_synced(fresh, directory.name + "\n")
+    fresh.replace(directory.with_name(file))
+    _sync_directory(directory.parent)
 
 
 def history(checkpoints: Path) -> tuple[list[Path], str | None]:
@@ -129,12 +146,12 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
 
 
 def prune(checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None) -> None:
-    """Remove checkpoints older than the newest `keep` that are complete, except multiples of `keep_every`, and except `spare`."""
-    whole = 0
+    """Remove checkpoints older than the newest `keep` that are complete, except multiples of `keep_every`, `spare` and the best."""
+    whole, spared = 0, (spare, best(checkpoints))
     for path in history(checkpoints)[0]:
         if whole < keep:
             whole += _looks_whole(path)
-        elif path != spare and (not keep_every or (step_number(path.name) or 0) % keep_every):
+        elif path not in spared and (not keep_every or (step_number(path.name) or 0) % keep_every):
             deleted = _hidden(path, "deleted")
             path.rename(deleted)
             remove(deleted)

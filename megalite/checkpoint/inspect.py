@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite import checkpoint
-from megalite.checkpoint import CheckpointError, DamagedError, Manifest
-from megalite.checkpoint.manifest import StoredTensor
+from megalite.checkpoint import CheckpointError, DamagedError, Manifest, directories
+from megalite.checkpoint.manifest import WEIGHT, StoredTensor
 from megalite.progress import Report, silent
 
-WEIGHT = "weight/"
 SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -34,6 +33,7 @@ class Entry:
     bytes: int | None
     tensors: int | None
     problem: str | None
+    best: bool = False
 
 
 def entries(path: Path) -> list[Entry]:
@@ -42,8 +42,8 @@ def entries(path: Path) -> list[Entry]:
     steps = sorted((number, each) for each in folder.glob("step_*") if (number := checkpoint.step_number(each.name)) is not None)
     if not steps:
         raise CheckpointError(f"{path} holds no checkpoints. Give the directory of a run, or its checkpoints/ directory.")
-    newest = checkpoint.latest(folder)
-    return [_entry(each, number, each == newest) for number, each in steps]
+    newest, best = checkpoint.latest(folder), directories.best(folder)
+    return [replace(_entry(each, number, each == newest), best=each == best) for number, each in steps]
 
 
 def _entry(directory: Path, step: int, latest: bool) -> Entry:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +25,7 @@ from megalite.checkpoint.errors import CheckpointError, damaged
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+WEIGHT, EMA = "weight/", "ema/"  # names of weights, and of their averages (`train.ema_decay`), start with these
 ALIGNMENT = 128  # bytes
 _END = ', "crc32c": "%08x"}\n'
 
@@ -92,6 +93,19 @@ class Manifest:
             for name, entry in content["tensors"].items()
         }
         return Manifest(directory, content["state"], tensors, content["files"])
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether it holds an average of the weights."""
+        return any(name.startswith(EMA) for name in self.tensors)
+
+    def averaged(self) -> Manifest:
+        """The same with the averages in place of the weights; a frozen weight, which has none, stays. Raises CheckpointError if there are
+        no averages."""
+        if not self.has_averages:
+            raise CheckpointError(f"{self.directory} has no average of the weights: train.ema_decay was not set. Leave out --ema.")
+        averages = {WEIGHT + name.removeprefix(EMA): each for name, each in self.tensors.items() if name.startswith(EMA)}
+        return replace(self, tensors={**self.tensors, **averages})
 
     def chunks(self) -> Iterator[Chunk]:
         for tensor in self.tensors.values():

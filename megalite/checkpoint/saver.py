@@ -36,6 +36,7 @@ class Save:
     bytes: int = 0  # of all ranks
     error: Exception | None = None  # why it was not published
     rollback_safe: bool = True  # whether a run may roll back to it
+    best: bool = False  # whether it has the lowest validation loss so far
 
 
 class Saver:
@@ -60,9 +61,11 @@ class Saver:
         if self.options.async_save:
             self._staged(rectangles)
 
-    def begin(self, directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], rollback_safe: bool = True) -> Save:
+    def begin(
+        self, directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], rollback_safe: bool = True, best: bool = False
+    ) -> Save:
         """Save the current content of the rectangles, which may change once this returns. Collective. `take_ended` returns errors."""
-        save = Save(directory, perf_counter(), rollback_safe=rollback_safe)
+        save = Save(directory, perf_counter(), rollback_safe=rollback_safe, best=best)
         if self.options.async_save:
             self.wait()
             self._thread = Thread(target=self._write, args=(save, self._staged(rectangles), state), daemon=True, name="save")
@@ -91,6 +94,8 @@ class Saver:
             save.durable = perf_counter() - save.started
             if save.rollback_safe:
                 self.newest = save.directory
+            if save.best:
+                checkpoint.mark_best(save.directory, self.mesh)
             if options.keep is not None:
                 checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every, spare=self.newest)
         except Exception as error:  # reported by the caller of `take_ended`: this may run on the thread

@@ -54,7 +54,11 @@ def opened(path: Path) -> Manifest:
 
 def list_run(options: argparse.Namespace) -> Answer:
     found = inspecting.entries(options.run)
-    lines = [f"{entry.name}  {_size(entry.bytes):>10}  {entry.problem or 'whole'}{'  (latest)' if entry.latest else ''}" for entry in found]
+    names = [", ".join(name for name in ("latest", "best") if getattr(entry, name)) for entry in found]
+    lines = [
+        f"{entry.name}  {_size(entry.bytes):>10}  {entry.problem or 'whole'}{f'  ({name})' if name else ''}"
+        for entry, name in zip(found, names, strict=True)
+    ]
     return {"checkpoints": [vars(entry) for entry in found]}, lines, 0
 
 

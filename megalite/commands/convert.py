@@ -1,7 +1,7 @@
 """Import and export Hugging Face models, and check that both sides compute the same logits.
 
     megalite convert import HF_DIR CHECKPOINT_DIR
-    megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
+    megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB] [--ema]
     megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
     megalite convert check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 if the logits differ
 
@@ -68,6 +68,7 @@ def parser() -> Parser:
     add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
     add("--family", choices=list(families().rows), help="target family (default: the one imported from, or the first that fits the model)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of all tensors (default: each keeps its stored dtype)")
+    add("--ema", action="store_true", help="export the moving average of the weights (train.ema_decay) in place of the weights")
     add("--shard_size", type=size, default="5GB", metavar="SIZE", help="maximum bytes per file, for example 500MB (default 5GB)")
     command("adapter-export", "a checkpoint's adapters (LoRA) to PEFT directory", "CHECKPOINT_DIR", "PEFT_DIR")
     add = command("check", "compare logits with transformers; exit status 1 if they differ", "CHECKPOINT_DIR", "HF_DIR")
@@ -104,7 +105,7 @@ def bring_in(options: argparse.Namespace) -> Answer:
 def bring_out(options: argparse.Namespace) -> Answer:
     import torch
 
-    from megalite.checkpoint import find
+    from megalite.checkpoint import find, manifest_of
     from megalite.huggingface.convert import export_model
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -112,7 +113,8 @@ def bring_out(options: argparse.Namespace) -> Answer:
     asked = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     asked |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
     with progress_of(options.json) as progress:
-        content = export_model(find(checkpoint_of(options)), Path(options.hf_dir), **asked, progress=progress)
+        source = find(checkpoint_of(options))
+        content = export_model(manifest_of(source).averaged() if options.ema else source, Path(options.hf_dir), **asked, progress=progress)
     return _written(content, options.hf_dir)
 
 

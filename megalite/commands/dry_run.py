@@ -22,7 +22,7 @@ from megalite.training import dry_run
 def main(argv: list[str] | None = None) -> None:
     options, rest = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
-        config = dry_run.read(rest, options.world_size)
+        config = dry_run.read(rest, options.world_size, options.device)
         ranks = dry_run.distinct(config, options.ranks)
     except ConfigError as error:
         exit_with(str(error))

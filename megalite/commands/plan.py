@@ -19,11 +19,13 @@ from typing import Any
 
 from megalite.commands.parser import Parser, as_name, as_path, as_tokens, positive, progress_of, write_whole
 from megalite.config.load import from_dict
+from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planning import explaining
 from megalite.planning.between_nodes import hint
-from megalite.planning.configuring import broken_rule, configured, nodes_for, to_yaml
+from megalite.planning.configuring import broken_rule, configured, nodes_for, runnable, to_yaml
+from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, HardwareError, find, known_devices
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
@@ -78,7 +80,7 @@ def parser() -> Parser:
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
     add("--context", choices=("ulysses", "gather", "ring"), help="fix how attention exchanges parts of sequences, with cp > 1")
     add("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage")
-    add("--recompute", metavar="MODE", help="fix the recomputation: none, selective, full or every-K")
+    add("--recompute", metavar="MODE", help="fix the recomputation: none, selective, full, every-K or budget (default)")
     add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")
     add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state is stored")
     add("--plans", type=positive, default=10, metavar="N", help="number of plans to print (default 10)")
@@ -145,7 +147,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
     batch = options.sequence_length, options.global_batch_size, base.train.precision
     muon = base.muon if base.optimizer.name == "muon" else None
-    job = Job(base.model, device, *batch, gradient_bytes=gradient_bytes, lora=base.lora, muon=muon)
+    job = Job(base.model, device, *batch, gradient_bytes=gradient_bytes, lora=base.lora, muon=muon, rows=Rows.of(base))
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
     search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
     progress("listing the legal layouts")
@@ -160,7 +162,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         message = explaining.nothing_fits(search)
         return {**content, "explanation": [message, *walked]}, "\n".join([*walked, message])
     if options.write:
-        chosen = configured(base, plans[0].choice)
+        chosen = runnable(base, plans[0].choice, search.room)
         hardware = options.gpu if device.name == options.gpu.lower() else str(Path(options.gpu).absolute())
         chosen = replace(chosen, profiling=replace(chosen.profiling, hardware=hardware))  # the run compares itself with the plan
         write_whole(options.write, to_yaml(chosen, heading(search, plans[0], options.write)))
@@ -177,6 +179,7 @@ def check_alone(base: Config, recompute: str | None) -> None:
     config = from_dict(asdict(base))
     config.parallel = replace(config.parallel, tp=1, pp=1, dp=1, cp=1, dp_shard=None, virtual_stages=None, schedule="1f1b")
     config.train.micro_batch_size, config.train.recompute = 1, recompute or "none"
+    config.train.memory_budget = 1.0 if recompute == BUDGET else None
     if (message := broken_rule(config, 1)) is not None:
         raise ConfigError(message)
 

@@ -102,6 +102,7 @@ def check_run(config: Config) -> tuple[torch.device, Device | None, list[str]]:
     from megalite.launch.process import choose_device, local_world_size, world_size
     from megalite.monitoring.metrics import check_packages
     from megalite.planning.predicting import device_of
+    from megalite.training import recomputation
     from megalite.training.tokenizer_checks import check_tokenizers
 
     try:
@@ -109,6 +110,7 @@ def check_run(config: Config) -> tuple[torch.device, Device | None, list[str]]:
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
+        recomputation.check(config, device)
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         data, _ = dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
         remarks = check_tokenizers(config, data.fingerprint) + token_files.unused(config)
@@ -163,10 +165,12 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     """Store the resolved configuration and print what runs where. Collective."""
     from megalite.mesh_map import describe
     from megalite.monitoring.epochs import repeated
+    from megalite.training import recomputation
     from megalite.training.memory_report import report
 
     notes[:0] = random_weights(trainer)
     notes += [*chosen(trainer), *repeated(trainer), *report(trainer)]
+    notes += recomputation.describe(trainer.config, trainer.mesh, trainer.device)
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
         write_config(trainer.config, trainer.run_dir)

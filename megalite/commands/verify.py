@@ -34,12 +34,14 @@ def main(argv: list[str] | None = None) -> int:
         sizes.add_argument(f"--{axis}", type=int, default=1)
     layout = vars(sizes.parse_known_args(rest)[0])
     defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]  # the proof settings
-    config = load_config([*defaults, *rest], world_size=math.prod(layout.values()))
+    world = math.prod(layout.values())
+    config = load_config([*defaults, *rest], world_size=world)
+    layout |= {"ep": config.parallel.ep} if config.parallel.ep > 1 else {}
     import torch
 
     from megalite.training.verify import compare, run_ranks, single_process
 
-    on_cpu = torch.cuda.device_count() < math.prod(layout.values())  # both runs use the same kind of device
+    on_cpu = torch.cuda.device_count() < world  # both runs use the same kind of device
 
     with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch, progress_of(own.json) as progress:
         try:

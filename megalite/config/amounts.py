@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from megalite.config.rampup import position, steps_for
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import prefixes
@@ -97,6 +98,15 @@ def _megabytes(text: str) -> float | None:
     return None if size is None else size / 1e6 if text.strip()[-1] in "bB" else float(text)
 
 
+def _size_or_share(text: str) -> float | None:
+    """Bytes; or a share, a percentage or a number up to 1."""
+    if (share := percentage(text)) is not None:
+        return float(share)
+    size = byte_size(text)
+    number = float(text) if size is not None and text.strip()[-1] not in "bB" else None
+    return number if number is not None and number <= 1 else None if size is None else float(size)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of amount: how it is read (None: it can not be), and the words of the message."""
@@ -116,6 +126,7 @@ KINDS = {
     "train.tokens": Kind(count, "a number of tokens", "300M, 10B, 1.5T or 1.5e9"),
     "optimizer.warmup_steps": Kind(_steps_or_share, "a number of steps", "200, 2k, or a share of train.steps: 5% or 0.05"),
     **dict.fromkeys(("optimizer.wsd_decay_fraction", "data.validation"), _FRACTION),
+    "train.memory_budget": Kind(_size_or_share, "a size or a share of the device", "20GB, 64GiB, 0.9 or 90%"),
     "parallel.bucket_mb": Kind(_megabytes, "a size", "25MB, 32MiB, or 25, which is in MB"),
     **dict.fromkeys(("run.timeout", "train.stop_after", "train.watchdog"), _WAIT),
 }
@@ -158,16 +169,16 @@ def resolve_steps(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
     sizes = min(train.global_batch_size, config.data.sequence_length)
     if train.tokens is not None and train.tokens > 0 and sizes > 0:
-        train.steps = math.ceil(Fraction(train.tokens, train.global_batch_size * config.data.sequence_length))
+        train.steps = steps_for(train, math.ceil(Fraction(train.tokens, config.data.sequence_length)))
         train.tokens = None
     if train.epochs is not None and math.isfinite(train.epochs) and train.epochs > 0 and sizes > 0 and _can_be_counted(config):
         from megalite.config.samples import samples_per_epoch  # numpy, which a run of a given number of steps need not load here
 
-        train.steps = math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data) / train.global_batch_size)
+        train.steps = steps_for(train, math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data)))
         train.epochs = None
     warmup: Any = optimizer.warmup_steps
     if isinstance(warmup, Fraction) and train.epochs is None:
-        optimizer.warmup_steps = math.ceil(warmup * train.steps)
+        optimizer.warmup_steps = math.ceil(warmup * Fraction(position(train, train.steps)))
 
 
 def _can_be_counted(config: Config) -> bool:

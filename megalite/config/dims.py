@@ -7,10 +7,16 @@ ep · expert_data = dp · cp · tp. Under ZeRO weights, gradients and optimizer 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Self
 
 from megalite.config.schema import Config, ParallelConfig
+
+TILE = 128
+"""Queries of a tile of attention's kernels: a run of positions that is no multiple of it costs as much as a longer one that is."""
+FEWEST_BLOCKS, FEWEST_OF_LONG_ROWS = 8, 32
+"""Blocks of a context-parallel rank: fewer could not be dealt out evenly, many would make lists of runs long."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,7 @@ class ParallelDims:
         dp_shard: data ranks over which ZeRO shards; None: all of them, 1: no sharding.
         virtual_stages: pipeline stages per rank.
         microbatches: microbatches of one step on one dp rank.
+        context_inner: neighbouring cp ranks that exchange heads for positions; the others are a ring.
         ep: ranks over which a layer's experts are split, the innermost of dp · cp · tp.
         sharded: whether ZeRO shards anything.
         experts: whether the model has experts.
@@ -33,6 +40,7 @@ class ParallelDims:
     dp_shard: int | None = field(default=None, repr=False)
     virtual_stages: int = field(default=1, repr=False)
     microbatches: int = field(default=1, repr=False)
+    context_inner: int = field(default=1, repr=False)
     ep: int = field(default=1, repr=False)
     sharded: bool = field(default=True, repr=False)
     experts: bool = field(default=False, repr=False)
@@ -52,6 +60,7 @@ class ParallelDims:
             tp=parallel.tp,
             dp_shard=(parallel.dp_shard or dp * parallel.cp) if parallel.zero else 1,
             virtual_stages={"interleaved": parallel.virtual_stages or 2, "zb-v": 2, "v-half": 2}.get(parallel.schedule, 1),
+            context_inner=parallel.context_inner,
             ep=parallel.ep,
             sharded=parallel.zero > 0,
             experts=config.model.num_experts is not None,
@@ -115,13 +124,32 @@ def filling_dp(parallel: ParallelConfig, world_size: int) -> int | None:
 def part_length(config: Config) -> int:
     """Positions of a row that a context-parallel rank holds. All ranks hold equally many: a row that has no such parts is padded."""
     parallel = config.parallel
-    return equal_part(config.data.sequence_length, parallel.cp, parallel.context, parallel.tp if parallel.sequence_parallel else 1)
+    ranks = parallel.tp if parallel.sequence_parallel else 1
+    return equal_part(config.data.sequence_length, parallel.cp, parallel.context, ranks, parallel.context_parts)
 
 
-def equal_part(length: int, cp: int, context: str, ranks: int = 1) -> int:
+def equal_part(length: int, cp: int, context: str, ranks: int = 1, parts: str = "zigzag") -> int:
     """Positions of a padded row of `length` on each of cp ranks, of which each of `ranks` sequence-parallel ranks holds equally many."""
     if cp == 1:
         return length
-    halves = 1 if context == "ulysses" else 2  # zigzag: two runs of equal length on each rank
-    unit = cp * halves * ranks
-    return -(-length // unit) * unit // cp
+    unit = ranks if context == "ulysses" else 2 * ranks  # zigzag: two runs of equal length on each rank
+    part = -(-length // (cp * unit)) * unit
+    if context == "ulysses" or parts == "zigzag":
+        return part
+    block = 1
+    while _may_double(block, part):
+        block *= 2
+    unit = math.lcm(unit, block)
+    return -(-part // unit) * unit
+
+
+def block_length(part: int) -> int:
+    """Length of the blocks that `balanced` parts of a padded row consist of: a power of two, with long rows whole tiles."""
+    block = 1
+    while part % (2 * block) == 0 and _may_double(block, part):
+        block *= 2
+    return block
+
+
+def _may_double(block: int, part: int) -> bool:
+    return part >= 2 * block * (FEWEST_BLOCKS if block < TILE else FEWEST_OF_LONG_ROWS)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 from megalite.checkout import CONFIGS
 from megalite.config import amounts
 from megalite.config.dims import filling_dp
-from megalite.config.families import hf_shape
 from megalite.config.presets import preset
 from megalite.config.rule import nearest_name, show
 from megalite.config.rules import check
@@ -47,7 +46,7 @@ LAUNCH = {
     "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
 }
 """What `megalite.commands.launch` takes, which is no part of the configuration → help."""
-SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "zero")}, "faults": "faults.inject"}
+SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "ep", "zero")}, "faults": "faults.inject"}
 SECTIONS = [section.name for section in fields(Config)]
 OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
 """Every option, section.key → its dataclass field."""
@@ -147,8 +146,10 @@ def to_yaml(config: Config) -> str:
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Store the resolved configuration in the run's directory."""
+    """Store the resolved configuration in the run's directory; a budget of memory as it was given, since it depends on the layout."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    if config.train.memory_budget is not None:
+        config = replace(config, train=replace(config.train, recompute="budget"))
     (run_dir / "config.yaml").write_text(to_yaml(config))
 
 
@@ -367,7 +368,7 @@ def with_home(value: Any) -> Any:
         return scheme + os.path.expanduser(value.removeprefix(scheme))
     if isinstance(value, list):
         return [with_home(each) for each in value]
-    return {with_home(key): each for key, each in value.items()} if isinstance(value, dict) else value
+    return {with_home(key): with_home(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -385,6 +386,8 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
     if name is not None:
         shape = preset(name)
     elif directory is not None:
+        from megalite.config.families import hf_shape
+
         shape = hf_shape(directory)
     return {f"model.{key}": value for key, value in shape.items()}
 

@@ -66,7 +66,10 @@ CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpo
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a directory is a published checkpoint, which has a manifest, or that of a run that has saved one."""
+    """Whether a directory is a published checkpoint, which has a manifest, or that of a run that has saved one; or a file, `best` or
+    `latest`, that names one."""
+    if Path(path).name in ("best", "latest") and Path(path).is_file():
+        return True
     return any((Path(path) / name).is_file() for name in ("manifest.json", "latest", "checkpoints/latest"))
 
 

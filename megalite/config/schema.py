@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.config.checkpoints import CheckpointConfig as CheckpointConfig
+from megalite.config.checkpoints import ValidationConfig as ValidationConfig
 from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
@@ -288,6 +290,12 @@ class ParallelConfig:
     """Context-parallel size: number of ranks over which each sequence is split."""
     context: Literal["ulysses", "gather", "ring"] = "ulysses"
     """With cp > 1, what attention exchanges: heads for positions (ulysses), all keys and values at once (gather) or rank by rank (ring)."""
+    context_inner: int = 1
+    """With context ring, number of neighbouring ranks, best those of a node, that exchange heads for positions (ulysses); the ring is
+    between such groups. 1: a ring over all ranks."""
+    context_parts: Literal["zigzag", "balanced"] = "zigzag"
+    """With context gather or ring, the part of a row that a rank holds: an early and a late run (zigzag), or with documents the blocks that
+    give all ranks equally much attention to compute (balanced), chosen anew for every microbatch."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
     ep: int = 1
@@ -337,8 +345,9 @@ class ParallelConfig:
 class DataConfig:
     train: str | list[str] | dict[str, float] | None = None
     """Training data: a token file's PREFIX (of PREFIX.bin and PREFIX.idx), a list of prefixes, or {PREFIX: weight} for a blend."""
-    validation: float | str | list[str] | dict[str, float] | None = None
-    """Validation data: the same, or the fraction of the training data that is held out at its end, 0.05 or 5%. null: no validation."""
+    validation: float | str | list[str] | dict[str, float] | dict[str, str] | None = None
+    """Validation data: the same; or several sets, {NAME: prefix}, each with a loss of its own; or the fraction of the training data that is
+    held out at its end, 0.05 or 5%. null: no validation."""
     shuffle: bool = True
     """Shuffle the training samples. The order depends on (seed, epoch, dataset) only."""
     sequence_length: int = 256
@@ -364,6 +373,9 @@ class TrainConfig:
     """Passes through data.train, in place of steps, for example 3 or 0.5. An epoch of a blend ends before its first repeated sample."""
     global_batch_size: int = 32
     """Sequences per optimizer step, over all ranks."""
+    rampup_batch_size: list[int] | None = None
+    """Start with smaller global batches, as in Megatron-LM: [START, INCREMENT, SAMPLES] grows from START to global_batch_size by INCREMENT,
+    in equal parts of the first SAMPLES sequences. The learning rate then follows the samples. null: every batch is whole."""
     micro_batch_size: int = 4
     """Sequences per forward pass on one rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
@@ -371,7 +383,11 @@ class TrainConfig:
     grad_dtype: Literal["wide", "bf16"] = "wide"
     """Dtype in which gradients are accumulated and sent. wide: fp32 (fp64 under fp64); bf16: half the memory, at lower precision."""
     recompute: str = "none"
-    """Activations that backward recomputes: none, selective (attention), full (every layer), or every-K (every K-th layer)."""
+    """Activations that backward recomputes: none, selective (attention), full (every layer), every-K (every K-th layer), budget (as little
+    as memory_budget allows), or operations such as attn_norm+mlp_in, for all layers or in a list such as 4*mlp_in,8*none."""
+    memory_budget: float | None = None
+    """With recompute: budget, the memory that a rank may use, all of it counted: bytes, 20GB or 64GiB, or a share of the device, 0.9 or
+    90%. null: no budget."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch, and what was measured to be the
     fastest on this device; torch: PyTorch; triton: Triton, or an error where it cannot run."""
@@ -386,40 +402,29 @@ class TrainConfig:
     uses 0."""
     grad_clip: float = 1.0
     """Maximum global gradient norm. 0: no clipping."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights, average = ema_decay * average + (1 - ema_decay) * weights after each applied step,
+    for example 0.999. It is saved in checkpoints; validation.ema and megalite convert export --ema use it. null: no average."""
     label_smoothing: float = 0.0
     """Label smoothing, over the whole vocabulary."""
     z_loss: float = 0.0
     """Coefficient of the z-loss, the squared log-partition function of the logits, which is added to the loss."""
     stop_after: str | None = None
     """Save a checkpoint and exit after this duration, for example 3h50m, 90m or 30s. null: no limit."""
+    early_stopping_patience: int | None = None
+    """End the run after this many validations in a row without an improvement of the loss. null: after train.steps only."""
+    early_stopping_threshold: float = 0.0
+    """A validation loss is an improvement if it is lower than that of the last improvement by more than this."""
     watchdog: str | None = "5m"
     """When a rank makes no progress for this long, print where it is and write its stacks to stalls/ in the run's directory. null: off."""
 
     def recompute_of(self, layer: int) -> str:
-        """What one layer recomputes: none, selective or full."""
-        if not self.recompute.startswith("every-"):
+        """What one layer recomputes: none, selective, full, or operations (`config.recomputation`)."""
+        if self.recompute in ("none", "selective", "full"):
             return self.recompute
-        return "full" if layer % int(self.recompute.removeprefix("every-")) == 0 else "none"
+        from megalite.config.recomputation import mode_of
 
-
-@dataclass
-class CheckpointConfig:
-    interval: int | None = None
-    """Save every `interval` steps, at the end and on a signal. null: only at the end and on a signal."""
-    keep: int | None = None
-    """Number of newest checkpoints to keep. null: keep all."""
-    keep_every: int | None = None
-    """Besides the newest `keep` checkpoints, keep each one whose step is a multiple of this. null: no others."""
-    async_save: bool = False
-    """Copy the state and write it to disk while training continues. Costs as much CPU memory as the state that this rank saves."""
-    verify: Literal["read", "full"] = "read"
-    """Which checksums are verified before a checkpoint is used: those of the chunks that are read (read), or all, split over the ranks
-    (full)."""
-    load: str = "auto"
-    """auto: resume from the run's newest checkpoint, if there is one; none: start at step 0; otherwise a checkpoint directory to resume, or
-    a run's directory for its newest."""
-    allow: list[Literal["data", "horizon"]] = field(default_factory=list)
-    """Changes accepted on resume: other training data (data), another train.steps (horizon)."""
+        return mode_of(self.recompute, layer)
 
 
 @dataclass
@@ -440,17 +445,11 @@ class FaultsConfig:
 
 
 @dataclass
-class ValidationConfig:
-    interval: int | None = None
-    """Validate every `interval` steps and at the end. null: never."""
-    batches: int | None = None
-    """Number of global batches per validation. null: all validation data."""
-
-
-@dataclass
 class LoggingConfig:
     interval: int = 1
     """Print one console line every `interval` steps; metrics.jsonl has every step."""
+    loss_by_source: bool = False
+    """With a blend, record the training loss of each member in metrics.jsonl, as loss/PREFIX."""
     tensorboard: bool = False
     """Write TensorBoard scalars to the run's tensorboard/ directory."""
     wandb: str | None = None

@@ -11,7 +11,14 @@ def prefixes(source: Any) -> list[str]:
     """The token file prefixes in data.train or data.validation; empty for a held-out fraction."""
     if isinstance(source, str):
         return [source]
+    if sets := named_sets(source):
+        return list(sets.values())
     return list(source) if isinstance(source, (list, dict)) else []
+
+
+def named_sets(source: Any) -> dict[str, str]:
+    """The sets of data.validation, name → prefix; empty if they have no names."""
+    return source if isinstance(source, dict) and source and all(isinstance(each, str) for each in source.values()) else {}
 
 
 def metadata(prefix: str | Path) -> dict[str, Any]:

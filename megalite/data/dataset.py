@@ -16,6 +16,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -38,7 +39,7 @@ from megalite.config.samples import (
     whole_weights,
 )
 from megalite.config.schema import DataConfig
-from megalite.config.token_files import prefixes
+from megalite.config.token_files import named_sets, prefixes
 from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer_comparison import of_data, one_tokenizer
 from megalite.data.tokenizer_identity import TokenizerIdentity
@@ -70,6 +71,11 @@ class Dataset(ABC):
     members: list[Member]
     chat: bool = False
     tokenizer: TokenizerIdentity = TokenizerIdentity()
+
+    @property
+    def sets(self) -> Mapping[str, "Dataset"]:
+        """The validation sets by name; one without a name has the empty one."""
+        return {"": self}
 
     @abstractmethod
     def __getitem__(self, index: int) -> NDArray[np.int64]:
@@ -172,10 +178,10 @@ class Blend(Dataset):
 
     def __init__(self, datasets: list[Dataset], weights: list[float]):
         self._datasets, self._counts = datasets, whole_weights(weights)
-        self._source, self._earlier = interleave(self._counts)
+        self.period, self._earlier = interleave(self._counts)  # `period`: the dataset of each sample of a period
         sizes = [dataset.samples_per_epoch for dataset in datasets]
-        self.samples_per_epoch = min(first_repeat(self._source, self._counts, j, samples) for j, samples in enumerate(sizes))
-        shares = [count / len(self._source) for count in self._counts]
+        self.samples_per_epoch = min(first_repeat(self.period, self._counts, j, samples) for j, samples in enumerate(sizes))
+        shares = [count / len(self.period) for count in self._counts]
         self.members = [member._replace(share=share) for each, share in zip(datasets, shares, strict=True) for member in each.members]
         self.vocab_size, self.eos = _agreed(datasets, "vocab_size"), _agreed(datasets, "eos")
         self.chat = any(dataset.chat for dataset in datasets)
@@ -187,8 +193,8 @@ class Blend(Dataset):
 
     def locate(self, index: int) -> tuple[int, int]:
         """The dataset of sample `index`, and the sample's index in that dataset."""
-        period, row = divmod(index, len(self._source))
-        source = int(self._source[row])
+        period, row = divmod(index, len(self.period))
+        source = int(self.period[row])
         return source, period * self._counts[source] + int(self._earlier[row])
 
 
@@ -222,8 +228,9 @@ def _mix(key: int, value: int) -> int:
 def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     """The training dataset and the validation dataset (None if there is none) of a configuration.
 
-    A list is one concatenation, a mapping is a blend. A validation fraction is taken from the end of every training file; its parts are one
-    unshuffled concatenation, so that an epoch has each held-out sample once. Raises ConfigError if different tokenizers made the files.
+    A list is one concatenation, a mapping to weights is a blend, one to prefixes several sets. A validation fraction is taken from the end
+    of every training file; its parts are one unshuffled concatenation, so that an epoch has each held-out sample once. Raises ConfigError
+    if different tokenizers made the files.
     """
     assert config.train is not None, "a rule asks for data.train"
     one_tokenizer(config)
@@ -240,7 +247,11 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     return train, _dataset(config.validation, {p: Part(f, 0, len(f)) for p, f in others.items()}, config, False, seed)
 
 
-def _dataset(source: str | list[str] | dict[str, float], parts: dict[str, Part], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
+def _dataset(source: Any, parts: dict[str, Part], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
+    if sets := named_sets(source):
+        from megalite.data.named_sets import NamedSets  # which other runs do not need
+
+        return NamedSets({name: _samples([parts[prefix]], config, shuffle, seed) for name, prefix in sets.items()})
     if isinstance(source, dict) and len(source) > 1:
         return Blend([_samples([parts[prefix]], config, shuffle, seed) for prefix in source], list(source.values()))
     return _samples([parts[prefix] for prefix in prefixes(source)], config, shuffle, seed)

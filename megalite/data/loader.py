@@ -29,6 +29,11 @@ class Loader:
     vocab_size: a token at or above it is an error: tp ranks, which split the vocabulary, would each take it for another rank's.
     make: makes a microbatch of whole rows: under context parallelism of this rank's part of them.
     samples: number of samples of the dataset; rows past it are padded and not counted. None: the dataset is endless.
+
+    Attributes:
+        current: the microbatches that `step` has returned last.
+        size: a function that gives the size of the global batch that starts at a sample; all have `global_batch_size` unless it is
+            replaced by one that gives smaller ones.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Loader:
         make: Callable[..., Microbatch] = Microbatch.of,
         samples: int | None = None,
     ):
+        self.size: Callable[[int], int] = lambda first_sample: global_batch_size
         self._dataset, self._global_batch, self._end = dataset, global_batch_size, samples
         self._reset_positions, self._eod_mask_loss, self._vocab_size = reset_positions, eod_mask_loss, vocab_size
         self._make = make
@@ -53,6 +59,7 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._next: tuple[int, Future[list[Microbatch]]] | None = None
         self._closed = False
+        self.current: list[Microbatch] = []
 
     def step(self, first_sample: int) -> list[Microbatch]:
         """This rank's microbatches of the global batch that starts at `first_sample`. Starts reading the batch after it.
@@ -64,8 +71,8 @@ class Loader:
         if self._next is None or self._next[0] != first_sample:  # the first step, or the run went back or skipped samples
             self._next = self._request(first_sample)
         (_, future), self._next = self._next, None
-        batch = future.result()
-        following = first_sample + self._global_batch
+        batch = self.current = future.result()
+        following = first_sample + self.size(first_sample)
         if self._end is None or following < self._end:
             self._next = self._request(following)  # read while this step computes
         return batch
@@ -97,7 +104,8 @@ class Loader:
         while (request := self._requests.get()) is not None:
             first_sample, future = request
             try:
-                future.set_result([self._microbatch(first_sample + rows) for rows in self._offsets])
+                microbatches = self.size(first_sample) * len(self._offsets) // self._global_batch
+                future.set_result([self._microbatch(first_sample + rows) for rows in self._offsets[:microbatches]])
             except BaseException as error:  # raised by the step that waits for this batch
                 future.set_exception(error)
 

@@ -248,7 +248,7 @@ def _summary(model: ModelConfig, family: str, dtypes: Iterable[str]) -> dict[str
 
 
 def export_model(
-    directory: Path,
+    source: Path | Manifest,
     target: Path,
     *,
     like: Path | None = None,
@@ -261,6 +261,7 @@ def export_model(
 ) -> dict[str, Any]:
     """Write a checkpoint's weights and its tokenizer as a Hugging Face directory; returns a summary for display.
 
+    source: the checkpoint's directory, or its manifest, such as one with averages in place of the weights.
     like: a Hugging Face directory whose family, token ids, tokenizer and generation settings are exported with the weights; by default the
     one that the checkpoint came from, if any. dtype: by default that of each stored tensor. shard: maximum bytes of a file.
     tokenizer: byte, FILE.model or a directory; by default that of the training data, else that of `like`. allow_tokenizer_change: even if
@@ -268,9 +269,9 @@ def export_model(
     """
     if target.exists():
         raise ConversionError(f"{target} exists already. Give another name, or remove it.")
-    manifest = checkpoint.manifest_of(directory)
+    manifest = source if isinstance(source, Manifest) else checkpoint.manifest_of(source)
     manifest.check_files()
-    model = model_of(manifest)
+    directory, model = manifest.directory, model_of(manifest)
     choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)
     like = like or origin(directory, model)
     found_tokenizer = choose(manifest, choice, like)

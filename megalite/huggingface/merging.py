@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import Manifest
-from megalite.checkpoint.inspect import WEIGHT, whole
-from megalite.checkpoint.manifest import Chunk
+from megalite.checkpoint.inspect import whole
+from megalite.checkpoint.manifest import WEIGHT, Chunk
 from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.adapters import MAGNITUDE, A, B, name_of

@@ -87,7 +87,7 @@ class Attention(nn.Module):
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
         self.out = RowParallelLinear(weights[f"{name}.out.weight"], weights.get(f"{name}.out.bias"), tp, sequence_parallel)
-        self.attend = options.attention_over(mesh.cp) or _Attention.apply
+        self.attend = options.attention_over(mesh) or _Attention.apply
         self.make_projections(name, weights, mesh)
 
     def make_projections(self, name: str, weights: Mapping[str, Weight], mesh: Mesh) -> None:
@@ -140,6 +140,6 @@ class Attention(nn.Module):
             "softcap": model.attention_softcap,
             "dropout": dropout,
             "boundaries": state.boundaries,
-            "recompute": self.options.recompute == "selective" or not torch.is_grad_enabled(),  # without a backward nothing is saved
+            "recompute": self.options.recomputes_scores or not torch.is_grad_enabled(),  # without a backward nothing is saved
             **({} if state.part is None else {"part": state.part}),
         }

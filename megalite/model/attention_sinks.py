@@ -34,7 +34,8 @@ class _AttentionWithSinks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        dq, dk, dv, dsinks = attention_with_sinks_backward(grads[0], *ctx.saved_tensors, ctx.sinks.tensor, **ctx.options)
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv, dsinks = attention_with_sinks_backward(grads[0], q, k, v, out, lse, ctx.sinks.tensor, **ctx.options)
         ctx.sinks.accumulate(dsinks)
         return dq, dk, dv, None
 
@@ -45,7 +46,7 @@ class SinkAttention(Attention):
     def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
         super().__init__(model, layer, weights, mesh, options)
         self.sinks = weights[f"layers.{layer}.attention.sinks.weight"]  # [heads/tp]
-        self.attend = options.attention_over(mesh.cp) or _AttentionWithSinks.apply
+        self.attend = options.attention_over(mesh) or _AttentionWithSinks.apply
 
     def operation(self, state: ForwardState) -> dict[str, Any]:
         return {**super().operation(state), "sinks": self.sinks}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from megalite.batch import IGNORE_INDEX
@@ -98,7 +97,7 @@ class Mixture(nn.Module):
         choice = choose(scores, model.num_experts_per_tok)
         if self.capacity is not None and state.training and targets is not None:
             choice = self.capacity.limit(choice, targets != IGNORE_INDEX, state.part)
-        if self.keeps_choice and state.training and not torch.is_grad_enabled():
+        if self.keeps_choice and state.training:
             state.choices[self.layer] = choice
         return choice
 

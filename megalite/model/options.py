@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megalite.config.schema import Config
-from megalite.mesh import MeshAxis
+from megalite.mesh import Mesh
 from megalite.parallel.compiled_ops import CompiledOps
 
 
@@ -18,7 +18,7 @@ class LayerOptions:
 
     Attributes:
         sequence_parallel: False where tp is 1.
-        recompute: what backward computes again: none, selective or full.
+        recompute: what backward computes again: none, selective, full, or operations joined by +.
         expert_dispatch: how tokens reach their experts.
         context: how attention exchanges the parts of a sequence, with more than one cp rank.
         ops: the functions between linears, eager or compiled.
@@ -36,10 +36,15 @@ class LayerOptions:
         sequence_parallel = parallel.sequence_parallel and parallel.tp > 1
         return LayerOptions(sequence_parallel, config.train.recompute_of(layer), parallel.expert_dispatch, parallel.context, ops)
 
-    def attention_over(self, cp: MeshAxis) -> Callable[..., Tensor] | None:
+    @property
+    def recomputes_scores(self) -> bool:
+        """Whether attention's backward computes its probabilities again."""
+        return self.recompute == "selective" or "scores" in self.recompute.split("+")
+
+    def attention_over(self, mesh: Mesh) -> Callable[..., Tensor] | None:
         """Attention of this rank's part of every sequence to the whole (`parallel.context`). None: the rank has whole sequences."""
-        if cp.size == 1:
+        if mesh.cp.size == 1:
             return None
         from megalite.parallel.context.attend import attention_over
 
-        return attention_over(cp, self.context)
+        return attention_over(mesh.cp, self.context, mesh.cp_levels)

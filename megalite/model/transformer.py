@@ -1,4 +1,4 @@
-"""One transformer layer, and its full recomputation.
+"""One transformer layer.
 
 The model is written once. What varies between families (norm kind and placement, biases, gating, positions) is decided in `__init__`
 from the fields of `ModelConfig`; `forward` has no conditions on parallelism. Communication: that of the linears (`parallel.tensor.linear`).
@@ -6,8 +6,7 @@ from the fields of `ModelConfig`; `forward` has no conditions on parallelism. Co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -103,20 +102,23 @@ class Layer(nn.Module):
         probability, sequence_parallel = model.residual_dropout, options.sequence_parallel
         self.attention_dropout = Dropout(probability, Site.ATTENTION_OUTPUT, layer, mesh.tp, sequence_parallel)
         self.mlp_dropout = Dropout(probability, Site.MLP_OUTPUT, layer, mesh.tp, sequence_parallel)
-        self.recompute = options.recompute == "full"
+        self.recomputed: Callable[[Tensor, ForwardState], Tensor] | None = None  # `compute`, whose backward computes some of it again
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            return _Recompute.apply(x, self, state)
-        return self.compute(x, state)
+        run = self.compute if self.recomputed is None or not torch.is_grad_enabled() else self.recomputed
+        return run(x, state)
 
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
         """The layer itself, without recomputation."""
         attended = self.attention(self.attention_input_norm(x), state)
-        branch = self.attention_dropout(self.attention_output(attended), state)
-        x, normed = add_and_norm(x, branch, self.mlp_input_norm)  # residual sum and its norm, fused for RMSNorm: one pass over memory
+        x, normed = self.join(x, attended, state)
         transformed = self.mlp(normed, state)
         return x + self.mlp_dropout(self.mlp_output(transformed), state)
+
+    def join(self, x: Tensor, attended: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
+        """The residual sum after attention, and its norm: fused for RMSNorm, one pass over memory."""
+        branch = self.attention_dropout(self.attention_output(attended), state)
+        return add_and_norm(x, branch, self.mlp_input_norm)
 
 
 class ParallelLayer(Layer):
@@ -135,27 +137,9 @@ class ParallelLayer(Layer):
 
 def make_layer(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> Layer:
     kind = Layer if model.parallel_block == "none" else ParallelLayer
-    return kind(model, layer, weights, mesh, options)
+    made = kind(model, layer, weights, mesh, options)
+    if options.recompute not in ("none", "selective"):
+        from megalite.model.recomputation import recomputing
 
-
-class _Recompute(torch.autograd.Function):
-    """Keep only a layer's input; run its forward again in backward.
-
-    The second forward repeats the communication of the first, in the same order on every tp rank, and computes the same dropout masks,
-    which depend only on their keys. Weight gradients reach their buckets from the inner backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Layer, state: ForwardState) -> Tensor:
-        ctx.layer, ctx.state = layer, state
-        ctx.save_for_backward(x)
-        return layer.compute(x, state)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
-        inputs = x.detach().requires_grad_()  # a leaf: the inner backward ends here
-        with torch.enable_grad():  # off inside a backward
-            out = ctx.layer.compute(inputs, ctx.state)
-        torch.autograd.backward(out, grads[0])
-        return inputs.grad, None, None
+        made.recomputed = recomputing(made, options.recompute, exchanged=mesh.cp.size > 1 and options.context == "ulysses")
+    return made

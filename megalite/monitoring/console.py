@@ -71,11 +71,12 @@ class Console(ExitStack):
             self.message("  ".join(filter(None, parts)), alarm=marker != "")
         self._show("loss", metrics.loss, metrics.step)
 
-    def validation(self, step: int, loss: float) -> None:
-        """Print a validation's line, with the last training loss next to it."""
+    def validation(self, step: int, loss: float, by_set: Mapping[str, float] | None = None) -> None:
+        """Print a validation's line, with those of its sets and the last training loss next to it."""
+        sets = (f"{name} {each:.4f}" for name, each in (by_set or {}).items())
         beside = f"training loss {self._losses['loss']:.4f}" if "loss" in self._losses else ""
         marker = "" if isfinite(loss) else "VALIDATION LOSS NaN"
-        self.message("  ".join(filter(None, [self._step(step), f"validation loss {loss:.4f}", beside, marker])), alarm=marker != "")
+        self.message("  ".join(filter(None, [self._step(step), f"validation loss {loss:.4f}", *sets, beside, marker])), alarm=marker != "")
         self._show("validation", loss, step)
 
     def _show(self, name: str, loss: float, step: int) -> None:

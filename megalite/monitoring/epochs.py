@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megalite.config.rampup import samples_after
 from megalite.monitoring.metrics import MEMBER, StepMetrics
 from megalite.monitoring.observer import Observer
 
@@ -24,13 +25,14 @@ class Epochs(Observer):
         samples = self._samples(metrics.step)
         epochs = {member.name: samples * member.share / member.samples for member in self.members}
         found = {"tokens_seen": samples * self.trainer.config.data.sequence_length, "epoch": max(epochs.values())}
+        if self.trainer.config.train.rampup_batch_size is not None:
+            found["global_batch_size"] = samples - self._samples(metrics.step - 1)
         return found | ({f"{MEMBER}{name}": epoch for name, epoch in epochs.items()} if len(epochs) > 1 else {})
 
     def lines(self, metrics: StepMetrics) -> list[str]:
         """Members that have been read to their end: after 1, 2, …, 9, 10, 20, … epochs, so that a small one does not fill the log."""
         config = self.trainer.config
-        after = self._samples(metrics.step)
-        before, all_samples = after - config.train.global_batch_size, planned_samples(self.trainer)
+        before, after, all_samples = self._samples(metrics.step - 1), self._samples(metrics.step), planned_samples(self.trainer)
         found = []
         for name, samples, share in self.members:
             ended = int(after * share // samples)
@@ -44,7 +46,7 @@ class Epochs(Observer):
     def _samples(self, step: int) -> int:
         """Samples read until the end of a step; the trainer may be a step ahead."""
         trainer = self.trainer
-        return trainer.samples - (trainer.step_done - step) * trainer.config.train.global_batch_size
+        return trainer.samples + samples_after(trainer.config.train, step) - samples_after(trainer.config.train, trainer.step_done)
 
 
 def repeated(trainer: Trainer) -> list[str]:
@@ -60,7 +62,7 @@ def repeated(trainer: Trainer) -> list[str]:
 def planned_samples(trainer: Trainer) -> int:
     """Samples that the run has read when its last step is done."""
     train = trainer.config.train
-    return trainer.samples + (train.steps - trainer.step_done) * train.global_batch_size
+    return trainer.samples + samples_after(train, train.steps) - samples_after(train, trainer.step_done)
 
 
 def _times(number: float) -> str:

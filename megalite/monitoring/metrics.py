@@ -17,6 +17,8 @@ from megalite.checkpoint.directories import write_synced
 from megalite.config.load import write_config
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 from megalite.messages import say
+from megalite.model.cost import model_flops_per_token
+from megalite.planning.peaks import peak_flops
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 FILE = "metrics.jsonl"
 MEMBER = "epoch/"
 """The keys for the epochs of a blend's members start with this."""
+SOURCE, VALIDATED = "loss/", "val_loss/"
+"""So do those for the training losses of a blend's members, and for the losses of validation sets."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,15 @@ class StepMetrics:
     peak_memory_bytes: int
     loss_scale: float
     skipped: bool  # weights and optimizer state were not updated
+
+
+def throughput(config: Config, seconds: float, ranks: int, device_name: str, batch: int | None = None) -> dict[str, Any]:
+    """The throughput of a step of `seconds`, under its keys in metrics.jsonl. Masked tokens count too, because they are computed.
+    batch: its samples; default: train.global_batch_size."""
+    tokens_per_second = (batch or config.train.global_batch_size) * config.data.sequence_length / seconds
+    per_rank = tokens_per_second * model_flops_per_token(config.model, config.data.sequence_length, config.lora) / ranks
+    peak = peak_flops(device_name, config.train.precision)
+    return {"tokens_per_second": tokens_per_second, "tflops_per_gpu": per_rank / 1e12, "mfu": None if peak is None else per_rank / peak}
 
 
 def check_packages(options: LoggingConfig) -> None:
@@ -95,8 +108,9 @@ class MetricsWriter(ExitStack):
         """Write a step's line. `numbers`: further keys of the line."""
         self._write(asdict(metrics) | dict(numbers or {}))
 
-    def validation(self, step: int, loss: float) -> None:
-        self._write({"step": step, "val_loss": loss})
+    def validation(self, step: int, loss: float, by_set: Mapping[str, float] | None = None) -> None:
+        """Write a validation's line. by_set: the losses of validation sets by name."""
+        self._write({"step": step, "val_loss": loss} | {f"{VALIDATED}{name}": each for name, each in (by_set or {}).items()})
 
     def _write(self, record: dict[str, Any]) -> None:
         """Non-finite numbers are written as null, because JSON has none."""

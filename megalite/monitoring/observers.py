@@ -1,6 +1,7 @@
 """The list of a run's instruments, which the command `train` passes to the training loop as observers.
 
-epochs.py counts tokens and epochs, phases.py times each step by phase, rank_times.py compares the ranks, gpu.py reads the device's memory
+epochs.py counts tokens and epochs, loss_by_source.py tells the losses of a blend's members, phases.py times each step by phase,
+rank_times.py compares the ranks, context_imbalance.py predicts how unequal context parallelism makes them, gpu.py reads the device's memory
 and sensors, timeline_recorder.py and timeline.py record and compare the pipeline's timeline, tracing.py runs torch's profiler,
 prediction.py reports at the end the prediction's error. Not observers: links.py tests the network before the first step, out_of_memory.py
 suggests changes when memory runs out.
@@ -43,5 +44,18 @@ def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = No
     """All instruments of a run, the same on every rank. own: this rank's environment; device: the planner's description of its device."""
     phases = PhaseTimes(trainer)
     ranks = RankTimes(trainer, phases)
+    context: list[Observer] = []
+    if trainer.config.parallel.cp > 1:
+        from megalite.monitoring.context_imbalance import ContextImbalance
+
+        context.append(ContextImbalance(trainer))
     recorders = ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer)
-    return Epochs(trainer), phases, ranks, Gpu(trainer), *recorders, Outcome(trainer, own, device)
+    return Epochs(trainer), *_by_source(trainer), phases, ranks, *context, Gpu(trainer), *recorders, Outcome(trainer, own, device)
+
+
+def _by_source(trainer: Trainer) -> Sequence[Observer]:
+    if not trainer.config.logging.loss_by_source:
+        return ()
+    from megalite.monitoring.loss_by_source import LossBySource  # which other runs do not need
+
+    return (LossBySource(trainer),)

@@ -32,11 +32,19 @@ def compare(step: int, working: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def context_imbalance(working: Sequence[float], ranks: Sequence[int]) -> dict[str, Any]:
+    """The working time of the slowest of some context-parallel ranks over their mean, under its key in metrics.jsonl."""
+    if len(ranks) == 1:
+        return {}
+    own = [working[rank] for rank in ranks]
+    return {"context_imbalance_measured": max(own) * len(own) / sum(own)}
+
+
 class RankTimes(Observer):
     """Compares the ranks. Nothing is in flight while torch's profiler runs: torch crashes if a message outlives the profiler."""
 
     def __init__(self, trainer: Trainer, phases: PhaseTimes):
-        self.world, self.device, self.phases = trainer.mesh.world, trainer.device, phases
+        self.world, self.cp, self.device, self.phases = trainer.mesh.world, trainer.mesh.cp, trainer.device, phases
         self.interval, profiling = trainer.config.logging.interval, trainer.config.profiling
         first, last = profiling.steps
         self.quiet = range(first - 1, last + 1) if profiling.ranks else range(0)
@@ -71,7 +79,8 @@ class RankTimes(Observer):
     def _read(self) -> None:
         if self.arriving is not None and self.arriving[2]():
             step, everyone, _ = self.arriving
-            self.found, self.arriving = compare(step, everyone.tolist()), None
+            working = everyone.tolist()
+            self.found, self.arriving = compare(step, working) | context_imbalance(working, self.cp.ranks), None
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         found, self.found = self.found, {}

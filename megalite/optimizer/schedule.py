@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from math import cos, pi, sqrt
 
+from megalite.config.rampup import position
 from megalite.config.schema import Config
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of a 1-based step: warm-up reaches the peak at step warmup_steps, decay reaches the minimum at the last step."""
-    options, steps = config.optimizer, config.train.steps
+    """The learning rate of a 1-based step: warm-up reaches the peak at step warmup_steps, decay reaches the minimum at the last step. With
+    a ramp-up of the batch size all three are counted in whole batches."""
+    options, train = config.optimizer, config.train
+    at, steps = (step, train.steps) if train.rampup_batch_size is None else (position(train, step), position(train, train.steps))
     scale = batch_scale(config)
     peak, low = options.lr * scale, options.min_lr * scale
-    if step < options.warmup_steps:
-        return peak * step / options.warmup_steps
+    if at < options.warmup_steps:
+        return peak * at / options.warmup_steps
     start = steps - options.wsd_decay_fraction * steps if options.decay == "wsd" else options.warmup_steps
-    done = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
+    done = min(max((at - start) / max(steps - start, 1), 0.0), 1.0)
     if options.decay == "constant":
         return peak
     share = 0.5 * (1 + cos(pi * done)) if options.decay == "cosine" else 1 - done

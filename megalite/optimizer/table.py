@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ADAMW = ("exp_avg", "exp_avg_sq")
 MUON = ("momentum_buffer",)
+EMA = "ema"
+"""The kind of the average of the weights (`optimizer.averaging`), which may be kept next to any optimizer's state."""
 
 
 def is_matrix(segment: Segment) -> bool:
@@ -56,12 +58,15 @@ OPTIMIZERS = {
 
 
 def create(config: Config, store: ParameterStore) -> Optimizer:
-    """The optimizer of a run."""
+    """The optimizer of a run, with the average of the weights if it keeps one."""
     row = OPTIMIZERS[config.optimizer.name]
     module, _, name = row.place.partition(":")
     sections = [] if row.section is None else [getattr(config, row.section)]
     found: Optimizer = getattr(import_module(module), name)(store, config.optimizer, *sections)
-    return found
+    if config.train.ema_decay is None:
+        return found
+    averaged: Optimizer = import_module("megalite.optimizer.averaging").Averaged(found, store, config.train.ema_decay)
+    return averaged
 
 
 def state_kinds(segment: Segment, name: str) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from megalite.build.plan import activation_shape
 from megalite.config.dims import part_length
 from megalite.config.schema import Config, LoraConfig
 from megalite.config.token_files import is_chat, prefixes
-from megalite.model.cost.steps import Buffer, Dtype, Share, UnitCost, size_in_bytes
+from megalite.model.cost.recomputed import chosen, groups
+from megalite.model.cost.steps import MODES, Buffer, Dtype, Share, UnitCost, size_in_bytes
 from megalite.model.cost.units import Units
 from megalite.model.parameters import head_unit
 from megalite.planning.states import Device, Widths
@@ -61,7 +62,7 @@ class Activations:
         self.widths: dict[Dtype, int] = {"compute": widths.compute, "accumulate": widths.accumulate, "index": INDEX, "mask": 1}
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions depend on documents
         sizes = parallel.tp, parallel.sequence_parallel, parallel.cp, parallel.context
-        self.share = Share(part_length(config), train.micro_batch_size, *sizes, ep=parallel.ep)
+        self.share = Share(part_length(config), train.micro_batch_size, *sizes, parallel.ep, parallel.context_inner)
         self.units = Units(model, self.share, lora, self.flash)
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 
@@ -73,6 +74,10 @@ class Activations:
     def _size(self, buffers: Iterable[Buffer], mode: str = "none") -> int:
         return size_in_bytes(buffers, self.widths, mode)
 
+    def bytes_of(self, buffers: Iterable[Buffer]) -> int:
+        """Bytes of some tensors that a layer may keep."""
+        return self._size(buffers)
+
     def unit(self, number: int) -> Held:
         if number == 0:
             return Held(saved=self._size(self.units.embedding().kept))
@@ -80,8 +85,13 @@ class Activations:
 
     def layer(self, index: int) -> Held:
         unit, mode = self.units.layer(index), self.config.train.recompute_of(index)
-        saved = self._size(unit.kept, mode)
-        recomputed = self._size(unit.kept) - saved if mode == "full" else 0  # selective recomputes probabilities one block at a time
+        if mode in MODES:
+            saved = self._size(unit.kept, mode)
+            recomputed = self._size(unit.kept) - saved if mode == "full" else 0  # selective recomputes probabilities one block at a time
+        else:
+            operations = chosen(groups(self.units, index), mode)
+            saved = self._size(unit.kept) - sum(self._size(each.buffers) for each in operations)
+            recomputed = sum(self._size(each.restored) for each in operations)
         stash, first = self._stash(unit)
         workspace = self.own + max(self._size(block.workspace) for block in unit.blocks)
         return Held(saved, recomputed, stash, first, workspace=workspace)

@@ -11,11 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from megalite.config.load import field_docs, to_dict
+from megalite.config.recomputation import BUDGET, shown
 from megalite.config.rule import RuleContext
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.planning.step import Choice
 
+USABLE = 0.93
+"""Fraction of a device's memory that a plan may use: the driver's context, NCCL's buffers and fragmentation take the rest."""
 COLUMN, WIDTH = 38, 140
 ELSEWHERE = ("data.train", "data.validation", "run.", "checkpoint.", "faults.", "validation.", "logging.", "profiling.")
 """Options that a plan does not decide: their rules are checked only when the run starts."""
@@ -35,13 +38,23 @@ def configured(base: Config, choice: Choice) -> Config:
         pp=choice.pp,
         dp=choice.dp,
         cp=choice.cp,
+        context_inner=choice.context_inner,
         sequence_parallel=choice.sequence_parallel,
         zero=choice.zero,
         offload_parameters=choice.offload_parameters,
         virtual_stages=choice.asked_stages,
     )
-    train = replace(base.train, micro_batch_size=choice.micro_batch_size, recompute=choice.recompute)
+    budget = USABLE if choice.recompute == BUDGET else None
+    train = replace(base.train, micro_batch_size=choice.micro_batch_size, recompute=choice.recompute, memory_budget=budget)
     return replace(base, parallel=parallel, train=train)
+
+
+def runnable(base: Config, choice: Choice, room: float) -> Config:
+    """The configuration of a choice as a run takes it: a budget of `room` bytes in place of the operations that it has led to."""
+    config = configured(base, choice)
+    if shown(choice.recompute) != BUDGET:
+        return config
+    return replace(config, train=replace(config.train, recompute=BUDGET, memory_budget=float(int(room))))
 
 
 def broken_rule(config: Config, world_size: int) -> str | None:

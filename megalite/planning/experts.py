@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megalite.config.recomputation import operations_of
 from megalite.config.schema import Config
 from megalite.planning.activations import Activations
 from megalite.planning.states import Widths
@@ -19,7 +20,8 @@ def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
     others = (ep - 1) / ep
     total = 0.0
     for layer in layers:
-        again = config.train.recompute_of(layer) == "full"
+        mode = config.train.recompute_of(layer)
+        again = mode == "full" or "experts" in operations_of(mode)
         if config.parallel.expert_dispatch == "all_to_all":
             rows = tokens * k * model.hidden_size * width.compute * others
             total += (4 + 2 * again) * rows + experts * COUNT * (ep - 1)  # there and back, in forward and backward; counts once

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalite.planning.configuring import broken_rule, configured
+from megalite.config.recomputation import shown
+from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.constants import ALIKE, INTERVAL, interval
-from megalite.planning.search import USABLE, Plan, Search
+from megalite.planning.search import Plan, Search
 from megalite.planning.step import Choice, Job, StepTime
 
 GIB = 2**30
@@ -53,13 +54,18 @@ def described(choice: Choice) -> str:
     """A one-line description of a choice."""
     sizes = {"tp": choice.tp, "cp": choice.cp, "pp": choice.pp, "dp": choice.dp}
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one device"]
-    parts += [choice.context] if choice.cp > 1 else []
+    parts += [method(choice)] if choice.cp > 1 else []
     if choice.pp > 1:
         parts.append(choice.schedule + (f" with {choice.virtual_stages} stages a rank" if choice.asked_stages else ""))
     parts += [f"ZeRO-{choice.zero}"] if choice.data > 1 or choice.zero == 3 else []
     parts.append(f"micro-batches of {choice.micro_batch_size}")
-    parts += [f"recomputation {choice.recompute}"] if choice.recompute != "none" else []
+    parts += [f"recomputation {shown(choice.recompute)}"] if choice.recompute != "none" else []
     return ", ".join(parts + ([offloaded(choice)] if choice.offload != "none" else []))
+
+
+def method(choice: Choice) -> str:
+    """That of context parallelism; in a ring of groups, with their size."""
+    return choice.context if choice.context_inner == 1 else f"{choice.context}/{choice.context_inner}"
 
 
 def offloaded(choice: Choice) -> str:
@@ -72,9 +78,9 @@ def row(job: Job, plan: Plan) -> tuple[str, ...]:
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
-    cp = f"{choice.cp} {choice.context}" if choice.cp > 1 else "1"
+    cp = f"{choice.cp} {method(choice)}" if choice.cp > 1 else "1"
     cells = (choice.tp, cp, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
-    more = (choice.micro_batch_size, choice.recompute, place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
+    more = (choice.micro_batch_size, shown(choice.recompute), place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
     sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
     speed = f"{job.tokens_per_second_per_gpu(choice, step.total):,.0f}", f"{palm:.1%}", f"{causal:.1%}", f"{step.bubble_fraction:.1%}"
     return tuple(map(str, (*cells, *more, sure, *speed)))
@@ -95,6 +101,7 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
         "tp": choice.tp,
         "cp": choice.cp,
         "context": choice.context if choice.cp > 1 else None,
+        "context_inner": choice.context_inner,
         "pp": choice.pp,
         "virtual_stages": choice.virtual_stages,
         "schedule": choice.schedule,
@@ -102,7 +109,8 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
         "zero": choice.zero,
         "micro_batch_size": choice.micro_batch_size,
         "microbatches": job.microbatches(choice),
-        "recompute": choice.recompute,
+        "recompute": shown(choice.recompute),
+        "recomputed": choice.recompute,
         "offload": choice.offload,
         "offload_parameters": choice.offload_parameters,
         "sequence_parallel": choice.sequence_parallel,

@@ -16,6 +16,7 @@ from typing import Any
 
 from megalite.build import plan
 from megalite.config.dims import ParallelDims
+from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.planning.activations import Activations, Held
@@ -107,6 +108,10 @@ def estimate(
         pp_ranks: the pipeline ranks to compute, by default all.
     """
     config = settled(config, world_size)
+    if config.train.recompute == BUDGET:
+        from megalite.planning.budget import resolved
+
+        config = resolved(config, device)
     dims = ParallelDims.of(config)
     schedule = schedule or plan.schedule(config, dims.microbatches)
     count = dims.stage_ranks

@@ -87,8 +87,16 @@ class Passes(NamedTuple):
 class Operations:
     """The times of a model's units on a device; with adapters, all other weights are frozen."""
 
-    def __init__(self, device: Device, model: ModelConfig, precision: str, software: Software = OURS, lora: LoraConfig | None = None):
-        self.device, self.model, self.precision, self.software, self.lora = device, model, precision, software, lora
+    def __init__(
+        self,
+        device: Device,
+        model: ModelConfig,
+        precision: str,
+        software: Software = OURS,
+        lora: LoraConfig | None = None,
+        rows: context.Rows = context.WHOLE,
+    ):
+        self.device, self.model, self.precision, self.software, self.lora, self.rows = device, model, precision, software, lora, rows
         self.size = ELEMENTWISE_BYTES[precision]
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
@@ -202,7 +210,7 @@ class Operations:
         """Exposed communication of a layer's attention over cp, forward and backward."""
         units = self.units(share)
         forward, backward = zip(*map(self._attention, units.layer(index).attentions), strict=True)
-        return context.exposed(self.fabric, units, (sum(forward), sum(backward)), self.size)
+        return context.exposed(self.fabric, units, (sum(forward), sum(backward)), self.size, self.rows)
 
     def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:
@@ -216,6 +224,21 @@ class Operations:
         if self.software.flash and not self.device.cpu:
             return 0.0
         return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
+
+    def forward(self, step: Step) -> float:
+        """The kernels of a step's forward."""
+        return self._step(step).forward
+
+    def again(self, share: Share, index: int, mode: str) -> tuple[float, float]:
+        """Seconds of a layer's backward that are recomputed under a mode of train.recompute: kernels, and exposed communication."""
+        if mode in ("none", "full"):
+            forward, wait = self.layer(share, index).forward, self.layer(share, index).forward_wait
+            return (forward - wait, wait) if mode == "full" else (0.0, 0.0)
+        if mode == "selective":
+            return self.attention_again(share, index), 0.0
+        from megalite.planning.recomputing import seconds
+
+        return seconds(self, share, index, mode)
 
     def _written_scores(self, step: Attention) -> tuple[float, float]:
         """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked half is computed too."""

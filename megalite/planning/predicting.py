@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from megalite.build.plan import units_of
 from megalite.config.dims import ParallelDims
+from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost import layer_costs
+from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, HardwareError, find, found_as
 from megalite.planning.step import Choice, Job, Stepper
 
@@ -29,6 +31,7 @@ def choice_of(config: Config) -> Choice:
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
         context=parallel.context,
+        context_inner=parallel.context_inner,
     )
 
 
@@ -61,8 +64,21 @@ def step_seconds(config: Config, device: Device) -> float | None:
     """Seconds per step; None if the device's peak at the run's precision is unknown."""
     if config.train.precision not in device.peaks:
         return None
+    if config.train.recompute == BUDGET:
+        from megalite.planning.budget import resolved
+
+        config = resolved(config, "cpu" if device.cpu else "cuda", device.memory)
     gradient_bytes = 2 if "bf16" in (config.parallel.reduce_dtype, config.train.grad_dtype) else 4
     sizes = (config.data.sequence_length, config.train.global_batch_size)
     muon = config.muon if config.optimizer.name == "muon" else None
-    job = Job(config.model, device, *sizes, config.train.precision, gradient_bytes=gradient_bytes, lora=config.lora, muon=muon)
+    job = Job(
+        config.model,
+        device,
+        *sizes,
+        config.train.precision,
+        gradient_bytes=gradient_bytes,
+        lora=config.lora,
+        muon=muon,
+        rows=Rows.of(config),
+    )
     return Stepper(job).step(choice_of(config)).total

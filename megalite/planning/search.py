@@ -9,6 +9,7 @@ is missed.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -16,24 +17,26 @@ from itertools import count
 from typing import Literal
 
 from megalite.build import plan
-from megalite.config.schema import Config
+from megalite.config.recomputation import BUDGET, shown
+from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of, placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.orders import Shape as OrderShape
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.planning.activations import Activations
-from megalite.planning.configuring import broken_rule, configured
+from megalite.planning.budget import decide
+from megalite.planning.configuring import USABLE, broken_rule, configured
+from megalite.planning.context import UNEVEN
 from megalite.planning.memory import RankMemory, estimate
 from megalite.planning.pacing import schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
 from megalite.progress import Report, silent
 
-USABLE = 0.93
-"""Fraction of a device's memory that a plan may use: the driver's context, NCCL's buffers and fragmentation take the rest."""
 BOUND = 0.97
 """Factor on the memory bound that keeps it below the estimate: it counts a layer's largest tensors as if they existed at once."""
-RECOMPUTE = ("none", "every-4", "every-2", "full")
+RECOMPUTE = (BUDGET,)
+"""A budget keeps all that fits, so no mode is faster; other modes are followed where the user fixes them."""
 MOST_MICROBATCHES = 4096  # per step on one rank: layouts with more are skipped, as nobody would run them
 SHORTEST_PART = 8192  # tokens of a row on a cp rank: below it, data parallelism or shorter pipelines use the same ranks better
 AHEAD = 2  # a memory estimate follows this many times pp microbatches in flight: no rank holds more
@@ -114,21 +117,43 @@ class Search:
                     if not self._has_no_room(variant):
                         heapq.heappush(heap, (max(time, self.stepper.least(variant)), Level.VARIED, next(number), variant, None))
             elif level is Level.VARIED:
-                step = self.stepper.step(choice)
-                heapq.heappush(heap, (step.total, Level.TIMED, next(number), choice, step))
-                self.timed += 1
+                choice = self._within_budget(choice)
+                if choice.recompute != BUDGET:
+                    step = self.stepper.step(choice)
+                    heapq.heappush(heap, (step.total, Level.TIMED, next(number), choice, step))
+                    self.timed += 1
             elif not found.keys() & {family := _family(choice), _family(replace(choice, offload="none", offload_parameters=False))}:
-                plan = self.plan(choice, step)
+                best = self._within_budget(choice, exact=True)
+                plan = self.plan(best, step if best == choice else None)
                 if plan.fits:
                     found[family] = plan
                 else:
                     self.rejected = self.rejected or choice
         return list(found.values())
 
+    def _within_budget(self, choice: Choice, exact: bool = False) -> Choice:
+        """A choice of a budget with what it must recompute to fit: of those that are listed the best, of the others a good solution. As it
+        is, and rejected, if it does not fit."""
+        if shown(choice.recompute) != BUDGET:
+            return choice
+        try:
+            config, device = self._run(choice)
+            schedule = self._schedule(choice) if choice.zero < 3 else plan.schedule(config, self._followed(choice))
+            found = decide(config, int(self.room), choice.gpus, device, self.job.device, schedule, exact)
+            return replace(choice, recompute=found.recompute)
+        except ConfigError:
+            self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
+            self.rejected = self.rejected or choice
+            return choice
+
+    @staticmethod
+    def _holds(choice: Choice) -> tuple[int, float]:
+        """Micro-batch size, and the negated share of the layers that are recomputed: at most all within a budget."""
+        return choice.micro_batch_size, -1.0 if shown(choice.recompute) == BUDGET else -recomputed_share(choice.recompute)
+
     def _has_no_room(self, choice: Choice) -> bool:
         """Whether a choice cannot fit: its memory bound exceeds the room, or a choice that holds less did not fit."""
-        key = self._states_of(choice)
-        kept = choice.micro_batch_size, -recomputed_share(choice.recompute)
+        key, kept = self._states_of(choice), self._holds(choice)
         smaller = any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in self._too_large.get(key, ()))
         if not smaller and self.memory_bound(choice) <= self.room:
             return False
@@ -145,8 +170,7 @@ class Search:
         fullest = max(self.memory(choice), key=lambda rank: rank.total)
         inside = fullest.total <= self.room and fullest.states.host <= USABLE * self.job.device.host_size
         if not inside:
-            kept = choice.micro_batch_size, -recomputed_share(choice.recompute)
-            self._too_large.setdefault(self._states_of(choice), []).append(kept)
+            self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
         fits = inside and broken_rule(configured(self.base, choice), choice.gpus) is None
         return Plan(choice, step or self.stepper.step(choice), fullest, fits)
 
@@ -158,23 +182,29 @@ class Search:
             for tp in self._sizes("tp", _divisors(self.gpus // pp)):
                 if "tp" not in self.fixed and self._cuts_nodes(tp):
                     continue
-                for cp, context in self._contexts(tp):
+                for cp, context, inner in self._contexts(tp):
                     dp, rest = divmod(self.gpus, tp * pp * cp)
                     if rest == 0 and dp in self._sizes("dp", [dp]):
                         for schedule, stages in self._schedules_of(pp):
-                            yield from self._microbatches(Choice(tp, pp, dp, schedule, stages, zero=0, cp=cp, context=context))
+                            frame = Choice(tp, pp, dp, schedule, stages, zero=0, cp=cp, context=context, context_inner=inner)
+                            yield from self._microbatches(frame)
 
-    def _contexts(self, tp: int) -> Iterator[tuple[int, str]]:
-        """(cp, method) pairs: powers of two that leave every rank enough of a row, unless the user has fixed cp. If legal, ulysses is a
-        candidate, which is balanced whatever the documents, and one method that takes any number of heads."""
+    def _contexts(self, tp: int) -> Iterator[tuple[int, str, int]]:
+        """(cp, method, ranks that exchange heads within a ring): powers of two that leave every rank enough of a row, unless the user has
+        fixed cp. If legal, ulysses is a candidate, which is balanced whatever the documents, and one method that takes any number of heads;
+        a ring only if it is balanced, over all ranks or between the groups of a node."""
         longest = max(1, self.job.sequence_length // SHORTEST_PART)
         for cp in self._sizes("cp", [1 << power for power in range(longest.bit_length())]):
             if cp == 1:
-                yield 1, "ulysses"
+                yield 1, "ulysses", 1
                 continue
             inside = tp * cp <= self.job.device.per_node  # one collective there, hops beside attention across nodes
-            for context in self._names("context", ("ulysses", "gather" if inside else "ring")):
-                yield cp, context
+            gathers = inside or self.job.rows.imbalance("ring") > UNEVEN
+            for context in self._names("context", ("ulysses", "gather" if gathers else "ring")):
+                yield cp, context, 1
+                inner = math.gcd(cp, self.job.device.per_node // tp)
+                if context == "ring" and 1 < inner < cp:
+                    yield cp, context, inner
 
     def _cuts_nodes(self, tp: int) -> bool:
         """Whether some tensor-parallel groups would span nodes unevenly, so that every layer waits for the network."""
@@ -220,24 +250,26 @@ class Search:
         for size in self._sizes("micro_batch_size", sizes):
             if each % size or each // size > MOST_MICROBATCHES:
                 continue
-            for recompute in self._names("recompute", self._recomputations()):
+            for recompute in self._names("recompute", RECOMPUTE):
                 yield replace(frame, micro_batch_size=size, recompute=recompute)
-
-    def _recomputations(self) -> tuple[str, ...]:
-        """`selective` is a candidate only on a CPU, where attention keeps its probabilities; GPU kernels never keep them."""
-        return ("none", "selective", *RECOMPUTE[1:]) if self.job.device.cpu else RECOMPUTE
 
     # --- memory --------------------------------------------------------------------------------------------------------------
 
     def memory(self, choice: Choice) -> list[RankMemory]:
         """The memory of every pipeline rank. What is in flight stops growing after a few microbatches, so only those are followed."""
-        config = configured(self.base, choice)
-        config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)  # already known, and expensive to find
-        device: Literal["cpu", "cuda"] = "cpu" if self.job.device.cpu else "cuda"
+        if choice.recompute == BUDGET:  # the least that it may need
+            choice = replace(choice, recompute="full")
+        config, device = self._run(choice)
         found = estimate(config, choice.gpus, device, self._schedule(choice))
         if choice.zero < 3 or max(rank.total for rank in found) > self.room:
             return found
         return estimate(config, choice.gpus, device, plan.schedule(config, self._followed(choice)))  # with gathered weights
+
+    def _run(self, choice: Choice) -> tuple[Config, Literal["cpu", "cuda"]]:
+        """The configuration of a choice, and what it runs on."""
+        config = configured(self.base, choice)
+        config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)  # already known, and expensive to find
+        return config, "cpu" if self.job.device.cpu else "cuda"
 
     def _followed(self, choice: Choice) -> int:
         """The number of microbatches after which a rank's memory no longer grows."""
@@ -275,7 +307,9 @@ class Search:
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
         """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
-        layout = choice.tp, choice.cp, choice.context, choice.sequence_parallel
+        layout = choice.tp, choice.cp, choice.context, choice.context_inner, choice.sequence_parallel
+        if choice.recompute == BUDGET:
+            choice = replace(choice, recompute="full")
         key = *layout, choice.micro_batch_size, choice.recompute, choice.splits
         if key not in self._kept:
             config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1))
@@ -289,7 +323,7 @@ class Search:
 def _family(choice: Choice) -> Choice:
     """The key by which listed plans differ: plans that differ only in their schedule or their method of context parallelism
     count as one, as do those that offload needlessly."""
-    return replace(choice, schedule="", virtual_stages=0, context="")
+    return replace(choice, schedule="", virtual_stages=0, context="", context_inner=1, recompute=shown(choice.recompute))
 
 
 def _divisors(number: int) -> list[int]:

@@ -13,7 +13,8 @@ from megalite.config.token_files import is_chat, metadata, prefixes
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.planning import explaining
-from megalite.planning.configuring import configured
+from megalite.planning.configuring import runnable
+from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, Link
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
@@ -66,11 +67,12 @@ def first_config(wanted: Wanted) -> tuple[Config, Plan]:
     """The configuration, and its plan. Raises ConfigError or HardwareError if no layout is legal or fits."""
     base = with_sizes(wanted)
     length, batch = base.data.sequence_length, base.train.global_batch_size
-    search = Search(Job(base.model, wanted.device, length, batch, base.train.precision, lora=base.lora), base, max(1, wanted.gpus), {}, 1)
+    job = Job(base.model, wanted.device, length, batch, base.train.precision, lora=base.lora, rows=Rows.of(base))
+    search = Search(job, base, max(1, wanted.gpus), {}, 1)
     plans = search.plans()
     if not plans:
         raise ConfigError(explaining.nothing_fits(search) if search.considered else f"No layout is legal: {explaining.illegal(search)}")
-    return configured(base, plans[0].choice), plans[0]
+    return runnable(base, plans[0].choice, search.room), plans[0]
 
 
 def with_sizes(wanted: Wanted) -> Config:

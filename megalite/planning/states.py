@@ -75,9 +75,12 @@ class Sharing:
 
 
 def _state(config: Config, bucket: BucketLayout, shard: int) -> int:
-    """Elements of state that the optimizer keeps of a shard of a bucket, besides the master weights."""
+    """Elements of state that the optimizer keeps of a shard of a bucket, besides the master weights: the average of the weights is one."""
+    if not bucket.trainable:
+        return 0
     ranks = Sharing.of(config, bucket.domain).shard
-    return state_elements(bucket, *bucket.part(shard % ranks, ranks), config.optimizer.name) if bucket.trainable else 0
+    start, stop = bucket.part(shard % ranks, ranks)
+    return state_elements(bucket, start, stop, config.optimizer.name) + (0 if config.train.ema_decay is None else stop - start)
 
 
 def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
@@ -100,7 +103,7 @@ class States:
         weights: in the compute dtype.
         gradients: in the dtype they accumulate in.
         master: master weights, 0 if the weights themselves are updated.
-        moments: the optimizer's state besides them: AdamW's two moments, Muon's one of matrices.
+        moments: the optimizer's state besides them: AdamW's two moments, Muon's one of matrices, and the average of the weights.
         powersgd: errors and factors of compressed gradients.
         copies: transient: copies of the optimizer state under schedules that update before the norm is known, and PowerSGD's new errors
             and factors.

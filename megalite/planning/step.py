@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megalite.config.dims import equal_part
 from megalite.config.optimizers import MuonConfig
+from megalite.config.recomputation import mode_of, operations_of
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Elementwise, Lookup, Product, Share, UnitCost
@@ -19,6 +20,7 @@ from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
 from megalite.planning import orthogonalising
+from megalite.planning.context import WHOLE, Rows
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group
@@ -50,6 +52,7 @@ class Choice:
     sequence_parallel: bool = False
     cp: int = 1
     context: str = "ulysses"
+    context_inner: int = 1
 
     @property
     def gpus(self) -> int:
@@ -113,6 +116,7 @@ class Job:
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
     muon: MuonConfig | None = None  # of a run with that optimizer
     lora: LoraConfig | None = None  # adapters; all other weights are frozen
+    rows: Rows = WHOLE
 
     def microbatches(self, choice: Choice) -> int:
         return int(self.global_batch_size // (choice.dp * choice.micro_batch_size))
@@ -153,7 +157,7 @@ class Parameters(NamedTuple):
 
 
 def recomputed_share(recompute: str) -> float:
-    """Fraction of the layers whose whole forward is recomputed."""
+    """Fraction of the layers whose whole forward is recomputed, where it is the same everywhere."""
     if recompute == "full":
         return 1.0
     return 1 / int(recompute.removeprefix("every-")) if recompute.startswith("every-") else 0.0
@@ -164,7 +168,7 @@ class Stepper:
 
     def __init__(self, job: Job):
         self.job, self.device = job, job.device
-        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora)
+        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora, job.rows)
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
         self.stages = functools.lru_cache(maxsize=None)(self._stages)
         self.filled = functools.lru_cache(maxsize=None)(self._filled)
@@ -236,8 +240,9 @@ class Stepper:
 
     def _share(self, choice: Choice) -> Share:
         unit = choice.tp if choice.sequence_parallel else 1
-        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit)
-        return Share(part, choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context)
+        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit, self.job.rows.parts)
+        sizes = choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context
+        return Share(part, *sizes, context_inner=choice.context_inner)
 
     # --- stages ------------------------------------------------------------------------------------------------------------
 
@@ -256,9 +261,11 @@ class Stepper:
             own = range(start, stop)
             layers = [self.operations.layer(share, index).times(count) for index, count in self._alike(share, own)]
             total = functools.reduce(Passes.plus, layers)
-            selective = choice.recompute == "selective"
             kernels, wait = recomputed * (total.forward - total.forward_wait), recomputed * total.forward_wait
-            again.append(sum(self.operations.attention_again(share, index) for index in own) if selective else kernels)
+            if not recomputed:  # not whole layers
+                times = [self.operations.again(share, index, mode_of(choice.recompute, index)) for index in own]
+                kernels, wait = (sum(each) for each in zip(*times, strict=True))
+            again.append(kernels)
             total = total._replace(backward=total.backward + again[-1] + wait, backward_wait=total.backward_wait + wait)
             if stage == 0:
                 total = total.plus(self.operations.embedding(share))
@@ -392,8 +399,10 @@ class Stepper:
         split, share = self.layers_of_stages(choice.pp * choice.virtual_stages), self._share(choice)
         if choice.cp == 1:
             return [0.0] * len(split)
-        again, found = recomputed_share(choice.recompute), []
+        found = []
         for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False):
+            named = sum("attention" in operations_of(mode_of(choice.recompute, index)) for index in range(start, stop))
+            again = recomputed_share(choice.recompute) or named / (stop - start)
             times = [(count, self.operations.exchange(share, index)) for index, count in self._alike(share, range(start, stop))]
             found.append(sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times))
         return found

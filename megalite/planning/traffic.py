@@ -13,6 +13,8 @@ from megalite.build import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.layout import Coordinates
+from megalite.model.cost.recomputed import repeated
+from megalite.model.cost.steps import Attention, Elementwise, Lookup, Product, Step
 from megalite.model.parameters import head_unit, kv_replicas
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -70,9 +72,12 @@ def _context(config: Config, sizes: Activations, number: int) -> float:
     """Bytes that attention of a unit exchanges over cp, in one microbatch's forward and backward (`megalite.parallel.context`)."""
     if number in (0, head_unit(config.model)):
         return 0.0
-    exchange, again = sizes.units.exchange, config.train.recompute_of(number - 1) == "full"
-    forward = exchange.forward * sizes.width * (1 + again)
-    return ring(forward + exchange.backward * sizes.width + exchange.summed * sizes.accumulate, config.parallel.cp)
+    again, total = repeated(sizes.units, number - 1, config.train.recompute_of(number - 1)), 0.0
+    times = 1 + any(isinstance(step, Attention) for step in again)
+    for ranks, each in sizes.units.exchanges:
+        forward = each.forward * sizes.width * times
+        total += ring(forward + each.backward * sizes.width + each.summed * sizes.accumulate, ranks)
+    return total
 
 
 class _Tensor:
@@ -85,16 +90,19 @@ class _Tensor:
     def microbatch(self, number: int) -> float:
         """Bytes for one microbatch's forward and backward through a unit."""
         unit, train = self.sizes.units.unit(number), self.config.train
-        again, more = 0, 0.0
+        again, more = list[Step](), 0.0
         if number == head_unit(self.config.model):  # the loss reduces maxima, sums and target logits
             statistics = 4 if train.label_smoothing else 3
             more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
         elif number > 0:
-            again = train.recompute_of(number - 1) == "full"
-        passes, summed = unit.collectives(self.shared), unit.summed * self.sizes.accumulate
-        rings = passes.forward * (1 + again) + passes.backward
-        more += 2 * (1 + again) * ring(unit.lengths * self.sizes.accumulate, self.ranks)
-        return ring(rings * self.sizes.width, self.ranks) + 2 * (2 + again) * ring(summed, self.ranks) + more
+            again = repeated(self.sizes.units, number - 1, train.recompute_of(number - 1))
+        steps = [*unit.steps, *again]
+        rings = sum(step.travelling * step.collectives(self.shared).forward for step in steps if isinstance(step, Product | Lookup))
+        rings += unit.collectives(self.shared).backward
+        lengths = sum(step.lengths for step in steps if isinstance(step, Product))
+        summed = unit.summed + sum(step.summed for step in steps if isinstance(step, Elementwise))  # backward, and each forward
+        more += 2 * ring((lengths + summed) * self.sizes.accumulate, self.ranks)
+        return ring(rings * self.sizes.width, self.ranks) + more
 
     def step(self, buckets: Sequence[BucketLayout]) -> float:
         """Bytes of the all-reduces at the end of a step: gradients that are partial over tp, and those of replicated key-value heads."""

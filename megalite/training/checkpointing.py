@@ -21,9 +21,9 @@ from megalite.launch.environment import software
 from megalite.model.adapters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
-from megalite.training.resume_checks import changed_compression, changes, check_resume, is_same_run, without_adapters
 
 if TYPE_CHECKING:
+    from megalite.optimizer.averaging import Averaged
     from megalite.training.trainer import StepResult, Trainer
 
 
@@ -48,16 +48,30 @@ def start_weights(trainer: Trainer, restarted: bool) -> None:
         load_weights(trainer, start if start.startswith("hf:") else str(on_rank_0(trainer.mesh, lambda: find(Path(start)))))
     else:
         trainer.store.initialize(trainer.config.run.seed)
+    if trainer.step_done == 0 and (average := average_of(trainer)) is not None:
+        average.start()
+
+
+def average_of(trainer: Trainer) -> Averaged | None:
+    """The average of the weights, if the run keeps one."""
+    if trainer.config.train.ema_decay is None:
+        return None
+    from megalite.optimizer.averaging import Averaged  # which other runs do not need
+
+    assert isinstance(trainer.optimizer, Averaged)
+    return trainer.optimizer
 
 
 def _has_saved(trainer: Trainer) -> bool:
     """Whether the run's newest readable checkpoint was saved with the same options, the layout excepted. Collective."""
+    from megalite.training import resume_checks  # which a fresh start does not need
+
     found, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
 
     def look() -> bool:
         for directory in found:
             with suppress(DamagedError):
-                return is_same_run(trainer.config, checkpoint.manifest_of(directory).state["config"])
+                return resume_checks.is_same_run(trainer.config, checkpoint.manifest_of(directory).state["config"])
         return False
 
     return on_rank_0(trainer.mesh, look)
@@ -109,6 +123,8 @@ def load_weights(trainer: Trainer, source: str) -> None:
 
         read = starting_weights(replace(trainer.config, model=replace(trainer.config.model, init_from=source)))
     else:
+        from megalite.training.resume_checks import without_adapters
+
         manifest = without_adapters(_checked(trainer, Path(source)))
         read, known = partial(checkpoint.load, manifest, convert=True), manifest.tensors
     states = [] if routers is None else routers.learned()
@@ -126,28 +142,36 @@ def load_weights(trainer: Trainer, source: str) -> None:
 
 def resume(trainer: Trainer, directory: Path) -> None:
     """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank finds damage."""
+    from megalite.training import resume_checks  # which a fresh start does not need
+
     started = perf_counter()
     manifest = _checked(trainer, directory)
     state = manifest.state
-    check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)  # before any weight is overwritten
+    resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)  # before any weight is overwritten
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         routers = [] if trainer.parts.routers is None else trainer.parts.routers.rectangles()
-        checkpoint.load(manifest, [*trainer.optimizer.to_load(), *routers])
+        average = None if manifest.has_averages else average_of(trainer)
+        optimizer = trainer.optimizer if average is None else average.optimizer
+        checkpoint.load(manifest, [*optimizer.to_load(), *routers])
+        if average is not None:
+            average.start()
         if trainer.store.reducer.powersgd is not None:
             shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
             trainer.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"{directory} was read in {seconds:.1f} s{rate(sum(manifest.files.values()), seconds)}")
-    trainer.notes += [*changes(trainer.config, state, software()), *changed_compression(trainer.config, state)]
+    trainer.notes += [*resume_checks.changes(trainer.config, state, software()), *resume_checks.changed_compression(trainer.config, state)]
     trainer.store.publish()
     trainer.step_done, trainer.samples, trainer.finalizer.skipped = state["step"], state["samples"], state["skipped"]
     trainer.loss_scale.load(state["loss_scale"])
     trainer.guard.load(state["guard"])
+    trainer.loop_state = dict(state.get("loop", {}))
     trainer.saver.newest = directory
 
 
-def begin_save(trainer: Trainer) -> Save:
-    """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`."""
+def begin_save(trainer: Trainer, best: bool = False) -> Save:
+    """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
+    best: no checkpoint has had a lower validation loss."""
     trainer.finalizer.drain()  # an unconfirmed step must not be saved
     directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
     state = {
@@ -160,11 +184,12 @@ def begin_save(trainer: Trainer) -> Save:
         "tokenizer": trainer.train_data.tokenizer.record(),
         "config": to_dict(trainer.config),
         "software": software(),
+        **({"loop": dict(trainer.loop_state)} if trainer.loop_state else {}),
     }
     trainer.store.gatherer.finish()
     with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: optimizer state that a disk has lost must not replace a good checkpoint
         trainer.store.state.sync()
-    save = trainer.saver.begin(directory, to_save(trainer), state, rollback_safe=trainer.guard.streak == 0)
+    save = trainer.saver.begin(directory, to_save(trainer), state, rollback_safe=trainer.guard.streak == 0, best=best)
     trainer.store.state.release()
     return save
 

@@ -11,6 +11,8 @@ from typing import Any
 from megalite.build import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.load import read_arguments, resolve
+from megalite.config.rampup import samples_after
+from megalite.config.recomputation import shown
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import unused
@@ -19,6 +21,8 @@ from megalite.model.parameters import active_parameters
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
+from megalite.planning.budget import bytes_of, decide, resolved
+from megalite.planning.budget import table as budget_table
 from megalite.planning.experts import worst_bytes, worst_rows
 from megalite.planning.memory import estimate, settled
 from megalite.planning.predicting import estimated_costs, stage_sums
@@ -36,8 +40,8 @@ COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "com
 AXES = ("tp", "cp", "dp", "pp")
 
 
-def read(argv: list[str], world_size: int | None) -> Config:
-    """The configuration, validated except for files. Raises ConfigError."""
+def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Config:
+    """The configuration, validated except for files; operations are in place of a budget of memory. Raises ConfigError."""
     arguments = read_arguments(argv)
     config = resolve(arguments, world_size or 1, weights=False)
     if world_size is None:
@@ -46,7 +50,7 @@ def read(argv: list[str], world_size: int | None) -> Config:
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size = null is unknown: no PREFIX.json next to data.train gives it. Set --model.vocab_size N.")
     check(config, world_size, leave_out=ABOUT_FILES)
-    return settled(config, world_size)
+    return resolved(settled(config, world_size), device)
 
 
 def distinct(config: Config, asked: list[int] | None) -> list[int]:
@@ -81,13 +85,14 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
         "schedule": schedule.name,
         "microbatches": schedule.microbatches,
         "bubble_fraction": bubble(config, schedule),
+        "recompute": config.train.recompute,
     }
 
 
 def length(config: Config) -> dict[str, int]:
     """Steps and tokens of the whole run; none for a number of epochs of data that is not here."""
-    steps, step = config.train.steps, config.train.global_batch_size * config.data.sequence_length
-    return {"steps": steps, "tokens": steps * step} if config.train.epochs is None else {}
+    steps, samples = config.train.steps, samples_after(config.train, config.train.steps)
+    return {"steps": steps, "tokens": samples * config.data.sequence_length} if config.train.epochs is None else {}
 
 
 def flops(config: Config) -> dict[str, Any]:
@@ -127,11 +132,13 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
     if any(row["states"][place] for row in rows for place in ("host", "disk")):
         away = (f"{place} {max(row['states'][place] for row in rows) / UNITS[unit]:,.2f}" for place in ("host", "disk"))
         lines.append(f"of these at most, on a rank, not on the device: {', '.join(away)}; peak is that of the device")
+    if config.train.memory_budget is not None:
+        lines += ["", *budget_table(decide(config, bytes_of(config), device=content["device"]))]
     palm, causal = (content["flops_per_token"][name] for name in ("palm", "causal"))
     lines += [
         "",
         f"FLOPs per token: model {palm['model']:.4g} (every position attended: PaLM), {causal['model']:.4g} (causal); "
-        f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute {config.train.recompute}",
+        f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute {shown(config.train.recompute)}",
         f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
         "each stage as long as its matrix products",
         *([f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"] if "steps" in content else []),

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,20 +14,23 @@ from megalite.activity import BETWEEN
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.saver import Saver
 from megalite.config.amounts import duration_seconds
+from megalite.config.rampup import samples_after
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console
-from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
-from megalite.monitoring.observer import Observer
-from megalite.monitoring.throughput import throughput
+from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, throughput
 from megalite.training.checkpointing import rate
 from megalite.training.signals import StopRequest, agreed
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from megalite.monitoring.observer import Observer
+
 
 def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[[str], None] = lambda message: None) -> ExitStatus:
-    """Train until `train.steps`, a signal or the time limit; save at the end and at every `checkpoint.interval`. Called by every rank.
+    """Train until `train.steps`, a signal, the time limit or early stopping; save at the end and at every `checkpoint.interval`. Called by
+    every rank.
 
     on_loss: called with a message before the watchdog ends this process, because another rank is lost and the training thread hangs.
 
@@ -47,6 +50,7 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[
         Watchdog(config, trainer.mesh, trainer.run_dir, on_loss),
     ):
         announce(trainer, console)
+        mark_best(trainer)
         ended = None
         while trainer.step_done < config.train.steps:
             due = Due.after(trainer.step_done + 1, config)
@@ -60,10 +64,13 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[
             if ended is not None:
                 console.message(f"stopping after step {trainer.step_done}: {request.reason or 'another rank asked for it'}")
                 break
+            if due.validation and (early := stopped_early(trainer)) is not None:
+                console.message(f"stopping early after step {trainer.step_done}: {early}")
+                break
         for each in observers:
             for line in each.finish():
                 console.message(line)
-        if trainer.step_done == config.train.steps:
+        if trainer.step_done == config.train.steps or ended is None:
             console.message(f"done: {trainer.run_dir}")
             ended = None
         else:
@@ -125,32 +132,69 @@ def report_results(
 def go_back(trainer: Trainer, bad: StepResult, console: Console, writer: MetricsWriter | None) -> None:
     """Return to the newest checkpoint from before the bad steps. Raises FaultLimit on every rank where the run must end instead."""
     trainer.roll_back(bad)
+    mark_best(trainer)
     console.message(f"back after step {trainer.step_done}, on with sample {trainer.samples}")
     if writer is not None:
         writer.rewind(trainer.step_done)
 
 
 def validate_and_save(trainer: Trainer, due: Due, stop: bool, console: Console, writer: MetricsWriter | None) -> None:
-    """What is due after a step. A run that has to stop saves first: the sender of a signal may not wait for a validation."""
-    activity = trainer.mesh.activity
-    if due.validation and not stop:
-        validate(trainer, console, writer)
-    if due.save or stop:
-        activity.enter("saving")
-        save = trainer.begin_save()
-        if trainer.config.checkpoint.async_save:
-            console.message(f"saving {save.directory}, held {save.held:.2f} s")
+    """What is due after a step. A run that has to stop saves first: the sender of a signal may not wait for a validation.
+
+    What a validation tells of the best loss is saved, too: with the next checkpoint, or now if the run ends.
+    """
+    lowest = due.validation and not stop and validate(trainer, console, writer)
+    early = due.validation and stopped_early(trainer) is not None
+    if due.save or stop or early or (lowest and trainer.config.checkpoint.keep_best):
+        save(trainer, console, lowest)
     if due.validation and stop:
-        validate(trainer, console, writer)
-    activity.enter("awaiting saves")
-    report_saves(trainer.saver, console, last=due.end or stop)
+        lowest = validate(trainer, console, writer)
+        if follows_loss(trainer.config):
+            save(trainer, console, lowest)
+    trainer.mesh.activity.enter("awaiting saves")
+    report_saves(trainer.saver, console, last=due.end or stop or early)
 
 
-def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> None:
-    loss = trainer.evaluate()
-    console.validation(trainer.step_done, loss)
+def save(trainer: Trainer, console: Console, lowest: bool) -> None:
+    """Begin a save. lowest: the run has had no lower validation loss."""
+    trainer.mesh.activity.enter("saving")
+    begun = trainer.begin_save(best=lowest and trainer.config.checkpoint.keep_best)
+    if trainer.config.checkpoint.async_save:
+        console.message(f"saving {begun.directory}, held {begun.held:.2f} s")
+
+
+def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> bool:
+    """Validate and report. Returns whether the run, if it follows that, has had no lower loss."""
+    from megalite.training import best  # which a run without validation does not need, either
+    from megalite.training.validation import losses
+
+    found = losses(trainer)
+    console.validation(trainer.step_done, found.mean, found.by_set)
     if writer is not None:
-        writer.validation(trainer.step_done, loss)
+        writer.validation(trainer.step_done, found.mean, found.by_set)
+    return follows_loss(trainer.config) and best.note(trainer, found)
+
+
+def follows_loss(config: Config) -> bool:
+    """Whether a run keeps its best checkpoint, or may end early."""
+    return config.checkpoint.keep_best or config.train.early_stopping_patience is not None
+
+
+def stopped_early(trainer: Trainer) -> str | None:
+    """Why the run ends before its last step; None: it goes on."""
+    if not follows_loss(trainer.config):
+        return None
+    from megalite.training import best
+
+    return best.stopped_early(trainer.config, trainer.loop_state)
+
+
+def mark_best(trainer: Trainer) -> None:
+    """After a start or a rollback: let `checkpoints/best` name the best of what the run now knows."""
+    if trainer.config.checkpoint.keep_best and trainer.mesh.rank == 0:
+        from megalite.training import best
+
+        best.mark_again(trainer)
 
 
 def report_saves(saver: Saver, console: Console, last: bool) -> None:
@@ -177,5 +221,6 @@ def measured(trainer: Trainer, result: StepResult) -> StepMetrics:
     device = trainer.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     same = {field.name: getattr(result, field.name) for field in fields(StepMetrics) if hasattr(result, field.name)}
-    speed = throughput(trainer.config, result.seconds, trainer.mesh.world.size, name)
+    batch = samples_after(trainer.config.train, result.step) - samples_after(trainer.config.train, result.step - 1)
+    speed = throughput(trainer.config, result.seconds, trainer.mesh.world.size, name, batch)
     return StepMetrics(**same, **speed, step_time_s=result.seconds, peak_memory_bytes=peak_memory_bytes(device))

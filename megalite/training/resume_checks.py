@@ -53,6 +53,11 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning rate would change. "
             "Accept it with checkpoint.allow = [horizon]."
         )
+    if (ramp := saved.train.rampup_batch_size) != config.train.rampup_batch_size and "horizon" not in allow:
+        raise ConfigError(
+            f"train.rampup_batch_size = {show(config.train.rampup_batch_size)}, but {directory} was made with {show(ramp)}: batches and "
+            "learning rates would change. Accept it with checkpoint.allow = [horizon]."
+        )
 
 
 def other_samples(config: Config, saved: Config) -> str:

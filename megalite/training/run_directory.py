@@ -18,6 +18,7 @@ from megalite.checkpoint import CheckpointError, find
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.run_lock import RunLock
 from megalite.monitoring.metrics import FILE as METRICS
+from megalite.training.best import stopped_early
 from megalite.training.resume_checks import changed_experiment, is_same_run
 
 
@@ -135,16 +136,20 @@ def _nothing_to_do(config: Config) -> str | None:
         step, planned = state["step"], state["config"]["train"]["steps"]
     except (CheckpointError, KeyError, TypeError):  # reading the checkpoint to resume will say what is wrong, or there is none
         return None
-    if step < config.train.steps:
+    early = stopped_early(config, state.get("loop", {}))
+    if step < config.train.steps and early is None:
         return None
     allow = "" if config.optimizer.decay == "constant" else " and accept the new learning rates with checkpoint.allow = [horizon]"
     done = f"all {planned} steps are done" if step >= planned else f"{step} of {planned} steps are done"
     wanted = "" if config.train.steps == planned else f", train.steps = {config.train.steps} asks for no more"
+    more = f"set train.steps to more than {step}{allow}"
+    if step < config.train.steps:
+        wanted, more = f": {early}", "raise train.early_stopping_patience, or leave it out"
     if not starts_anew(config) and (table := changed_experiment(config, state)):
         raise ConfigError(
             f"run.name = {config.run.name} is a run that has ended ({done}, {place}), with other options:\n"
             + "\n".join(table)
             + f"\nNothing was trained. For a new run, give it another name, for example --run.name {_free_name(config)}. "
-            f"To continue the old one, set train.steps to more than {step}{allow}."
+            f"To continue the old one, {more}."
         )
-    return f"nothing to do: {done} ({place}){wanted}. To continue, set train.steps to more than {step}{allow}."
+    return f"nothing to do: {done} ({place}){wanted}. To continue, {more}."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.build import parts as build
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.checkpoint.saver import Save, Saver
+from megalite.config.rampup import batch_size
 from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
@@ -30,6 +32,7 @@ from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
 from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
+from megalite.parallel.pipeline.schedule import Schedule
 from megalite.training import checkpointing
 from megalite.training.faults import Injection
 from megalite.training.guard import Guard
@@ -71,11 +74,16 @@ class Trainer:
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", restarted: bool = False):
+        if config.train.recompute == "budget":
+            from megalite.training.recomputation import agreed
+
+            config = agreed(config, mesh, torch.device(device))
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
         self.run_dir = config.run.directory
         self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
         self.microbatches = build.layout(config).microbatches
         self.schedule = build.schedule(config, self.microbatches)
+        self._plans = {self.microbatches: self.schedule}
         self.forward_schedule = build.schedule(config, self.microbatches, forward_only=True)
         with raise_on_all_ranks(mesh):
             self.parts = build.build_parts(config, mesh, self.device)
@@ -87,8 +95,11 @@ class Trainer:
         self.finalizer = self._make_finalizer()
         self.step_done = 0  # 1-based number of the last step
         self.samples = 0  # global index of the first sample of the next batch
+        self.loop_state: dict[str, Any] = {}  # of the training loop, which checkpoints keep (`training.best`)
         self.notes: list[str] = []  # messages for the user about how the run was resumed
-        self.loader = self._loader(self.train_data)
+        self.loader = self.loader_of(self.train_data)
+        if config.train.rampup_batch_size is not None:
+            self.loader.size = partial(batch_size, config.train)
         checkpointing.start_weights(self, restarted)  # may resume: sets step_done and samples
         self._check_plan()  # before the first pipeline message: a mismatch would hang
         self.saver.reserve(checkpointing.to_save(self))
@@ -100,7 +111,7 @@ class Trainer:
         finalizer = OptimisticStepFinalizer if build.optimistic_step(config) else StepFinalizer
         return finalizer(store, self.optimizer, norm, config.train.grad_clip, self.loss_scale, self.guard)
 
-    def _loader(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
+    def loader_of(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
         train, options = self.config.train, self.config.data
         return Loader(
             data,
@@ -133,9 +144,10 @@ class Trainer:
             raise save.error
         return save.directory
 
-    def begin_save(self) -> Save:
-        """Like `save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`."""
-        return checkpointing.begin_save(self)
+    def begin_save(self, best: bool = False) -> Save:
+        """Like `save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
+        best: no checkpoint has had a lower validation loss."""
+        return checkpointing.begin_save(self, best)
 
     def roll_back(self, bad: StepResult) -> None:
         """Resume the newest checkpoint from before the bad steps, continuing with the next samples. Raises FaultLimit on every rank."""
@@ -147,6 +159,12 @@ class Trainer:
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
             raise RuntimeError(f"rank {self.mesh.rank} built a different pipeline schedule than other ranks: do all have the same options?")
+
+    def _plan(self, microbatches: int) -> Schedule:
+        """The schedule of a step; those of a ramp-up have fewer microbatches than the others."""
+        if microbatches not in self._plans:
+            self._plans[microbatches] = build.schedule(self.config, microbatches)
+        return self._plans[microbatches]
 
     # ---- one step
 
@@ -173,7 +191,7 @@ class Trainer:
         store.reducer.begin_step(len(microbatches), update.loss_scale)  # before the backward: the first contribution overwrites
         scale = update.loss_scale / max(update.tokens, 1) * self.faults.loss_factor(step)
         confirm = None if self.finalizer.pending is None else self.finalizer.confirm
-        statistics, pace = self.parts.runtime.run(self.schedule, microbatches, step=step, loss_scale=scale, confirm=confirm)
+        statistics, pace = self.parts.runtime.run(self._plan(len(microbatches)), microbatches, step=step, loss_scale=scale, confirm=confirm)
 
         # Reductions start during the backward, bucket by bucket. Wait for the rest, then sum over replicas, tp-partial and tied copies: the
         # norm needs complete gradients. Norm and optimizer hold views of them (`bucket.owned_grads`): none is passed on below.
@@ -187,7 +205,7 @@ class Trainer:
         router = None if self.parts.routers is None else self.parts.routers.own(statistics)
         self.finalizer.finish(update, StepStatistics(loss, *pace, stops=stop, router=router), wait)
 
-        self.step_done, self.samples = step, self.samples + self.config.train.global_batch_size
+        self.step_done, self.samples = step, self.samples + self.loader.size(self.samples)
         if step % GARBAGE_INTERVAL == 0:
             gc.collect()
         update.seconds = perf_counter() - update.started
@@ -195,7 +213,7 @@ class Trainer:
 
     def _result(self, update: Update) -> StepResult:
         totals = update.totals
-        last = update.samples + self.config.train.global_batch_size - 1
+        last = update.samples + self.loader.size(update.samples) - 1
         return StepResult(
             step=update.step,
             loss=update.loss,
@@ -218,31 +236,17 @@ class Trainer:
         """
         config = self.config
         if not (config.data.eod_mask_loss or self.train_data.chat):  # as `build.plan.counts_tokens`
-            return config.train.global_batch_size * config.data.sequence_length
+            return self.loader.size(self.samples) * config.data.sequence_length
         own = torch.tensor([sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)])
         return int(all_reduce(own, self.mesh.counting).wait())
 
     # ---- evaluation
 
     def evaluate(self) -> float:
-        """Mean loss over all valid tokens of the validation batches: sums over all ranks, divided once. Collective."""
-        assert self.validation_data is not None, "data.validation is not set"
-        self.finalizer.drain()  # the weights of an unconfirmed step may be wrong
-        plan = self.forward_schedule
-        loader = self._loader(self.validation_data, self.validation_data.samples_per_epoch)
-        has_loss = self.mesh.pp.rank == plan.placement[-1] and self.mesh.tp.rank == 0  # each token counts on one rank
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # summed loss, tokens
-        try:
-            for microbatches in loader.epoch(self.config.validation.batches):
-                on_device = [microbatch.to(self.device) for microbatch in microbatches]
-                statistics, _ = self.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
-                if has_loss:
-                    total[0] += statistics["loss"]
-                    total[1] += sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
-        finally:
-            loader.close()
-        total = all_reduce(total, self.mesh.world).wait()
-        return (total[0] / total[1].clamp(min=1)).item()
+        """Mean loss over all valid tokens of the validation batches, of all sets. Collective."""
+        from megalite.training.validation import losses  # which a run without validation does not need
+
+        return losses(self).mean
 
     def close(self) -> None:
         """Wait for everything in flight: a message that is not awaited would be matched with the next one on its communicator."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def single_process(config: Config) -> Config:
     """The configuration on one process: same model, data and global batch, no parallelism."""
     alone = from_dict(to_dict(config))
     alone.parallel = ParallelConfig(dp=1, zero=0)
-    alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size)
+    alone.train = replace(alone.train, micro_batch_size=gcd(alone.train.global_batch_size, *(alone.train.rampup_batch_size or [])[:2]))
     return alone
 
 

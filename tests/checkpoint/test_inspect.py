@@ -61,7 +61,7 @@ def test_list_shows_what_is_whole_and_what_is_not(call: Callable[..., Any], tmp_
         assert status == 0 and [entry["step"] for entry in content["checkpoints"]] == [1, 2, 3]
         assert "rank_00000.bin is damaged: expected 512 bytes, found 5" in first["problem"]
         assert "it has no manifest.json" in second["problem"] and second["bytes"] is None
-        assert third == {"name": "step_00000003", "step": 3, "latest": True, "bytes": 512, "tensors": 4, "problem": None}
+        assert third == {"name": "step_00000003", "step": 3, "latest": True, "bytes": 512, "tensors": 4, "problem": None, "best": False}
         assert [line.split()[0] for line in text.splitlines()] == [entry["name"] for entry in content["checkpoints"]]
         assert text.splitlines()[2].endswith("whole  (latest)")
 

@@ -46,6 +46,9 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank"), (0, 1)),
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
+    "model.kv_lora_rank": (0, None),
+    "model.topk_group": (0, 1),
+    "model.routed_scaling_factor": (0.0, 1.0),
     "model.vocab_size": (0, 257),
     "model.hidden_size": (0, 8),
     "model.num_attention_heads": (0, 1),
@@ -58,6 +61,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     ),
     **dict.fromkeys(("model.attention_softcap", "model.logit_softcap", "model.logit_scale", "model.embedding_scale"), (0.0, 1e-9)),
     **dict.fromkeys(("parallel.bucket_mb", "optimizer.eps", "faults.spike_sigma", "train.epochs"), (0.0, 1e-9)),
+    "train.memory_budget": (0.0, None),
     "train.loss_chunk": (-1, 0),
     **dict.fromkeys(("train.grad_clip", "train.z_loss", "optimizer.min_lr", "optimizer.weight_decay"), (-1e-9, 0.0)),
     **dict.fromkeys(("muon.lr", "muon.weight_decay"), (-1e-9, 0.0)),
@@ -74,11 +78,30 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("run.seed", "optimizer.warmup_steps"), (-1, 0)),
     **dict.fromkeys(("model.embedding_dropout", "model.attention_dropout", "model.residual_dropout"), (1.0, 0.999)),
     "train.label_smoothing": (float("nan"), 0.0),
+    "train.ema_decay": (1.0, 0.0),
+    "train.early_stopping_patience": (0, None),
+    "train.early_stopping_threshold": (-1e-9, 0.0),
     "optimizer.betas": ([0.9, 1.0], [0.0, 0.999]),
     "optimizer.wsd_decay_fraction": (0.0, 1.0),
 }
 
 EXPERTS = {"model.num_experts": 4}
+GROUPS = EXPERTS | {"model.num_experts_per_tok": 1}
+LATENTS = {"model.kv_lora_rank": 8}
+LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same option must be
+    "qk_norm does not fit latents": ("model.qk_norm", "head", "none"),
+    "head_dim does not fit latents": ("model.head_dim", 16, None),
+    "attention_bias does not fit latents": ("model.attention_bias", True, False),
+    "attention_out_bias does not fit latents": ("model.attention_out_bias", True, False),
+    "partial_rotary_factor does not fit latents": ("model.partial_rotary_factor", 0.5, 1.0),
+    "every head has its key and value": ("model.num_key_value_heads", 2, None),
+    "even rotating width for rope": ("model.qk_rope_head_dim", 3, 2),
+    "model.q_lora_rank in range": ("model.q_lora_rank", 0, 1),
+    "model.qk_nope_head_dim in range": ("model.qk_nope_head_dim", 0, 1),
+    "model.v_head_dim in range": ("model.v_head_dim", 0, 1),
+}
+VALIDATED = {"data.validation": 0.1, "validation.interval": 5}
+RAMPED = {"train.rampup_batch_size": [4, 4, 9], "train.global_batch_size": 8, "train.micro_batch_size": 4}
 _REAL = ("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor")
 ROWS = [
     *(
@@ -86,6 +109,35 @@ ROWS = [
         for name, value in (("moe_intermediate_size", 8), ("shared_expert_intermediate_size", 8))
     ),
     *(Row(f"{name} needs experts", {f"model.{name}": 0.1}, EXPERTS) for name in _REAL),
+    Row("router_scores needs experts", {"model.router_scores": "sigmoid"}, EXPERTS),
+    Row("routed_scaling_factor needs experts", {"model.routed_scaling_factor": 2.5}, EXPERTS),
+    Row("n_group needs experts", {"model.n_group": 2}, EXPERTS),
+    Row("model.n_group in range", GROUPS | {"model.n_group": 0}, {"model.n_group": 1}),
+    Row("groups divide the experts", GROUPS | {"model.n_group": 3}, {"model.n_group": 2}, ("Nearest: 2 or 4.",)),
+    Row(
+        "a group has two experts",
+        GROUPS | {"model.n_group": 4, "model.router_scores": "sigmoid"},
+        {"model.n_group": 2},
+        ("two best experts", "up to 2"),
+    ),
+    Row("topk_group needs groups", GROUPS | {"model.topk_group": 2}, {"model.n_group": 2}, ("model.n_group = null",)),
+    Row(
+        "groups have a token's experts",
+        EXPERTS | {"model.n_group": 4, "model.num_experts_per_tok": 2},
+        {"model.topk_group": 2},
+        ("model.topk_group = 1 of model.n_group = 4",),
+    ),
+    *(
+        Row(f"{name} needs latents", {f"model.{name}": 8}, LATENTS, ("model.kv_lora_rank = null",))
+        for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ),
+    *(Row(rule, LATENTS | {option: bad}, {option: good}) for rule, (option, bad, good) in LATENT_ROWS.items()),
+    Row(
+        "model.qk_rope_head_dim in range",
+        LATENTS | {"model.qk_rope_head_dim": 0, "model.position": "none"},
+        {"model.qk_rope_head_dim": 1},
+    ),
+    Row("lora.targets are of this attention", {"lora.rank": 4, "lora.targets": ["q", "kv_b"]}, LATENTS, ("names kv_b",)),
     Row("a token's experts exist", EXPERTS | {"model.num_experts_per_tok": 5}, {"model.num_experts_per_tok": 4}, ("Nearest: 4.",)),
     Row("mlp_only_layers exist", EXPERTS | {"model.mlp_only_layers": [4]}, {"model.mlp_only_layers": [3]}),
     Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
@@ -241,6 +293,27 @@ ROWS = [
         world=3,
     ),
     Row(
+        "inner ranks belong to a ring",
+        {"parallel.context_inner": 2, "parallel.cp": 4, "model.num_attention_heads": 8},
+        {"parallel.context": "ring"},
+        ("does not fit parallel.cp = 4 and parallel.context = ulysses", "Set parallel.context to ring"),
+        world=4,
+    ),
+    Row(
+        "inner ranks divide the ring",
+        {"parallel.context_inner": 4, "parallel.cp": 4, "parallel.context": "ring"},
+        {"parallel.context_inner": 2},
+        ("does not divide parallel.cp = 4 into several groups", "one group alone is parallel.context = ulysses", "Nearest: 2."),
+        world=4,
+    ),
+    Row(
+        "inner ranks divide heads",
+        {"parallel.context_inner": 3, "parallel.cp": 6, "parallel.context": "ring", "model.num_attention_heads": 8},
+        {"parallel.context_inner": 2},
+        ("does not fit heads / tp = 8", "each inner rank attends with whole heads"),
+        world=6,
+    ),
+    Row(
         "virtual stages belong to the schedule",
         {"parallel.virtual_stages": 2},
         {"parallel.schedule": "interleaved"},
@@ -394,6 +467,8 @@ ROWS = [
     Row("fp64 on CPU", {"train.precision": "fp64"}, {"train.precision": "fp32"}, ("2 GPUs", "CUDA_VISIBLE_DEVICES"), devices=2),
     Row("bf16 gradients of bf16", {"train.grad_dtype": "bf16"}, {"train.precision": "bf16"}, ("not fp32",)),
     Row("recompute mode", {"train.recompute": "every-0"}, {"train.recompute": "every-3"}, ("none, selective, full, every-2",)),
+    Row("a budget says how much", {"train.recompute": "budget"}, {"train.memory_budget": 7e10}, ("70GB", "0.9")),
+    Row("what a budget is for", {"train.memory_budget": 7e10}, {"train.recompute": "budget"}, ("train.recompute = none",)),
     Row("kernels can run", {"train.kernels": "triton"}, {"train.kernels": "auto"}, ("needs a GPU", "auto or torch"), devices=0),
     Row("timeout is a duration", {"run.timeout": "10"}, {"run.timeout": "10s"}, ("10m",)),
     Row("stop_after is a duration", {"train.stop_after": "90"}, {"train.stop_after": "1h30m"}, ("3h50m",)),
@@ -440,6 +515,47 @@ ROWS = [
     Row("copies of state in memory", {"checkpoint.async_save": True, "parallel.offload": "disk"}, {"parallel.offload": "cpu"}, ("= disk",)),
     Row("resume or warm start", {"checkpoint.load": ".", "model.init_from": "."}, {"checkpoint.load": "auto"}, ("step 0",)),
     Row("validation has data", {"validation.interval": 5}, {"data.validation": 0.1}, ("held-out fraction",)),
+    Row(
+        "average on the device or in memory", {"train.ema_decay": 0.9, "parallel.offload": "disk"}, {"parallel.offload": "cpu"}, ("= disk",)
+    ),
+    Row("validation of an average", {"validation.ema": True}, {"train.ema_decay": 0.9}, ("train.ema_decay = null",)),
+    Row("best of validations", {"checkpoint.keep_best": True}, VALIDATED, ("validation.interval = null",)),
+    Row("patience with validations", {"train.early_stopping_patience": 2}, VALIDATED, ("validation.interval = null",)),
+    Row(
+        "threshold with patience",
+        VALIDATED | {"train.early_stopping_threshold": 0.1},
+        {"train.early_stopping_patience": 2},
+        ("train.early_stopping_patience = null",),
+    ),
+    Row("monitored set exists", {"validation.monitor": "a"}, {"data.validation": {"a": "tokens"}}, ("data.validation is one set",)),
+    Row(
+        "monitored set exists",
+        {"data.validation": {"one": "tokens", "two": "tokens"}, "validation.monitor": "tow"},
+        {"validation.monitor": "two"},
+        ("Legal values: one, two",),
+    ),
+    Row(
+        "losses of the members of a blend",
+        {"logging.loss_by_source": True, "data.train": ["tokens"]},
+        {"data.train": {"tokens": 1.0, "./tokens": 1.0}},
+        ("not a blend",),
+    ),
+    Row("ramp-up of the batch size", {"train.rampup_batch_size": [4, 4]}, {"train.rampup_batch_size": None}, ("three positive numbers",)),
+    Row("ramp-up of the batch size", {"train.rampup_batch_size": [512, 4, 9]}, {"train.rampup_batch_size": None}, ("starts above",)),
+    Row(
+        "ramp-up of the batch size",
+        {"train.rampup_batch_size": [4, 5, 9], "train.global_batch_size": 8},
+        {"train.rampup_batch_size": [4, 4, 9]},
+        ("in whole increments",),
+    ),
+    Row(
+        "whole microbatches of a ramp-up",
+        {"train.rampup_batch_size": [2, 2, 9], "train.global_batch_size": 8, "train.micro_batch_size": 4},
+        {"train.rampup_batch_size": [4, 4, 9]},
+        ("parallel.dp = 4",),
+    ),
+    Row("no ramp-up with faults.rollback", RAMPED | {"faults.rollback": True}, {"faults.rollback": False}),
+    Row("no ramp-up with profiling.timeline", RAMPED | {"profiling.timeline": True}, {"profiling.timeline": False}),
     Row("profiled steps are a range", {"profiling.steps": [3]}, {"profiling.steps": [3, 3]}, ("[3, 5]",)),
     Row("profiled steps are a range", {"profiling.steps": [0, 5]}, {"profiling.steps": [1, 5]}),
     Row("profiled steps are a range", {"profiling.steps": [4, 3]}, {"profiling.steps": [3, 4]}),

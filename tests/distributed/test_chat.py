@@ -67,14 +67,13 @@ def test_packed_is_unpacked_on_every_layout(layout, ranks, tmp_path):
         assert numbers(got) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "sequence_parallel": True}], ids=str)
-def test_a_mixture_of_experts_is_the_same_packed(layout, ranks, tmp_path):
+def test_a_mixture_of_experts_is_the_same_packed(ranks, tmp_path):
     """What a token does to the balance depends neither on its row nor on padding."""
     prefix = write(tmp_path / "x", LENGTHS)
     mixture = {"num_experts": 4, "router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.01, "initializer_range": 0.2}
     model = {**MODEL, **mixture, "vocab_size": 61, "max_position_embeddings": S}
-    expected = numbers(ranks.run(1, jobs.train, config(prefix, 12, model=model), 3))
-    got = ranks.run(2, jobs.train, config(prefix, 6, model=model, parallel=layout, data={"packing": True}), 3)
+    expected = numbers(ranks.run(1, jobs.train, config(prefix, 12, model=model), 2))
+    got = ranks.run(2, jobs.train, config(prefix, 6, model=model, parallel={"dp": 2, "ep": 2}, data={"packing": True}), 2)
     assert numbers(got) == pytest.approx(expected, rel=1e-5)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.model.cost.context import Heads, exchange, levels
+from megalite.model.cost.steps import Share
 from tests.distributed.support import context_layouts, jobs, jobs_context
 from tests.distributed.support.configs import write_tokens
 from tests.distributed.support.layouts import Case, world
@@ -37,6 +39,7 @@ LONGROPE = {
     **{"rope_type": "longrope", "original_max_position_embeddings": 8, "factor": 2.0},
     **{"short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [1.0, 1.5, 2.0, 4.0]},
 }
+BALANCED = {"parallel": {"context_parts": "balanced"}}
 MODELS: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
     "learned positions that end with the row": (
         {"cp": 4, "context": "gather", "length": 13, "tied": True},
@@ -48,6 +51,13 @@ MODELS: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
         {"model": {"attention_softcap": 2.0, "sliding_window": 3}},
     ),
     "adapters with dropout": ({"cp": 2, "context": "ring", "tp": 2}, {"lora": {"rank": 2, "dropout": 0.3}}),
+    "parts by documents, gathered": ({"cp": 4, "context": "gather", "length": 13, "window": 5}, BALANCED),
+    "parts by documents, in a ring, on stages": ({"cp": 2, "context": "ring", "tp": 2, "schedule": "1f1b", "recompute": "full"}, BALANCED),
+    "ulysses within a ring": ({"cp": 4, "context": "ring", "window": 5, "kv_heads": 1}, {"parallel": {"context_inner": 2}}),
+    "ulysses within a ring, parts by documents, padded rows": (
+        {"cp": 4, "context": "ring", "length": 13, "zero": 3, "recompute": "full"},
+        {"parallel": {"context_inner": 2, "context_parts": "balanced"}},
+    ),
     "sharded over some of the data ranks": ({"cp": 4, "context": "gather", "dp": 2, "zero": 3, "dp_shard": 2}, {}),
 }
 
@@ -98,6 +108,23 @@ def test_attention_is_that_of_one_process(method, cp, masked, ranks):
             if method == "ulysses":
                 assert torch.equal(got, expected)
             torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_ulysses_within_a_ring_is_one_process(kv_heads, ranks):
+    """Two groups of two: the inner ranks exchange heads, the groups are a ring that carries the keys and values of half of the heads."""
+    sequence, batch, heads, _, dim = SHAPE
+    shape = sequence, batch, heads, kv_heads, dim
+    found = ranks.run(4, jobs_context.attend, "ring", shape, torch.float64, True, 2)
+    for got, expected in zip(put_together(found), jobs_context.whole(shape, torch.float64, True), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    kv, width = max(kv_heads, 2), 8
+    exchanged = sequence // 4 * (2 * heads + 2 * kv) * batch * dim * width // 2
+    hop = sequence // 2 * 2 * (kv // 2) * batch * dim * width
+    assert [rank["sent"] for rank in found] == [[exchanged + hop, exchanged + 2 * hop]] * 4
+    whole, own = Share(sequence // 4, batch, cp=4, context="ring", context_inner=2), Heads(heads, kv_heads, dim, dim)
+    planned = [exchange(*level) for level in levels(whole, own)]
+    assert [each.forward * width // 2 for each in planned] == [exchanged, hop], "what plans count"
 
 
 def test_bf16_partial_results_stay_in_fp32(ranks):

@@ -21,10 +21,11 @@ from megalite.config.load import from_dict, write_config
 from megalite.config.schema import ConfigError
 from megalite.launch.environment import compare_ranks, facts
 from megalite.monitoring import links
+from megalite.monitoring.observer import Observer
 from megalite.monitoring.observers import observers
 from megalite.monitoring.phases import PHASES
 from megalite.planning.predicting import device_of
-from megalite.training.fit import Observer, fit
+from megalite.training.fit import fit
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.jobs_training import make_trainer
 from tests.distributed.support.layouts import Case
@@ -85,6 +86,17 @@ def fitted(context: Any, config: dict[str, Any]) -> tuple[list[dict[str, float]]
         gc.unfreeze()
         gc.enable()
     return computed.steps, frame.seconds, printed.getvalue()
+
+
+def test_a_run_with_parts_of_sequences_writes_how_unequal_they_are(ranks: Any, tmp_path: Path) -> None:
+    case = {**MODEL, "pp": 1, "cp": 2, "context": "ring", "microbatches": 2, "masked": True}
+    prefix = write_tokens(tmp_path, MODEL["vocab_size"])
+    config = config_of(case, prefix, run={"dir": str(tmp_path), "name": "run"}, logging={"interval": 1})
+    config["train"]["steps"] = 3
+    ranks.run(2, fitted, config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(1 <= line["context_imbalance_predicted"] < 2 for line in lines)
+    assert [line["step"] for line in lines if 1 <= line.get("context_imbalance_measured", 0) <= 2] == [2, 3]
 
 
 def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: Any, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2, split sequence, dp 2, zero 3": {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 3},
     "cp 2, ring, recomputed": {"cp": 2, "context": "ring", "recompute": "full"},
     "cp 2, ulysses, tp 2, selective": {"cp": 2, "context": "ulysses", "tp": 2, "recompute": "selective"},
+    "cp 4, ring of pairs": {"cp": 4, "context": "ring", "context_inner": 2},
     "cp 2, gather, pp 2, zb-v": {"cp": 2, "context": "gather", "pp": 2, "schedule": "zb-v"},
     "gpt-oss, tp 2, split sequence, ep 2, zero 1, recomputed": {
         **{"tp": 2, "sequence_parallel": True, "ep": 2, "dp": 2, "zero": 1, "recompute": "full"}
@@ -40,7 +41,7 @@ def prefix(tmp_path_factory) -> str:
 def test_trains_like_one_process(name, ranks, references, prefix):
     case = {**BASE, **LAYOUTS[name]}
     one, several = config_of_one_process(case, prefix), config_of(case, prefix, "fp64")
-    several["parallel"] |= {"ep": case["ep"]}
+    several["parallel"] |= {"ep": case["ep"], "context_inner": case.get("context_inner", 1)}
     for config in (one, several):
         config["model"] |= MODEL | (OSS if name.startswith("gpt-oss") else {})
     world = case["tp"] * case["pp"] * case["dp"] * case["cp"]

@@ -30,7 +30,7 @@ from tests.distributed.support.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
-NAMES = ("llama, one key-value head", "phi3", "gpt_neox", "gpt2", "cohere, norms of each head", "mixtral", "qwen3_moe")
+NAMES = ("llama, one key-value head", "phi3", "gpt_neox", "gpt2", "cohere, norms of each head", "mixtral", "qwen3_moe", "deepseek_v3")
 RANKS: dict[str, Any] = {"ranks": {"v": 2, "down": 3}, "alphas": {"v": 5.0, "o": 7.0}}
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama, one key-value head", {}),
@@ -38,6 +38,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, ranks": ("phi3", RANKS | {"scaling": "rslora"}),
     "phi3, DoRA on a part of a module": ("phi3", {"targets": ["q", "v", "o", "down"], "dora": True} | RANKS),
     "gpt_neox": ("gpt_neox", {}),
+    "deepseek_v3": ("deepseek_v3", {"targets": ["q_a", "q_b", "kv_a", "kv_b", "o"], "ranks": {"kv_a": 2, "q_b": 3}}),
     "gpt2, all in full": ("gpt2", {"targets": ["q", "v", "down"], "modules_to_save": ["embedding", "norms"]}),
     "gpt2, DoRA, ranks": ("gpt2", {"dora": True} | RANKS),
     "cohere, norms of each head": ("cohere, norms of each head", {"modules_to_save": ["norms"]}),

@@ -21,7 +21,7 @@ from megalite.commands import convert as convert_hf
 from megalite.config.families import hf_config
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface import convert as converting
-from tests.huggingface.hf_models import CASES, ROUTER_BIAS, VOCAB, load, logits_of, random_ids, write, write_multimodal
+from tests.huggingface.hf_models import CASES, ROUTER_BIAS, VOCAB, load, logits_of, random_ids, tolerance, write, write_multimodal
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, cap
     ids = random_ids()
     expected = logits_of(again, ids)
     torch.testing.assert_close(expected, logits_of(theirs, ids), rtol=0, atol=0)
-    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=tolerance(name))
 
 
 def test_the_language_model_of_a_multimodal_model_comes_in(tmp_path: Path) -> None:

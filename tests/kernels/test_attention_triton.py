@@ -72,6 +72,16 @@ def test_odd_sizes(sizes, device):
     assert_accurate(q, k, v, dout, device)
 
 
+def test_values_of_another_width(device):
+    """They are padded to the kernel's one width."""
+    q, k, v, dout = inputs(17, 1, 2, 1, 12, torch.bfloat16)
+    v, dout, options = v[..., :8], dout[..., :8], {"scale": 0.3}
+    found = run(q, k, v, dout, device, **options)
+    torchs, exact = autograd(q, k, v, dout, **options), autograd(q.double(), k.double(), v.double(), dout, **options)
+    for got, true, of_torch in zip(found, exact, torchs, strict=True):
+        assert_as_accurate(got, true, of_torch)
+
+
 def test_the_log_sum_exp_is_saved(device):
     q, k, v, _ = inputs(50, 2, 4, 2, 16, torch.bfloat16)
     window = 20

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megalite.config.presets import preset
 from megalite.config.schema import Config, LoraConfig, ModelConfig
 from megalite.model.cost import model_flops_per_token, per_token
-from megalite.monitoring.throughput import throughput
+from megalite.monitoring.metrics import throughput
 from megalite.planning.peaks import peak_flops
 
 LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}

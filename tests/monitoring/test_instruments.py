@@ -6,18 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megalite.activity import BETWEEN, READING, REDUCING, UPDATING, Activity
 from megalite.clock import HostClock
+from megalite.config.load import from_dict
 from megalite.config.schema import Config, NetworkConfig
 from megalite.launch.environment import across_hosts, facts, odd_ranks, set_variables, short_of_memory
 from megalite.monitoring import gpu, links, tracing
 from megalite.monitoring import out_of_memory as memory
+from megalite.monitoring.context_imbalance import ContextImbalance
 from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import describe, predicted_bubble, stage_costs
-from megalite.monitoring.rank_times import compare
+from megalite.monitoring.rank_times import compare, context_imbalance
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.planning.hardware import find
 from tests.monitoring.test_metrics import example
@@ -104,6 +107,25 @@ def test_the_slowest_and_the_fastest_rank_are_named() -> None:
     assert found == {
         **{"ranks_of_step": 7, "slowest_rank": 1, "slowest_rank_working_s": 3.0, "fastest_rank": 2, "fastest_rank_working_s": 0.5}
     }
+
+
+def test_ranks_of_a_context_are_compared_with_each_other() -> None:
+    assert context_imbalance([1.0, 3.0, 2.0, 9.0], (1, 2)) == {"context_imbalance_measured": 3.0 / 2.5}
+    assert context_imbalance([1.0, 3.0], (1,)) == {}
+
+
+def test_a_step_has_the_imbalance_that_its_documents_predict() -> None:
+    tiles = [np.array([[4, 0], [4, 0]]), np.array([[1, 0], [0, 3]])]
+    batches = [[SimpleNamespace(part=SimpleNamespace(tiles=each)) for each in tiles], [SimpleNamespace(part=None)]]
+    for method, expected in (("gather", (4 + 3) * 2 / 12), ("ring", (8 + 3) * 2 / 12)):
+        config = from_dict({"parallel": {"context": method}})
+        trainer: Any = SimpleNamespace(config=config, mesh=SimpleNamespace(rank=0), loader=SimpleNamespace(current=batches[0]))
+        observer = ContextImbalance(trainer)
+        observer.after(1)
+        trainer.loader.current = batches[1]  # no documents
+        observer.after(2)
+        assert observer.numbers(example(2)) == {}, "results may be a step late"
+        assert observer.numbers(example(1)) == {"context_imbalance_predicted": expected}
 
 
 def test_ranks_with_other_software_or_hardware_are_named() -> None:

@@ -88,6 +88,21 @@ def test_it_tells_what_the_run_wrote(tmp_path: Path):
     assert ">Loss scale</text>" not in page, "it never changed"
 
 
+def test_it_shows_losses_that_have_names(tmp_path: Path):
+    directory = write_run(tmp_path / "named")
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()[:-1]]
+    lines = [line | ({"val_loss/<prose>": 4.5, "val_loss/code": 3.75} if "val_loss" in line else {"loss/data/a": 2.5}) for line in lines]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = made(directory)
+    cells = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td>', page))
+    assert (cells["Last validation loss of &lt;prose&gt;"], cells["Last validation loss of code"]) == ("4.5000", "3.7500")
+    for text in ("Validation loss of each set: named", "&lt;prose&gt;", "Training loss of each member of the data: named", "data/a"):
+        assert f">{text}</text>" in page
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+
+
 def test_several_runs_are_compared(tmp_path: Path):
     runs = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", lr=6e-4)
     report.main([*map(str, runs), "--output", str(tmp_path / "both.html")])

@@ -11,7 +11,7 @@ import torch
 from megalite.config.load import from_dict
 from megalite.config.optimizers import MuonConfig, OptimizerConfig
 from megalite.config.schema import PROJECTIONS, ModelConfig
-from megalite.layout import Layout
+from megalite.layout import AxisPlace, Coordinates, Layout
 from megalite.mesh import Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.matrix_owners import cost, matrix_rounds
@@ -166,6 +166,34 @@ def test_every_element_reaches_the_owner_once_and_returns_to_all_that_keep_it(la
                 assert [piece[2:] for piece in pieces] == ([wanted] if wanted[0] < wanted[1] else [])
                 part = matrix.segment.local(layout.coordinates(rank))
                 assert all(matrix.parts[piece.part] == part for piece in pieces)
+
+
+EXPERT_LAYOUTS = [
+    Layout(dp=4, ep=2, experts=True),
+    Layout(dp=4, tp=2, ep=4, dp_shard=2, experts=True),
+    Layout(dp=2, cp=2, tp=2, ep=2, dp_shard=1, sharded=False, experts=True),
+]
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
+def test_an_experts_matrices_stay_with_the_ranks_that_hold_it(layout):
+    """Every element reaches the owner once, and returns to each replica once."""
+    model = replace(MIXTURE, num_experts=4)
+    at = Coordinates({"tp": AxisPlace(0, layout.tp), "expert": AxisPlace(0, layout.ep)})
+    rounds = matrix_rounds(bucket_layout(model_specs(model, tp=layout.tp), at, layout.owners, 25e6), layout)
+    found = [matrix for each in rounds for matrix in each if ".experts." in matrix.segment.name]
+    names = [matrix.segment.name for matrix in found]
+    assert len(set(names)) == len(names) == 4 * 3
+    for matrix in found:
+        stored, _, number = matrix.segment.name.partition(", matrix ")
+        expert = int(number) // (2 if "experts.in" in stored else 1)
+        holders = {rank for rank in range(layout.stage_ranks) if rank % layout.ep == expert // (4 // layout.ep)}
+        assert matrix.owner in holders and holders >= {piece.rank for piece in (*matrix.sent, *matrix.kept)}
+        sent = sorted(piece[2:] for piece in matrix.sent)
+        assert (sent[0][0], sent[-1][1]) == (matrix.start, matrix.stop) and matrix.stop - matrix.start == matrix.segment.numel
+        assert all(one[1] == following[0] for one, following in pairwise(sent))
+        kept = sum(piece.stop - piece.start for piece in matrix.kept)
+        assert kept == matrix.segment.numel * layout.expert_data // layout.expert_shard
 
 
 def test_replicas_share_the_work_evenly():

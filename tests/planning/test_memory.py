@@ -28,6 +28,8 @@ Options = dict[str, Any] | None
 LORA, SOME = {"rank": 4}, {"rank": 4, "targets": ["q", "down"]}
 DORA = {"rank": 4, "ranks": {"o": 2}, "dora": True, "modules_to_save": ["embedding", "norms"]}
 GPT2 = {"norm": "layer", "gated_mlp": False, "position": "learned", "attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
+LATENTS = {"num_key_value_heads": None, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+QUERIES = LATENTS | {"q_lora_rank": 10}
 
 
 def tree(
@@ -61,6 +63,8 @@ ALONE = {
     "adapters": {"lora": LORA},
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
+    "latents": {"model": LATENTS},
+    "adapters on latents": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_b", "kv_a", "o"]}},
 }
 ON_TWO = {
     **{f"tp, {mode}": {"tp": 2, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
@@ -69,6 +73,7 @@ ON_TWO = {
     "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA},
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
     "pp, zb-h1, DoRA": {"pp": 2, "schedule": "zb-h1", "lora": DORA},
+    "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
@@ -88,6 +93,12 @@ def test_activations_are_what_autograd_keeps_on_two_ranks(case, ranks):
     config = tree(**ON_TWO[case])
     planned = [(each.activations, each.logits) for each in estimate(from_dict(config), 2, "cpu") for _ in each.ranks]
     assert planned == ranks.run(2, jobs_memory.most_kept, config)
+
+
+def test_activations_of_ulysses_within_a_ring_are_what_autograd_keeps(ranks):
+    config = tree(cp=4, context="ring", context_inner=2, model={"num_key_value_heads": 1})
+    planned = [(each.activations, each.logits) for each in estimate(from_dict(config), 4, "cpu") for _ in each.ranks]
+    assert planned == ranks.run(4, jobs_memory.most_kept, config)
 
 
 @pytest.mark.parametrize("changes", [{"pp": 2}, {"dp": 2, "zero": 3}], ids=str)
@@ -182,8 +193,19 @@ TRAFFIC = {
     "pp, tied and trained, DoRA": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": DORA},
     "cp, ulysses": {"cp": 4, "tp": 2, "train": {"recompute": "full"}, "model": {"num_attention_heads": 8}},
     "cp, gather": {"cp": 2, "context": "gather", "zero": 2},
+    "cp, ulysses within a ring": {
+        "cp": 4,
+        "context": "ring",
+        "context_inner": 2,
+        "model": {"num_key_value_heads": 1},
+        "train": {"recompute": "full"},
+    },
     "cp, ring, padded rows": {"cp": 3, "context": "ring", "dp": 2},
     "pp, tied, adapters": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": LORA},
+    "tp, latents": {"tp": 2, "model": LATENTS, "train": {"recompute": "full"}},
+    "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
+    "cp, gather, latents": {"cp": 2, "context": "gather", "model": LATENTS},
+    "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
 }
 
 

@@ -24,11 +24,13 @@ from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning import links
 from megalite.planning.configuring import configured
 from megalite.planning.constants import ALIKE, CONSTANTS, INTERVAL
+from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
 from megalite.planning.kernels import TILE_START, attention, computed_pairs, product, stream
 from megalite.planning.links import START, Fabric, Group, group
 from megalite.planning.operations import Software
 from megalite.planning.pacing import pace
+from megalite.planning.search import Search
 from megalite.planning.step import Choice, Job, Stepper
 from megalite.planning.traffic import traffic
 
@@ -224,6 +226,27 @@ def test_what_each_choice_costs():
     pipelines = [Choice(pp=8, dp=2), Choice(pp=8, dp=2, schedule="interleaved", virtual_stages=2), Choice(pp=8, dp=2, schedule="zb-h2")]
     assert seconds(pipelines[0]) > seconds(pipelines[1]) > seconds(pipelines[2])
     assert seconds(Choice(tp=16)) > 1.3 * seconds(Choice(tp=8, dp=2)), "tp across nodes"
+
+
+def test_where_rows_hold_documents_ranks_wait_for_the_slowest():
+    for context in ("gather", "ring"):
+        choice = Choice(tp=2, cp=8, context=context)
+        whole, zigzag, balanced = (seconds(choice, rows=rows) for rows in (Rows(), Rows(True), Rows(True, "balanced")))
+        assert whole <= balanced < zigzag
+    assert seconds(Choice(tp=2, cp=8), rows=Rows(True)) == seconds(Choice(tp=2, cp=8)), "ulysses"
+
+
+LONG = {"max_position_embeddings": 131072}
+
+
+@pytest.mark.parametrize(("parts", "methods"), [("zigzag", {("gather", 1)}), ("balanced", {("ring", 1), ("ring", 2)})])
+def test_a_ring_between_nodes_is_considered_only_where_it_is_balanced(parts, methods):
+    """Over all ranks, and with the two ranks that share a node exchanging heads."""
+    sizes = {"data": {"sequence_length": 131072, "reset_positions": True}, "train": {"global_batch_size": 16, "precision": "bf16"}}
+    base = from_dict({"model": preset("llama-3-8b") | LONG, "parallel": {"context_parts": parts}, **sizes})
+    fixed = {"tp": 4, "cp": 4, "pp": 1, "micro_batch_size": 1, "recompute": "none"}
+    search = Search(Job(base.model, A100, 131072, 16, rows=Rows.of(base)), base, 16, fixed, 1)
+    assert {(choice.context, choice.context_inner) for choice in search.cores()} == {("ulysses", 1), *methods}
 
 
 def test_one_device_is_its_kernels_and_its_optimizer():

@@ -123,5 +123,6 @@ def step(config, metrics, options: OptimizerConfig, train: TrainConfig | None):
     config.logging.interval = 3
 """
     missing = unread([source], "preset = given.get('model.preset')", SCHEMA.read_text())
-    read = {"model.head_dim", "model.hidden_size", "model.num_attention_heads", "model.preset"}
+    read = {f"model.{name}" for name in ("head_dim", "hidden_size", "num_attention_heads", "preset")}
+    read |= {f"model.{name}" for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}
     assert KEYS - missing == read | {"data.shuffle", "optimizer.eps", "train.steps", "run.seed"}

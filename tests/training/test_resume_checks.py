@@ -16,7 +16,7 @@ from megalite.config.amounts import resolve_steps
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.monitoring.epochs import Epochs, repeated
-from megalite.training import resume_checks
+from megalite.training import resume_checks, validation
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
@@ -124,16 +124,16 @@ def test_the_order_of_the_targets_of_adapters_is_no_change(prefix):
     assert not resume_checks.is_same_run(other, state["config"])
 
 
-def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix, run):
+def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix, run, monkeypatch):
     changes = {"validation": {"interval": 2, "batches": 1}, "faults": {"inject": "sigterm:rank=0,step=2"}, "train": {"watchdog": None}}
     made = trainer(prefix, {**run, "name": "signalled"}, data={"validation": 0.2}, **changes)
-    evaluate, there = made.evaluate, []
+    losses, there = validation.losses, []
 
-    def validate() -> float:
+    def validate(of: Trainer) -> validation.Losses:
         there.extend(path.name for path in (made.run_dir / "checkpoints").iterdir())
-        return evaluate()
+        return losses(of)
 
-    made.evaluate = validate  # type: ignore[method-assign]
+    monkeypatch.setattr(validation, "losses", validate)
     try:
         fit(made)
     finally:

@@ -198,7 +198,7 @@ TABLE: Table = {
     "use_tensorboard": sets("logging.tensorboard"),
     **each("", "auto_resume_from_checkpoints strict debug device local_rank world_size ddp", never(INTERNAL)),
     "ddp_bucket_cap_mb": sets("parallel.bucket_mb", roughly="here it is the maximum size of a bucket, in MB of fp32"),
-    "early_stopping_patience": missing("a run ends with train.steps: Ctrl-C saves it"),
+    "early_stopping_patience": missing("there is no validation data yet: set data.validation, and then train.early_stopping_patience"),
     "loss_watchdog_*": missing("faults.spike_sigma skips steps of a high loss"),
     **each("", "rl trl.* vllm.* reward_model orpo_* dpo_* kto_* simpo_*", missing("training is on the next token alone")),
 }

@@ -246,6 +246,6 @@ TRAINER: Table = {
     "torch_compile": Row(lambda value, _: honoured({"train.compile": word(value) in ("TRUE", "AUTO")}), "train.compile"),
     "torch_compile_*": never("train.compile has no further choices"),
     **each("", "dataloader_* remove_unused_columns ddp_find_unused_parameters include_* push_to_hub hub_*", never("nothing here has it")),
-    "load_best_model_at_end": missing("checkpoints are kept by number: checkpoint.keep and checkpoint.keep_every"),
+    "load_best_model_at_end": missing("there is no validation data yet: set data.validation, and then checkpoint.keep_best"),
 }
 """Keys of transformers' TrainingArguments that the projects take unchanged."""

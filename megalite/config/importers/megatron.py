@@ -290,7 +290,7 @@ TABLE: Table = {
     **each("decoder-", "first-pipeline-num-layers last-pipeline-num-layers", Row(_partition, "parallel.partition")),
     "pipeline-model-parallel-layout": missing("set parallel.partition to the number of layers of each stage"),
     **each("account-for-", "embedding-in-pipeline-split loss-in-pipeline-split", never("stages are balanced by cost, head included")),
-    "rampup-batch-size": missing("the batch size is constant: train.global_batch_size"),
+    "rampup-batch-size": missing("set train.rampup_batch_size to the same three numbers"),
     "train-iters": sets("train.steps"),
     "train-samples": _samples("train.steps"),
     "lr": sets("optimizer.lr"),

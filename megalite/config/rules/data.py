@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.rule import Rule, RuleContext, is_checkpoint, nearest_name
 from megalite.config.schema import Config
-from megalite.config.token_files import data_vocab_size, is_chat, metadata, prefixes
+from megalite.config.token_files import data_vocab_size, is_chat, metadata, named_sets, prefixes
 
 
 def _all_prefixes(c: Config) -> list[str]:
@@ -34,7 +34,8 @@ def _token_file_rules(option: str) -> tuple[Rule, Rule]:
     get = attrgetter(option)
 
     def bad_weight(c: RuleContext) -> bool:
-        return isinstance(get(c), dict) and not all(math.isfinite(weight) and weight > 0 for weight in get(c).values())
+        blend = isinstance(get(c), dict) and not named_sets(get(c))
+        return blend and not all(math.isfinite(weight) and weight > 0 for weight in get(c).values())
 
     return (
         Rule(

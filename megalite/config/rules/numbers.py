@@ -9,24 +9,24 @@ from typing import Any
 from megalite.config.rule import Rule, RuleContext
 
 _SIZES = """parallel.tp parallel.pp parallel.dp parallel.cp parallel.ep parallel.dp_shard parallel.virtual_stages parallel.powersgd_rank
-    model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads
+    parallel.context_inner model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads
     model.num_key_value_heads model.head_dim model.max_position_embeddings model.sliding_window data.sequence_length
     model.num_experts model.num_experts_per_tok model.moe_intermediate_size model.shared_expert_intermediate_size
     model.decoder_sparse_step model.kv_lora_rank model.q_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim
     model.n_group model.topk_group
     train.steps train.tokens train.global_batch_size train.micro_batch_size optimizer.base_batch_size fp16.loss_scale_window fp16.hysteresis
     checkpoint.interval checkpoint.keep checkpoint.keep_every faults.spike_window faults.skip_limit validation.interval
-    validation.batches muon.ns_steps logging.interval profiling.memory_snapshot lora.ranks"""
+    validation.batches train.early_stopping_patience muon.ns_steps logging.interval profiling.memory_snapshot lora.ranks"""
 _POSITIVE = """model.rope_theta model.rope_local_theta model.rms_norm_eps model.attention_scale model.attention_softcap
     model.logit_softcap model.logit_scale model.residual_multiplier model.embedding_scale model.initializer_range
     model.routed_scaling_factor model.expert_capacity_factor lora.alpha lora.alphas
-    parallel.bucket_mb train.epochs optimizer.eps fp16.min_loss_scale faults.spike_sigma"""
+    parallel.bucket_mb train.epochs train.memory_budget optimizer.eps fp16.min_loss_scale faults.spike_sigma"""
 _NOT_NEGATIVE = """model.router_aux_loss_coef model.router_z_loss_coef model.router_bias_rate
     run.seed lora.rank parallel.schedule_costs parallel.layer_costs train.grad_clip train.z_loss train.loss_chunk
     optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay muon.lr muon.weight_decay fp16.initial_scale_power
-    network.ib_gid_index network.ib_retries"""
+    train.early_stopping_threshold network.ib_gid_index network.ib_retries"""
 _FRACTIONS = """model.embedding_dropout model.attention_dropout model.residual_dropout lora.dropout train.label_smoothing optimizer.betas
-    muon.momentum"""
+    muon.momentum train.ema_decay"""
 
 _TOO_LARGE = 1e300
 """Below the largest float: an integer can have more digits than calculations with it can bear."""

@@ -18,6 +18,11 @@ def legal_ulysses(c: RuleContext) -> list[int]:
     return [cp for cp in divisors(heads // tp) if kv % cp == 0 or cp % kv == 0]
 
 
+def legal_inner(c: RuleContext) -> list[int]:
+    """Sizes of the inner groups of a ring: they divide it into several, and have whole heads."""
+    return [inner for inner in legal_ulysses(c) if inner < c.parallel.cp and c.parallel.cp % inner == 0]
+
+
 def _heads_for_ulysses(c: RuleContext) -> str:
     heads = f"heads / tp = {c.model.num_attention_heads // c.parallel.tp}"
     kv = f"key-value heads / tp = {max(c.model.kv_heads // c.parallel.tp, 1)}"
@@ -170,6 +175,27 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.parallel.context == "ulysses" and c.parallel.cp not in legal_ulysses(c),
         message=_heads_for_ulysses,
         legal=lambda c: f"{describe_legal(c.parallel.cp, legal_ulysses(c))} Or set parallel.context to gather or ring.",
+    ),
+    Rule(
+        "inner ranks belong to a ring",
+        "parallel.context_inner",
+        lambda c: c.parallel.context_inner > 1 and (c.parallel.cp == 1 or c.parallel.context != "ring"),
+        message="does not fit {parallel.cp} and {parallel.context}: these are groups of the ranks of a ring",
+        legal="Set parallel.context to ring with parallel.cp above 1, or leave it out.",
+    ),
+    Rule(
+        "inner ranks divide the ring",
+        "parallel.context_inner",
+        lambda c: c.parallel.context_inner > 1 and c.parallel.context_inner not in divisors(c.parallel.cp)[:-1],
+        message="does not divide {parallel.cp} into several groups of whole ranks: one group alone is parallel.context = ulysses",
+        legal=legal_inner,
+    ),
+    Rule(
+        "inner ranks divide heads",
+        "parallel.context_inner",
+        lambda c: c.parallel.context == "ring" and c.parallel.context_inner not in (1, *legal_ulysses(c)),
+        message=lambda c: _heads_for_ulysses(c).replace("under parallel.context = ulysses each", "each inner"),
+        legal=legal_inner,
     ),
     Rule(
         "virtual stages belong to the schedule",

@@ -3,10 +3,13 @@
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from megalite.config.amounts import duration_seconds
+from megalite.config.rampup import problem
 from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, can_be_written, is_checkpoint
+from megalite.config.token_files import named_sets
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
@@ -24,9 +27,29 @@ def _samples_at_once(c: RuleContext) -> int:
     return c.train.micro_batch_size * c.dims.dp
 
 
+def _wrong_mode(c: RuleContext) -> str:
+    """What is wrong with the recomputation mode; empty: nothing."""
+    if c.train.recompute in ("none", "selective", "full"):
+        return ""
+    from megalite.config.recomputation import problem
+
+    return problem(c.train.recompute, c.model.num_hidden_layers) or ""
+
+
 def _resumes(c: RuleContext) -> bool:
     """Whether checkpoint.load names the checkpoint."""
     return c.checkpoint.load not in ("auto", "none")
+
+
+def _no_ramp_up(option: str, is_set: Callable[[RuleContext], bool], what: str) -> Rule:
+    """The rule that a ramp-up of the batch size does not go with an option."""
+    return Rule(
+        f"no ramp-up with {option}",
+        "train.rampup_batch_size",
+        lambda c: c.train.rampup_batch_size and is_set(c),
+        message=f"changes {what} from step to step: {{{option}}}",
+        legal=f"Leave it out, or set {option} to false.",
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -37,6 +60,22 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: f"is not a multiple of train.micro_batch_size * parallel.dp = {c.train.micro_batch_size} * {c.parallel.dp}",
         legal=lambda c: around(c.train.global_batch_size, _samples_at_once(c)),
     ),
+    Rule(
+        "ramp-up of the batch size",
+        "train.rampup_batch_size",
+        lambda c: problem(c.train),
+        message=lambda c: problem(c.train) or "",
+        legal="Write [START, INCREMENT, SAMPLES], for example [8, 8, 10000].",
+    ),
+    Rule(
+        "whole microbatches of a ramp-up",
+        "train.rampup_batch_size",
+        lambda c: any(each % _samples_at_once(c) for each in (c.train.rampup_batch_size or [])[:2]),
+        message=lambda c: f"has sizes that are no multiples of train.micro_batch_size * parallel.dp = {_samples_at_once(c)}",
+        legal="Choose START and INCREMENT that are, or a smaller train.micro_batch_size.",
+    ),
+    _no_ramp_up("faults.rollback", lambda c: c.faults.rollback, "the batch size, which a rollback would move,"),
+    _no_ramp_up("profiling.timeline", lambda c: c.profiling.timeline, "the schedule, of which a timeline shows one,"),
     Rule(
         "fp64 on CPU",
         "train.precision",
@@ -54,9 +93,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "recompute mode",
         "train.recompute",
-        lambda c: not re.fullmatch(r"none|selective|full|every-[1-9]\d*", c.train.recompute),
-        message="is not a recomputation mode",
-        legal=["none", "selective", "full", "every-2"],
+        _wrong_mode,
+        message=_wrong_mode,
+        legal="Legal values: none, selective, full, every-2, budget, or operations such as attn_norm+mlp_in, also in a list by layers.",
+    ),
+    Rule(
+        "a budget says how much",
+        "train.memory_budget",
+        lambda c: c.train.recompute == "budget" and c.train.memory_budget is None,
+        message="leaves {train.recompute} without its bytes",
+        legal="Give what a rank may use: bytes such as 70GB, or a share of the device such as 0.9.",
+    ),
+    Rule(
+        "what a budget is for",
+        "train.memory_budget",
+        lambda c: c.train.recompute != "budget" and c.train.memory_budget is not None,
+        message="has no effect with {train.recompute}",
+        legal="Set train.recompute to budget, or leave it out.",
     ),
     Rule(
         "kernels can run",
@@ -185,11 +238,60 @@ RULES: tuple[Rule, ...] = (
         legal="Remove one of the two.",
     ),
     Rule(
+        "average on the device or in memory",
+        "train.ema_decay",
+        lambda c: c.train.ema_decay is not None and c.parallel.offload == "disk",
+        message="would read and write the whole average at every step: {parallel.offload} keeps only parts of the state in memory",
+        legal="Set it to null, or parallel.offload to cpu.",
+    ),
+    Rule(
+        "validation of an average",
+        "validation.ema",
+        lambda c: c.validation.ema and c.train.ema_decay is None,
+        message="has no average to validate: {train.ema_decay}",
+        legal="Set train.ema_decay, for example to 0.999, or validation.ema to false.",
+    ),
+    Rule(
         "validation has data",
         "validation.interval",
         lambda c: c.validation.interval and c.data.validation is None,
         message="needs data.validation",
         legal="Give a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval to null.",
+    ),
+    Rule(
+        "best of validations",
+        "checkpoint.keep_best",
+        lambda c: c.checkpoint.keep_best and c.validation.interval is None,
+        message="needs validations to choose by: {validation.interval}",
+        legal="Set validation.interval, or checkpoint.keep_best to false.",
+    ),
+    Rule(
+        "patience with validations",
+        "train.early_stopping_patience",
+        lambda c: c.train.early_stopping_patience and c.validation.interval is None,
+        message="counts validations, and there are none: {validation.interval}",
+        legal="Set validation.interval, or leave train.early_stopping_patience out.",
+    ),
+    Rule(
+        "threshold with patience",
+        "train.early_stopping_threshold",
+        lambda c: c.train.early_stopping_threshold and c.train.early_stopping_patience is None,
+        message="has no effect: {train.early_stopping_patience}",
+        legal="Set train.early_stopping_patience, or leave it out.",
+    ),
+    Rule(
+        "monitored set exists",
+        "validation.monitor",
+        lambda c: c.validation.monitor is not None and c.validation.monitor not in named_sets(c.data.validation),
+        message="is not the name of a set of data.validation",
+        legal=lambda c: list(named_sets(c.data.validation)) or "Leave it out: data.validation is one set.",
+    ),
+    Rule(
+        "losses of the members of a blend",
+        "logging.loss_by_source",
+        lambda c: c.logging.loss_by_source and not (isinstance(c.data.train, dict) and len(c.data.train) > 1),
+        message="has no effect: data.train is not a blend",
+        legal="Give data.train as {PREFIX: weight}, or set it to false.",
     ),
     Rule(
         "profiled steps are a range",

@@ -6,6 +6,7 @@ exchanged values are those of the table in docs/context-parallel.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from megalite.model.cost.steps import Buffer, Share
@@ -38,8 +39,19 @@ class Heads(NamedTuple):
     value_size: int
 
 
+def levels(share: Share, heads: Heads) -> tuple[tuple[Share, Heads], ...]:
+    """What exchanges over cp: one method, or with `context_inner` ulysses and around it a ring, each with the share of its own ranks."""
+    inner = share.context_inner
+    if inner == 1:
+        return ((share, heads),)
+    within = replace(share, cp=inner, context="ulysses", context_inner=1)
+    between = replace(share, sequence=share.sequence * inner, cp=share.cp // inner, context_inner=1)
+    return (within, heads), (between, heads._replace(query=heads.query // inner, kv=max(heads.kv, inner) // inner))
+
+
 def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
     """Queries, keys, values and the output, for the backward of attention."""
+    share, heads = levels(share, heads)[0]
     by_heads = share.cp > 1 and share.context == "ulysses"
     packed = (heads.query + _kv_copies(share, heads)) * heads.size + _kv_copies(share, heads) * heads.value_size
     output = share.tokens * heads.query * heads.value_size
@@ -48,7 +60,7 @@ def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
 
 
 def exchange(share: Share, heads: Heads) -> Exchange:
-    """What travels for one layer and microbatch."""
+    """What travels for one layer and microbatch, of one level."""
     if share.cp == 1:
         return Exchange()
     if share.context == "ulysses":  # queries, keys and values there, the output back
@@ -60,6 +72,7 @@ def exchange(share: Share, heads: Heads) -> Exchange:
 
 def workspace(share: Share, heads: Heads) -> tuple[Buffer, ...]:
     """Temporaries of attention's backward in addition to those of one rank: others' keys and values, and gradients of them."""
+    share, heads = levels(share, heads)[-1]
     if share.cp == 1 or share.context == "ulysses":
         return ()
     whole = _whole(share, heads)

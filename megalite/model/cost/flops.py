@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from megalite.config.schema import LoraConfig, ModelConfig, TrainConfig
-from megalite.model.cost.steps import Share, attended_pairs
+from megalite.model.cost.steps import MODES, Attention, Product, Share, attended_pairs
 from megalite.model.cost.units import Units
 
 
@@ -113,8 +113,13 @@ def per_token(
         scores = sum(each.product_flops(_attended(sequence_length, each.window, convention)) for each in unit.attentions)
         attention += 6 * scores
         mode = TrainConfig(recompute=recompute).recompute_of(index)
-        if mode == "full":
-            recomputed += sum(product.flops for product in unit.products) + 2 * scores
-        if mode == "selective" or flash:
+        again = unit.steps if mode == "full" else []
+        if mode not in MODES:
+            from megalite.model.cost.recomputed import repeated
+
+            again = repeated(units, index, mode)
+        recomputed += sum(step.flops for step in again if isinstance(step, Product))
+        recomputed += 2 * scores if any(isinstance(step, Attention) for step in again) else 0.0
+        if mode == "selective" or "scores" in mode.split("+") or flash:
             recomputed += scores
     return Flops(convention, layers, attention, head, head if embedding else 0.0, recomputed)

@@ -27,6 +27,7 @@ class Share:
     Attributes:
         sequence: positions of a row that a context-parallel rank holds.
         context: how attention exchanges the parts of a row, with more than one cp rank.
+        context_inner: neighbouring cp ranks that exchange heads; the others are a ring.
     """
 
     sequence: int
@@ -36,6 +37,7 @@ class Share:
     cp: int = 1
     context: str = "ulysses"
     ep: int = 1
+    context_inner: int = 1
 
     @property
     def row(self) -> int:

@@ -91,9 +91,9 @@ class Units:
         return context.Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size)
 
     @property
-    def exchange(self) -> context.Exchange:
-        """What a layer's attention exchanges over cp."""
-        return context.exchange(self.share, self.heads)
+    def exchanges(self) -> tuple[tuple[int, context.Exchange], ...]:
+        """What a layer's attention exchanges over cp, or over each of its two levels, with the number of ranks there."""
+        return tuple((share.cp, context.exchange(share, heads)) for share, heads in context.levels(self.share, self.heads))
 
     # --- a layer -----------------------------------------------------------------------------------------------------------
 
@@ -183,12 +183,12 @@ class Units:
         width = model.hidden_size * (2 if model.norm == "layer" and model.norm_bias else 1)
         scale = (2 * own,) if model.residual_multiplier != 1.0 else ()
         if model.parallel_block != "none" and not is_first:  # the layer's input is kept already
-            shared, dropout = model.parallel_block == "shared_norm", self._dropout(model.residual_dropout)
-            addition = Elementwise((3 * own,), (3 * own,), tuple(dropout))
-            norm = Elementwise((3 * own, 2 * own), (3 * own, 3 * own), (*self._norm_buffers(column), *dropout), width)
+            shared = model.parallel_block == "shared_norm"
+            addition = Elementwise((3 * own,), (3 * own,))
+            norm = Elementwise((3 * own, 2 * own), (3 * own, 3 * own), self._norm_buffers(column), width)
             return addition if shared else norm, Elementwise(scale, scale)
         stream = Buffer("residual stream", own, kept_under="full" if is_first else "selective")
-        before = (stream, *(self._norm_buffers(column) if placement != "post" else ()), *self._dropout(model.residual_dropout))
+        before = (stream, *(self._norm_buffers(column) if placement != "post" else ()))  # positions for dropout are the microbatch's
         after = self._norm_buffers() if placement != "pre" else ()
         second = placement == "both"
         return (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megalite.monitoring.metrics import SOURCE, VALIDATED
 from megalite.monitoring.report.run import PHASES, Run
 
 if TYPE_CHECKING:
@@ -53,9 +54,12 @@ CHARTS = (
     Chart("Bubble", "% of the pipeline's time", ("bubble_fraction",), 100, from_zero=True),
     Chart("Peak memory of rank 0", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
     Chart("Load of the fullest expert", "over the mean, averaged over mixtures", ("expert_load_peak",), from_zero=True),
+    Chart("Global batch size", "sequences", ("global_batch_size",), from_zero=True),
     Chart("Loss scale", "", ("loss_scale",), logarithmic=True),
 )
 
+BY_NAME = {VALIDATED: "Validation loss of each set", SOURCE: "Training loss of each member of the data"}
+"""What keys of metrics.jsonl that have names in them start with → title of the chart that a run has of them."""
 ONLY_IF_IT_CHANGES = ("loss_scale", "bubble_fraction")
 
 
@@ -63,7 +67,8 @@ def charts(runs: Sequence[Run]) -> list[str]:
     """Every chart that has data, as SVG elements."""
     wanted = (CHARTS[0], *COMPARED, *CHARTS[1:]) if len(runs) > 1 else CHARTS
     made = [_curves(chart, runs) for chart in wanted if any(_changes(run, chart) for run in runs)]
-    return made + [_phases(run) for run in runs if run.phases]
+    by_name = [_by_name(run, prefix, title) for run in runs for prefix, title in BY_NAME.items() if run.names(prefix)]
+    return [*made, *by_name, *(_phases(run) for run in runs if run.phases)]
 
 
 def _changes(run: Run, chart: Chart) -> bool:
@@ -124,6 +129,19 @@ def _places(run: Run, over: str, steps: Sequence[int]) -> list[float]:
         return list(steps)
     sums, scale = run.sums(over), AXES[over][1]
     return [scale * sums.get(step, 0.0) for step in steps]
+
+
+def _by_name(run: Run, prefix: str, title: str) -> str:
+    """A curve for each name."""
+
+    def draw(axes: Axes) -> None:
+        names = run.names(prefix)
+        for name, colour in zip(names, _cycled(len(names)), strict=True):
+            at, mean, _, _ = thinned(*run.curve(prefix + name))
+            axes.plot(at, mean, color=colour, linewidth=1.3, marker="o" if prefix == VALIDATED else "", markersize=3, label=_short(name))
+        axes.legend(frameon=False, fontsize=8)
+
+    return _svg(f"{title}: {_short(run.name)}", "nats a token", draw)
 
 
 def _phases(run: Run) -> str:

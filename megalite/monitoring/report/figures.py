@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megalite.monitoring.metrics import VALIDATED
 from megalite.monitoring.report.run import Run
 from megalite.progress import duration
 
@@ -21,6 +22,9 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
         return f"tp {parallel.tp} × pp {parallel.pp} × dp {parallel.dp}, ZeRO-{parallel.zero}{schedule}"
 
     found = [as_json(run) for run in runs]
+    names = dict.fromkeys(name for run in runs for name in run.names(VALIDATED))
+    last = {name: [next(reversed(run.curve(VALIDATED + name)[1]), None) for run in runs] for name in names}
+    sets = [[f"Last validation loss of {name}", *(number(value, ".4f") for value in values)] for name, values in last.items()]
     return [
         ["State", *(state(run) for run in runs)],
         ["Parameters", *(f"{run.parameters:,}" for run in runs)],
@@ -32,6 +36,7 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
         ["Last loss", *(number(each["loss"], ".4f") for each in found)],
         ["Last validation loss", *(number(each["val_loss"], ".4f") for each in found)],
         ["Best validation loss", *(number(each["best_val_loss"], ".4f") for each in found)],
+        *sets,
         ["Time of a step, s", *(number(run.typical("step_time_s"), ".4g") for run in runs)],
         ["Tokens/s", *(number(run.typical("tokens_per_second"), ",.0f") for run in runs)],
         ["TFLOP/s a rank", *(number(run.typical("tflops_per_gpu"), ".3g") for run in runs)],

@@ -63,6 +63,12 @@ class Run:
         found = [(line["step"], line[key]) for line in (*self.steps, *self.validations) if isinstance(line.get(key), int | float)]
         return [step for step, _ in found], [float(value) for _, value in found]
 
+    def names(self, prefix: str) -> list[str]:
+        """The names under which the run has numbers: what follows the prefix in keys, in the order in which they first appear."""
+        lines = (*self.steps, *self.validations)
+        found = dict.fromkeys(key for line in lines for key, value in line.items() if key.startswith(prefix) and value is not None)
+        return [key.removeprefix(prefix) for key in found]
+
     def typical(self, key: str) -> float | None:
         """The median over the second half of the steps, to exclude start-up."""
         _, values = self.curve(key)

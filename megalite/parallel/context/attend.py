@@ -11,17 +11,24 @@ from megalite.mesh import MeshAxis
 from megalite.parallel.context.gathered import Gathered
 from megalite.parallel.context.parts import Part
 from megalite.parallel.context.ring import Ring
+from megalite.parallel.context.sinks import SomeSinks
 from megalite.parallel.context.ulysses import Ulysses
 
+Attend = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 METHODS = {"ulysses": Ulysses, "gather": Gathered, "ring": Ring}
 
 
-def attention_over(cp: MeshAxis, method: str) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]:
+def attention_over(cp: MeshAxis, method: str, levels: tuple[MeshAxis, MeshAxis] | None = None) -> Attend:
     """attend(q, k, v, options): q [seq/cp, batch, heads, dim], k and v [seq/cp, batch, kv_heads, dim] -> the shape of q.
 
     options: those of `megalite_kernels.attention`, and `part`, which says what the cp ranks hold; `sinks`, if heads have
     them. All cp ranks call it in the same order.
+    levels: the inner and the outer axis of a ring of groups (`two_level`).
     """
+    if levels is not None:
+        from megalite.parallel.context.two_level import two_level
+
+        return two_level(*levels)
     function = METHODS[method]
 
     # The others never keep probabilities, and their queries are of no whole document.
@@ -30,7 +37,9 @@ def attention_over(cp: MeshAxis, method: str) -> Callable[[Tensor, Tensor, Tenso
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         part: Part = options["part"]
         given = {name: value for name, value in options.items() if name not in left_out}
-        out: Tensor = function.apply(q, k, v, cp, part, given, options.get("sinks"))
+        sinks = options.get("sinks")
+        own = SomeSinks(sinks, cp) if sinks is not None and method == "ulysses" else sinks
+        out: Tensor = function.apply(q, k, v, cp, part, given, own)
         return out
 
     return attend

@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, reduce_scatter
 from megalite.parallel.context.parts import Part, Runs
-from megalite.parallel.weight import Weight
+from megalite.parallel.context.sinks import Sinks
 
 
 def _in_order(x: Tensor, parts: Sequence[Runs]) -> Tensor:
@@ -39,7 +39,7 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Weight | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
     ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         keys, values = _whole(k, v, cp, part)

@@ -5,10 +5,13 @@ A part is a list of runs of consecutive positions, (start, length) each, in asce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -32,12 +35,14 @@ class Part(NamedTuple):
         rank: this rank's index among them.
         length: positions of a row, without the padding at its end.
         document_start: [padded row, batch], of the whole rows; None: each is one document.
+        tiles: of attention, those of each rank's queries that visit each rank's keys (`balanced.between_ranks`); None: not counted.
     """
 
     runs: Sequence[Runs]
     rank: int
     length: int
     document_start: Tensor | None
+    tiles: NDArray[np.int64] | None = None
 
 
 def contiguous(length: int, ranks: int) -> list[Runs]:
@@ -54,6 +59,38 @@ def zigzag(length: int, ranks: int) -> list[Runs]:
 
 PARTS = {"ulysses": contiguous, "gather": zigzag, "ring": zigzag}
 """The parts of each method. Ulysses attends over whole rows, and is balanced with any."""
+
+
+def split(parts: Sequence[Runs], ranks: int) -> list[Runs]:
+    """Each part as those of `ranks` ranks, which hold equal pieces of it one after the other."""
+    return [_slice(runs, rank, ranks) for runs in parts for rank in range(ranks)]
+
+
+def _slice(runs: Runs, rank: int, ranks: int) -> Runs:
+    each, before, found = _equal(sum(run.length for run in runs), ranks), 0, []
+    for run in runs:
+        begin, stop = (min(max(edge - before, 0), run.length) for edge in (rank * each, (rank + 1) * each))
+        if begin < stop:
+            found.append(Run(run.start + begin, stop - begin))
+        before += run.length
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def grouped(parts: tuple[Runs, ...], ranks: int) -> list[Runs]:
+    """The inverse of `split`: what `ranks` neighbours hold together."""
+    return [joined(run for runs in parts[first : first + ranks] for run in runs) for first in range(0, len(parts), ranks)]
+
+
+def joined(runs: Iterable[Run]) -> Runs:
+    """Ascending runs, of which neighbours become one."""
+    found: list[Run] = []
+    for run in runs:
+        if found and found[-1].stop == run.start:
+            found[-1] = Run(found[-1].start, found[-1].length + run.length)
+        else:
+            found.append(run)
+    return tuple(found)
 
 
 def _equal(length: int, parts: int) -> int:

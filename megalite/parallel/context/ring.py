@@ -24,7 +24,7 @@ from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending
 from megalite.parallel.context.exchange import pass_on
 from megalite.parallel.context.parts import Part, Runs, sees
-from megalite.parallel.weight import Weight
+from megalite.parallel.context.sinks import Sinks
 
 
 def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> Iterator[tuple[Runs, Tensor, Tensor]]:
@@ -42,7 +42,7 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Weight | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
     ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         own, out, lse = part.runs[part.rank], None, None

@@ -6,6 +6,8 @@ target, and what a rank knows of documents is the same as on one process.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megalite.batch import IGNORE_INDEX, Boundaries, Microbatch
-from megalite.parallel.context.parts import Part, Runs
+from megalite.config.dims import part_length
+from megalite.config.schema import Config
+from megalite.mesh import MeshAxis
+from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
+from megalite.parallel.context.parts import PARTS, Part, Runs, split
 
 
 @dataclass(frozen=True)
@@ -23,12 +29,28 @@ class Cut:
     Rows whose length has no equal parts are padded at their ends. Padding has no target, and no token before it sees it.
 
     Attributes:
-        parts: the runs of every cp rank, which together hold each position of a padded row once.
-        rank: this rank's index among them.
+        parts: the runs of every group of `inner` cp ranks, which together hold each position of a padded row once.
+        rank: this rank's index among the cp ranks.
+        uneven: parallel.context, if documents make its ranks unequal: their tiles are counted. None: not.
+        by_documents: rows with documents have parts of their own (`balanced`).
+        windows: those of the model's layers.
+        inner: ranks that hold a part piece by piece.
     """
 
-    parts: list[Runs]
+    parts: Sequence[Runs]
     rank: int
+    uneven: str | None = None
+    by_documents: bool = False
+    windows: Windows = EVERY_KEY
+    inner: int = 1
+
+    @classmethod
+    def of(cls, config: Config, cp: MeshAxis) -> Cut:
+        context, model, inner = config.parallel.context, config.model, config.parallel.context_inner
+        parts = PARTS[context](part_length(config) * cp.size, cp.size // inner)
+        uneven = None if context == "ulysses" else context
+        windows = tuple(Counter(map(model.window, range(model.num_hidden_layers))).items())
+        return cls(parts, cp.rank, uneven, config.parallel.context_parts == "balanced", windows, inner)
 
     def __call__(
         self,
@@ -41,20 +63,30 @@ class Cut:
         """tokens, targets, document_start: [seq, batch] of whole rows. `boundaries` would be others where rows are padded."""
         length, padded = len(tokens), sum(run.length for runs in self.parts for run in runs)
         missing = (0, 0, 0, padded - length)
-
-        def own(x: Tensor) -> Tensor:
-            return torch.cat([x[run.start : run.stop] for run in self.parts[self.rank]])
-
         if document_start is not None:  # padding continues the last document
             document_start = torch.cat([document_start, document_start[-1:].expand(padded - length, -1)])
+        part = self._part(length, document_start)
+        runs = part.runs[self.rank]
+
+        def own(x: Tensor) -> Tensor:
+            return torch.cat([x[run.start : run.stop] for run in runs])
+
         made = Microbatch.of(
             own(pad(tokens, missing)),
             own(pad(targets, missing, value=IGNORE_INDEX)),
             samples,
             None if document_start is None else own(document_start),
-            self.parts[self.rank],
+            runs,
             boundaries=boundaries if padded == length else None,
-            part=Part(self.parts, self.rank, length, document_start),
+            part=part,
         )
         made.positions.clamp_(max=length - 1)  # a table of learned positions may end there
         return made
+
+    def _part(self, length: int, document_start: Tensor | None) -> Part:
+        """document_start: [padded row, batch]."""
+        if document_start is None or self.uneven is None:
+            return Part(split(self.parts, self.inner), self.rank, length, document_start)
+        starts = document_start.numpy()
+        parts = balanced(starts, len(self.parts), self.windows, self.uneven) if self.by_documents else self.parts
+        return Part(split(parts, self.inner), self.rank, length, document_start, between_ranks(parts, starts, self.windows))

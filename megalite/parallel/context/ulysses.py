@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite.mesh import MeshAxis
 from megalite.parallel.context.exchange import all_to_all
 from megalite.parallel.context.parts import Part
-from megalite.parallel.weight import Weight
+from megalite.parallel.context.sinks import Sinks
 
 
 def to_heads(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
@@ -49,7 +49,7 @@ class Ulysses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Weight | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
     ) -> Tensor:
         ctx.cp, ctx.kv_heads, repeats = cp, k.shape[2], max(cp.size // k.shape[2], 1)
         if options["dropout"] is not None:
@@ -57,12 +57,12 @@ class Ulysses(torch.autograd.Function):
             options = {**options, "dropout": replace(options["dropout"], head_offset=first)}
         ctx.options = {**options, "document_start": part.document_start}
         own = to_heads((q, *(x.repeat_interleave(repeats, dim=2) for x in (k, v))), cp)  # [seq, batch, heads/cp, dim] each
-        ctx.sinks, width = sinks, q.shape[2] // cp.size
-        ctx.own_heads = slice(width * cp.rank, width * (cp.rank + 1))
+        ctx.sinks = sinks
         if sinks is None:
             out, saved = attention(*own, **ctx.options)
         else:
-            out, *saved = attention_with_sinks(*own, sinks.tensor[ctx.own_heads], **ctx.options)
+            out, lse = attention_with_sinks(own[0], own[1], own[2], sinks.tensor, **ctx.options)
+            saved = (lse,)
         ctx.save_for_backward(*own, out, *saved)
         return to_positions([out], cp)[0]
 
@@ -73,21 +73,13 @@ class Ulysses(torch.autograd.Function):
         if ctx.sinks is None:
             found: Sequence[Tensor] = attention_backward(dout, q, k, v, out, tuple(saved), **ctx.options)
         else:
-            sinks = ctx.sinks.tensor
-            *found, dsinks = attention_with_sinks_backward(dout, q, k, v, out, *saved, sinks[ctx.own_heads], **ctx.options)
-            ctx.sinks.accumulate(_among(dsinks, ctx.own_heads, len(sinks)))
+            *found, dsinks = attention_with_sinks_backward(dout, q, k, v, out, saved[0], ctx.sinks.tensor, **ctx.options)
+            ctx.sinks.accumulate(dsinks)
         dq, dk, dv = to_positions(found, ctx.cp)
-        return dq, _summed(dk, ctx.kv_heads), _summed(dv, ctx.kv_heads), None, None, None, None
+        return dq, summed(dk, ctx.kv_heads), summed(dv, ctx.kv_heads), None, None, None, None
 
 
-def _among(grad: Tensor, heads: slice, number: int) -> Tensor:
-    """The gradient of one number for each of this rank's heads, with zeros for the other ones."""
-    whole = grad.new_zeros(number)
-    whole[heads] = grad
-    return whole
-
-
-def _summed(grad: Tensor, kv_heads: int) -> Tensor:
+def summed(grad: Tensor, kv_heads: int) -> Tensor:
     """The gradient of each key-value head, summed over the ranks that it went to in at least fp32."""
     if grad.shape[2] == kv_heads:
         return grad

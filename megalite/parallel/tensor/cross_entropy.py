@@ -41,6 +41,7 @@ class CrossEntropy:
     vocab_size: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    observe: Callable[[Tensor], None] | None = None  # called with the loss of every token, [tokens]
 
     def __call__(self, logits: Tensor, targets: Tensor, scale: float) -> Tensor:
         """The loss, a scalar in at least fp32. The logits are overwritten in backward."""
@@ -63,6 +64,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         losses, lse = combine(stats, targets, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size)
         ctx.save_for_backward(logits, targets, lse)
         ctx.scale, ctx.loss = scale, loss
+        if loss.observe is not None:
+            loss.observe(losses)
         return losses.sum() * scale
 
     @staticmethod

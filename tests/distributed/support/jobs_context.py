@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.layout import Layout
 from megalite.mesh import Mesh
 from megalite.parallel.context.attend import attention_over
-from megalite.parallel.context.parts import PARTS, Part
+from megalite.parallel.context.parts import PARTS, Part, split
 
 Shape = tuple[int, int, int, int, int]
 """Sequence, batch, heads, key-value heads, channels."""
@@ -49,10 +49,10 @@ def whole(shape: Shape, dtype: torch.dtype, masked: bool) -> tuple[Tensor, ...]:
     return out, *attention_backward(dout, q, k, v, out, saved, **options)
 
 
-def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: bool) -> dict[str, Any]:
+def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: bool, inner: int = 1) -> dict[str, Any]:
     """out, dq, dk and dv of this rank's part, its positions, and the bytes that forward and backward have sent, counted at the sockets."""
-    mesh = context.cached(("cp", context.world), lambda: Mesh(Layout(cp=context.world)))
-    parts = PARTS[method](shape[0], context.world)
+    mesh = context.cached(("cp", context.world, inner), lambda: Mesh(Layout(cp=context.world, context_inner=inner)))
+    parts = split(PARTS[method](shape[0], context.world // inner), inner)
     places = torch.cat([torch.arange(run.start, run.stop) for run in parts[context.rank]])
     options = options_of(shape, masked)
     starts = options["document_start"]
@@ -68,7 +68,7 @@ def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: 
 
     dist.isend = counted
     try:
-        out = attention_over(mesh.cp, method)(*leaves, options)
+        out = attention_over(mesh.cp, method, mesh.cp_levels)(*leaves, options)
         sent.append(0)
         out.backward(dout)
     finally:

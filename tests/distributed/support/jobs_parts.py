@@ -104,7 +104,7 @@ def token_losses(context: Any, config: dict[str, Any], validation: bool) -> tupl
         (stage,) = trainer.parts.stages.values()
         if validation:
             assert trainer.validation_data is not None
-            loader = trainer._loader(trainer.validation_data, trainer.validation_data.samples_per_epoch)
+            loader = trainer.loader_of(trainer.validation_data, trainer.validation_data.samples_per_epoch)
             microbatches = [each for batch in loader.epoch() for each in batch]
             loader.close()
         else:

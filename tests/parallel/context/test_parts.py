@@ -8,7 +8,7 @@ import torch
 from megalite.batch import IGNORE_INDEX
 from megalite.config.dims import part_length
 from megalite.config.load import from_dict
-from megalite.parallel.context.parts import PARTS, Run, contiguous, sees, zigzag
+from megalite.parallel.context.parts import PARTS, Run, contiguous, grouped, sees, split, zigzag
 from megalite.parallel.context.rows import Cut
 
 
@@ -87,6 +87,16 @@ def test_lengths_are_padded_for_zigzag_and_sequence_parallelism():
     assert of(13) == 13 and of(13, tp=2, sequence_parallel=True) == 13  # whole rows are not padded: a rule refuses this one
     assert of(13, cp=4) == 4 and of(13, cp=4, context="ring") == 4 and of(17, cp=4, context="ring") == 6
     assert of(17, cp=4, tp=2, sequence_parallel=True) == 6 and of(17, cp=4, tp=2) == 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_pieces_of_parts_are_joined_to_the_parts(ranks):
+    for parts in (contiguous(24, 2), zigzag(24, 2), [(Run(0, 7), Run(20, 4), Run(25, 1)), (Run(7, 12),)]):
+        pieces = split(parts, ranks)
+        assert len({len(positions(runs)) for runs in pieces}) == 1 and len(pieces) == len(parts) * ranks
+        assert list(map(positions, grouped(tuple(pieces), ranks))) == list(map(positions, parts))
+        held = [sum(map(positions, pieces[first : first + ranks]), []) for first in range(0, len(pieces), ranks)]
+        assert held == list(map(positions, parts))
 
 
 def test_runs_know_where_they_end():

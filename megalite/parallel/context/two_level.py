@@ -1,0 +1,72 @@
+"""Two levels of context parallelism (as USP, Fang & Zhao 2024): Ulysses among the ranks of a node, a ring between nodes.
+
+    inner    all-to-all: parts of all heads for the positions of the whole inner group, with some of the heads; back after attention
+    outer    a ring over the ranks with the same heads, whose parts are those of the inner groups
+
+The inner group's positions are in ascending order where rank after rank of it holds consecutive pieces of them (`parts.split`). Hops
+between nodes carry the keys and values of some of the heads only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.context.parts import Part, grouped
+from megalite.parallel.context.ring import Ring
+from megalite.parallel.context.sinks import SomeSinks
+from megalite.parallel.context.ulysses import summed, to_heads, to_positions
+
+LEFT_OUT = ("part", "sinks", "recompute", "boundaries")  # a ring never keeps probabilities, and its queries are of no whole document
+
+
+class _ToHeads(torch.autograd.Function):
+    """q, k, v [seq/cp, batch, heads, dim] -> [seq/outer, batch, heads/inner, dim]. Backward: the inverse, copies of a head summed."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: MeshAxis, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        ctx.inner, ctx.kv_heads, repeats = inner, k.shape[2], max(inner.size // k.shape[2], 1)
+        return tuple(to_heads((q, *(x.repeat_interleave(repeats, dim=2) for x in (k, v))), inner))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        dq, dk, dv = to_positions(grads, ctx.inner)
+        return None, dq, summed(dk, ctx.kv_heads), summed(dv, ctx.kv_heads)
+
+
+class _ToPositions(torch.autograd.Function):
+    """The output [seq/outer, batch, heads/inner, dim] -> [seq/cp, batch, heads, dim]. Backward: the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: MeshAxis, out: Tensor) -> Tensor:
+        ctx.inner = inner
+        return to_positions([out], inner)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, to_heads(grads, ctx.inner)[0]
+
+
+def two_level(inner: MeshAxis, outer: MeshAxis) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]:
+    """`attend`, as `attend.attention_over` describes it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        part: Part = options["part"]
+        runs, starts = grouped(tuple(part.runs), inner.size), part.document_start
+        used = {name: value for name, value in options.items() if name not in LEFT_OUT}
+        if starts is not None:
+            used["document_start"] = torch.cat([starts[run.start : run.stop] for run in runs[outer.rank]])
+        if used["dropout"] is not None:
+            first = used["dropout"].head_offset + q.shape[2] // inner.size * inner.rank
+            used["dropout"] = replace(used["dropout"], head_offset=first)
+        heads = _ToHeads.apply(inner, q, k, v)
+        sinks = None if "sinks" not in options else SomeSinks(options["sinks"], inner)
+        out: Tensor = Ring.apply(*heads, outer, Part(runs, outer.rank, part.length, None), used, sinks)
+        return _ToPositions.apply(inner, out)
+
+    return attend

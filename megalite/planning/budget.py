@@ -1,0 +1,410 @@
+"""train.recompute: budget. Which operations of each layer backward computes again, so that no rank needs more than train.memory_budget and
+the time of recomputation is least. A pure function of the configuration, the device and the bytes. Imports no torch.
+
+A pipeline rank's peak is the largest of its loads along its list of actions (`memory.Profile`). With m_v the number of microbatches of
+which layer v holds what it keeps at that moment, kept_v the bytes that it keeps although they could be computed again, and a constant for
+everything else, the layer in whose backward the rank is included,
+
+    load = constant + Σ_v m_v · kept_v
+
+so a load within the budget is a linear constraint on the choices of the layers, whose costs add up: an integer programme for each rank,
+solved exactly by `keeping`. Layers with equal descriptions and equal m_v in all constraints are exchangeable. Loads that others exceed
+whatever is chosen are left out; one or two remain for a stage.
+
+Where attention keeps probabilities (on CPUs, in fp32), the constant includes those of the layer in its backward, unless every layer of the
+rank computes them a block at a time: both are solved, and the better one is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from megalite.build import plan
+from megalite.config.dims import ParallelDims
+from megalite.config.recomputation import BUDGET, OPERATIONS, written
+from megalite.config.schema import Config, ConfigError
+from megalite.model.cost.recomputed import Group, Operation, groups
+from megalite.parallel.pipeline.schedule import Kind as Pass
+from megalite.parallel.pipeline.schedule import Schedule
+from megalite.planning import hardware
+from megalite.planning.activations import Activations, Held
+from megalite.planning.keeping import Kind, Option, solve
+from megalite.planning.memory import estimate, settled
+from megalite.planning.operations import Operations
+from megalite.planning.recomputing import of_operation
+from megalite.planning.states import Device
+
+CPU = {
+    **{"tflops": {"fp32": 0.05, "bf16": 0.05, "fp16": 0.05, "fp64": 0.025}, "sustained": 1.0, "multiprocessors": 1, "memory_gib": 8.0},
+    **{"memory_gbs": 8.0, "within": {"gbs": 2, "latency_us": 50}, "between": {"gbs": 1, "latency_us": 50}, "gpus_per_node": 8},
+    **{"host": {"gbs": 8, "latency_us": 1}, "attention_gflops": [10.0, 10.0], "cpu": True, "measured": True, "kernel_us": 5},
+}
+"""A core of a CPU that is not measured: only the proportions count. `profiling.hardware` names a measured one."""
+GPU = "h100"  # of a GPU that profiling.hardware does not name
+
+
+def bytes_of(config: Config, memory: float | None = None) -> int:
+    """train.memory_budget in bytes. memory: bytes of the device, of which it may be a share. Raises ConfigError if they are unknown."""
+    budget = config.train.memory_budget
+    assert budget is not None
+    if budget > 1:
+        return int(budget)
+    if memory is None and config.profiling.hardware is not None:
+        memory = _costs(config.profiling.hardware, "cuda").memory
+    if memory is None:
+        raise ConfigError(
+            f"train.memory_budget = {budget:g} is a share of a device whose memory is not known here. "
+            "Give bytes, such as 70GB, or name the device with profiling.hardware."
+        )
+    return int(budget * memory)
+
+
+def resolved(config: Config, device: Device = "cuda", memory: float | None = None) -> Config:
+    """The configuration of a run whose dp is resolved, with operations in place of a budget. Raises ConfigError.
+
+    memory: bytes of the device.
+    """
+    if config.train.recompute != BUDGET:
+        return config
+    found = decide(config, bytes_of(config, memory), device=device)
+    return replace(config, train=replace(config.train, recompute=found.recompute))
+
+
+@dataclass(frozen=True)
+class RankDecision:
+    """What a pipeline rank recomputes.
+
+    Attributes:
+        stages: for each of its stages, number and layers.
+        modes: the mode of each of its layers, by index.
+        seconds: of recomputation per microbatch, as predicted.
+        everything, nothing: peak bytes if everything is recomputed, and if nothing is.
+        total: peak bytes as decided.
+    """
+
+    pp_rank: int
+    stages: tuple[tuple[int, range], ...]
+    modes: dict[int, str]
+    seconds: float
+    everything: int
+    nothing: int
+    total: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks recompute: `recompute` is the value of train.recompute that says it layer by layer."""
+
+    budget: int
+    recompute: str
+    ranks: tuple[RankDecision, ...]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a decision depends on; equal where `key` is."""
+
+    key: str
+    config: Config = field(compare=False)
+    costs: hardware.Device = field(compare=False)
+
+
+def decide(
+    config: Config,
+    budget: int,
+    world_size: int | None = None,
+    device: Device = "cuda",
+    costs: hardware.Device | None = None,
+    schedule: Schedule | None = None,
+    exact: bool = True,
+) -> Decision:
+    """What to recompute so that every rank needs at most `budget` bytes. Raises ConfigError, naming the smallest budget, if nothing does.
+
+    Args:
+        costs: the device whose times are minimized; default: that of profiling.hardware, or a usual one.
+        schedule: a schedule that needs as much memory as the run's, and has fewer microbatches.
+        exact: False takes a good choice in place of the best one, and is fast.
+    """
+    config = settled(replace(config, train=replace(config.train, recompute="none")), world_size or ParallelDims.of(config).world)
+    costs = costs or _costs(config.profiling.hardware, device)
+    if schedule is not None:
+        return _decision(_Problem(config, device, costs, schedule, exact), budget)
+    return _decided(_Asked(f"{config} {costs}", config, costs), budget, device)
+
+
+@lru_cache(maxsize=8)
+def _costs(name: str | None, device: Device) -> hardware.Device:
+    """The device of profiling.hardware, else a usual one."""
+    if name is None:
+        return hardware.read_device("cpu", dict(CPU)) if device == "cpu" else hardware.find(GPU)
+    try:
+        return hardware.find(name)
+    except hardware.HardwareError as error:
+        raise ConfigError(str(error).replace("--gpu", "profiling.hardware =")) from None
+
+
+@lru_cache(maxsize=8)  # a start asks several times: to check, to build, to print
+def _decided(asked: _Asked, budget: int, device: Device) -> Decision:
+    config = asked.config
+    return _decision(_Problem(config, device, asked.costs, plan.schedule(config, ParallelDims.of(config).microbatches)), budget)
+
+
+def _decision(problem: _Problem, budget: int) -> Decision:
+    config = problem.config
+    ranks = [problem.rank(rank, budget) for rank in range(config.parallel.pp)]
+    if max(each.everything for each in ranks) > budget:
+        raise ConfigError(_too_small(config, budget, ranks))
+    modes: dict[int, str] = {}
+    for rank in ranks:
+        modes |= rank.modes
+    recompute = written([modes[layer] for layer in range(config.model.num_hidden_layers)])
+    chosen = replace(config, train=replace(config.train, recompute=recompute))
+    totals = [each.total for each in estimate(chosen, ParallelDims.of(chosen).world, problem.device, problem.schedule)]
+    return Decision(budget, recompute, tuple(replace(each, total=total) for each, total in zip(ranks, totals, strict=True)))
+
+
+def _too_small(config: Config, budget: int, ranks: Sequence[RankDecision]) -> str:
+    given = config.train.memory_budget
+    value = f"{given:g}" if given is not None and given <= 1 else amount(budget)
+    each = ", ".join(f"{amount(rank.everything, up=True)} for pipeline rank {rank.pp_rank}" for rank in ranks if rank.everything > budget)
+    least = amount(max(rank.everything for rank in ranks), up=True)
+    return (
+        f"train.memory_budget = {value} is less than a rank needs that recomputes everything: {each}. "
+        f"Legal values: from {least}. Or lower train.micro_batch_size, or use more ranks."
+    )
+
+
+def amount(size: float, up: bool = False) -> str:
+    """Bytes as an option takes them, rounded to four digits, or up to the next one."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size >= scale:
+            digits = 10.0 ** max(0, 3 - len(str(int(size / scale))))
+            scaled = size / scale * digits
+            rounded = -(-scaled // 1) if up else round(scaled)
+            return f"{rounded / digits:g}{unit}"
+    return f"{size:.0f}B"
+
+
+class _Load(NamedTuple):
+    """A load of a rank: bytes that no choice changes, and for each stage (m, first): its layers from index `first` of the stage on keep
+    their results of m microbatches, those before of m + 1."""
+
+    constant: int
+    held: tuple[tuple[int, int], ...]
+
+    def covers(self, other: _Load) -> bool:
+        return self.constant >= other.constant and all(a >= b for a, b in zip(self.held, other.held, strict=True))
+
+
+class _Layer(NamedTuple):
+    """A layer on a rank: its number, its stage's place on the rank, and its own place in the stage, the embedding included."""
+
+    number: int
+    stage: int
+    place: int
+
+    def multiple(self, load: _Load) -> int:
+        held, first = load.held[self.stage]
+        return held + (self.place < first)
+
+
+class _Problem:
+    """The integer programmes of a configuration that keeps everything, one for each pipeline rank."""
+
+    def __init__(self, config: Config, device: Device, costs: hardware.Device, schedule: Schedule, exact: bool = True):
+        self.config, self.device, self.schedule, self.exact = config, device, schedule, exact
+        self.units = plan.units_of(config)
+        self.splits = Pass.WEIGHT in self.schedule.passes
+        self.kept = self._activations("none")
+        self.operations = Operations(costs, config.model, config.train.precision, lora=config.lora)
+
+    def _activations(self, recompute: str) -> Activations:
+        config = replace(self.config, train=replace(self.config.train, recompute=recompute))
+        return Activations(config, self.device, self.splits, config.lora)
+
+    def rank(self, rank: int, budget: int) -> RankDecision:
+        """What a rank recomputes; everything if nothing else fits, or even that does not."""
+        world = ParallelDims.of(self.config).world
+        (nothing,) = estimate(self.config, world, self.device, self.schedule, [rank])
+        stages = self.schedule.stages_of(rank)
+        layers = self._layers(stages)
+        room = budget - nothing.states.device - nothing.communication
+        ways = [self._solved(stages, layers, room, scores) for scores in sorted({self._has_scores(layers), False})]
+        least = min(way.least for way in ways)
+        best = min((way for way in ways if way.modes is not None), key=lambda way: way.seconds, default=None)
+        return RankDecision(
+            rank,
+            tuple((stage, range(*self._span(stage))) for stage in stages),
+            {} if best is None or best.modes is None else best.modes,
+            0.0 if best is None else best.seconds,
+            nothing.states.device + nothing.communication + max(least, nothing.exchanging),
+            nothing.total,
+        )
+
+    def _span(self, stage: int) -> tuple[int, int]:
+        """The first layer of a stage, and the one after its last."""
+        layers = [unit - 1 for unit in self.units[stage] if 0 < unit <= self.config.model.num_hidden_layers]
+        return (layers[0], layers[-1] + 1) if layers else (0, 0)
+
+    def _layers(self, stages: Sequence[int]) -> list[_Layer]:
+        found = []
+        for place, stage in enumerate(stages):
+            units = [unit for unit in enumerate(self.units[stage]) if 0 < unit[1] <= self.config.model.num_hidden_layers]
+            found += [_Layer(unit - 1, place, index) for index, unit in units]
+        return found
+
+    def _has_scores(self, layers: Sequence[_Layer]) -> bool:
+        return any("scores" in operation.names for layer in layers for group in self._groups(layer.number) for operation in group)
+
+    def _groups(self, layer: int) -> list[Group]:
+        return groups(self.kept.units, layer)
+
+    def _solved(self, stages: Sequence[int], layers: Sequence[_Layer], room: int, scores: bool) -> _Solution:
+        """The best choice; `scores`: among those in which every layer recomputes the probabilities of attention a block at a time."""
+        everything = self._activations("+".join(name for name in OPERATIONS if scores or name != "scores"))
+        loads = _loads(self.schedule, [everything.stage(self.units[stage]) for stage in stages], sum(
+            everything.tables(self.units[stage]) for stage in stages), stages)  # fmt: skip
+        least = max((load.constant for load in loads), default=0)
+        if least > room:
+            return _Solution(least, None, 0.0)
+        columns: dict[tuple[object, ...], list[_Layer]] = {}
+        for layer in layers:
+            key = self.kept.units.alike(layer.number), *(layer.multiple(load) for load in loads)
+            columns.setdefault(key, []).append(layer)
+        choices = [
+            (alike, group)
+            for alike in columns.values()
+            for group in (self._choice(each, alike[0].number, scores) for each in self._groups(alike[0].number))
+            if group.options
+        ]
+        kept = [sum(len(alike) * group.kept * alike[0].multiple(load) for alike, group in choices) for load in loads]
+        kinds = [
+            Kind(
+                len(alike),
+                tuple(Option(cost, tuple(freed * alike[0].multiple(load) for load in loads)) for _, cost, freed in group.options),
+            )
+            for alike, group in choices
+        ]
+        counts = solve(kinds, [load.constant + more - room for load, more in zip(loads, kept, strict=True)], self.exact)
+        if counts is None:
+            return _Solution(least, None, 0.0)
+        return self._written(least, layers, choices, counts, scores)
+
+    def _choice(self, group: Group, layer: int, scores: bool) -> _Choice:
+        """The alternatives of a group. With `scores`, those that recompute the probabilities, relative to doing only that."""
+        size, share = self.kept.bytes_of, self.kept.share
+        found = [
+            (each.names, sum(of_operation(self.operations, share, layer, each)), size(each.buffers))
+            for each in _alternatives(group, scores)
+        ]
+        if scores and "scores" in group[0].names:
+            (_, cost, freed), *found = found
+            found = [(names, its_cost - cost, its_freed - freed) for names, its_cost, its_freed in found]
+        return _Choice(tuple(found), max((freed for _, _, freed in found), default=0))
+
+    def _written(
+        self,
+        least: int,
+        layers: Sequence[_Layer],
+        choices: Sequence[tuple[list[_Layer], _Choice]],
+        counts: Sequence[tuple[int, ...]],
+        scores: bool,
+    ) -> _Solution:
+        names: dict[int, set[str]] = {layer.number: {"scores"} if scores else set() for layer in layers}
+        seconds = sum(self.operations.attention_again(self.kept.share, layer.number) for layer in layers) if scores else 0.0
+        for (alike, group), taken in zip(choices, counts, strict=True):
+            first = 0
+            for (operations, cost, _), count in zip(group.options, taken, strict=True):
+                for layer in alike[first : first + count]:
+                    names[layer.number] |= set(operations)
+                seconds, first = seconds + count * cost, first + count
+        order = list(OPERATIONS)
+        modes = {number: "+".join(sorted(found, key=order.index)) or "none" for number, found in names.items()}
+        return _Solution(least, {number: "selective" if mode == "scores" else mode for number, mode in modes.items()}, seconds)
+
+
+class _Choice(NamedTuple):
+    """Alternatives of keeping a group: (operations, seconds, bytes freed); and the bytes that it keeps if none is taken."""
+
+    options: tuple[tuple[tuple[str, ...], float, int], ...]
+    kept: int
+
+
+class _Solution(NamedTuple):
+    """Bytes of the largest load if everything is recomputed; the mode of each layer, None if nothing fits; seconds per microbatch."""
+
+    least: int
+    modes: dict[int, str] | None
+    seconds: float
+
+
+def _alternatives(group: Group, scores: bool) -> list[Operation]:
+    if scores and "scores" in group[0].names:
+        return [each for each in group if each.scores]
+    return list(group)
+
+
+def _loads(schedule: Schedule, stages: Sequence[Sequence[Held]], tables: int, numbers: Sequence[int]) -> list[_Load]:
+    """The loads of a rank of which no other one covers, given what its stages keep if everything is recomputed. As `memory.Profile`."""
+    place = {number: index for index, number in enumerate(numbers)}
+    full, held, found = [0] * len(stages), tables, dict[tuple[tuple[int, int], ...], int]()
+
+    def note(stage: int, first: int, constant: int) -> None:
+        key = tuple((count, first if other == stage else 0) for other, count in enumerate(full))
+        found[key] = max(found.get(key, 0), constant)
+
+    for action in schedule.compute(schedule.placement[numbers[0]]):
+        stage = place[action.stage]
+        units = stages[stage]
+        if action.kind is Pass.FORWARD:
+            for index, unit in enumerate(units):
+                held += unit.saved + unit.logits
+                note(stage, index + 1, held + unit.logits_chunk)
+            full[stage] += 1
+        elif action.kind is Pass.BACKWARD:
+            full[stage] -= 1
+            for index, unit in reversed(list(enumerate(units))):
+                note(stage, index, held + unit.recomputed + unit.stash_first + unit.workspace)
+                held += unit.stash - unit.saved + unit.logits_stash - unit.logits
+            note(stage, 0, held)
+        else:
+            held -= sum(unit.stash + unit.logits_stash for unit in units)
+    return _uncovered([_Load(constant, key) for key, constant in found.items()])
+
+
+def _uncovered(loads: list[_Load]) -> list[_Load]:
+    kept: list[_Load] = []
+    for load in sorted(loads, reverse=True):
+        if not any(other.covers(load) for other in kept):
+            kept.append(load)
+    return kept
+
+
+def table(decision: Decision) -> list[str]:
+    """The decision as lines of text: what each stage recomputes, and each rank's peak."""
+    rows: list[tuple[str, ...]] = [("pp rank", "stage", "layers", "recomputed", "peak", "without", "at least")]
+    for rank in decision.ranks:
+        peaks = [amount(size) for size in (rank.total, rank.nothing, rank.everything)]
+        for stage, span in rank.stages:
+            for mode, first, last in _runs(rank.modes, span):
+                layers = str(first) if first == last else f"{first}-{last}"
+                rows.append((str(rank.pp_rank), str(stage), layers, mode.replace("+", ", "), *peaks))
+                peaks = ["", "", ""]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    slowest = max(rank.seconds for rank in decision.ranks)
+    return [f"recomputation within {amount(decision.budget)} per rank, at most {slowest * 1e3:.3g} ms per microbatch (predicted):", *lines]
+
+
+def _runs(modes: dict[int, str], span: range) -> list[tuple[str, int, int]]:
+    """(mode, first, last) of consecutive layers that recompute alike."""
+    found: list[tuple[str, int, int]] = []
+    for layer in span:
+        if found and found[-1][0] == modes[layer]:
+            found[-1] = (modes[layer], found[-1][1], layer)
+        else:
+            found.append((modes[layer], layer, layer))
+    return found

@@ -1,0 +1,236 @@
+"""Which results to keep: an exact solution of the integer programme that `planning.budget` states. Imports no torch.
+
+Every kind has a number of equal items (layers), and each item takes one of the kind's options: to keep everything, which costs nothing, or
+an option that costs some time and frees some bytes of every constraint. Wanted is the choice of least cost that frees at least what each
+constraint needs: a covering knapsack with alternatives.
+
+Kinds are decided one after the other, and after each only those partial choices are followed on that can still become the best: which
+another one does not dominate (at most its cost, and nothing more left to free), and whose lower bound is below the cost of the best choice
+known. The bound is that of the linear relaxation, for each constraint by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Option(NamedTuple):
+    """A way of treating one item: its cost, and what it frees of each constraint."""
+
+    cost: float
+    frees: tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """A number of equal items, and the options besides keeping everything."""
+
+    items: int
+    options: tuple[Option, ...]
+
+
+Counts = tuple[tuple[int, ...], ...]
+"""For each kind, the number of items that take each of its options."""
+
+
+class _States(NamedTuple):
+    """Choices for the kinds so far, one in a row: costs, what is left to free of each constraint, the choice before, and the counts."""
+
+    costs: Array
+    left: Array  # [states, constraints]
+    parents: Array
+    taken: Array  # index into the last kind's possible counts
+
+
+def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Counts | None:
+    """The choice of least cost that frees what every constraint needs; None if there is none.
+
+    exact: False takes a good choice, and is fast.
+    """
+    wanted = [index for index, need in enumerate(needs) if need > 0]
+    if not wanted:
+        return tuple((0,) * len(kind.options) for kind in kinds)
+    narrow = [Kind(kind.items, tuple(Option(each.cost, tuple(each.frees[i] for i in wanted)) for each in kind.options)) for kind in kinds]
+    need = tuple(needs[index] for index in wanted)
+    known = _greedy(narrow, need)
+    if known is not None and not exact:
+        return known
+    hulls = [[_hull(kind, index) for index in range(len(need))] for kind in narrow]
+    limit = math.inf if known is None else sum(map(_cost, narrow, known)) * (1 - 1e-12)
+    levels = [_States(np.zeros(1), np.array([need], dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]
+    possible: list[list[tuple[int, ...]]] = []
+    for number, kind in enumerate(narrow):
+        possible.append(list(_counts(kind)))
+        levels.append(_followed(levels[-1], kind, possible[-1], _Bound(hulls[number + 1 :], len(need)), limit))
+    last = levels[-1]
+    complete = np.flatnonzero(~last.left.any(axis=1))
+    if not len(complete):
+        return known
+    at, counts = complete[np.argmin(last.costs[complete])], list[tuple[int, ...]]()
+    for level, choices in zip(reversed(levels), reversed(possible), strict=False):
+        counts.append(choices[level.taken[at]])
+        at = level.parents[at]
+    return tuple(reversed(counts))
+
+
+def _followed(states: _States, kind: Kind, possible: Sequence[tuple[int, ...]], after: _Bound, limit: float) -> _States:
+    """The states after one more kind that can still become the best choice."""
+    choices = np.array(possible, dtype=np.int64)  # [counts, options]
+    frees = choices @ np.array([option.frees for option in kind.options], dtype=np.int64)  # [counts, constraints]
+    costs = states.costs[:, None] + choices @ np.array([option.cost for option in kind.options])
+    left = np.maximum(states.left[:, None, :] - frees, 0)  # [states, counts, constraints]
+    parents, taken = np.nonzero(costs + after.least(left) < limit)
+    found = _States(costs[parents, taken], left[parents, taken], parents, taken)
+    order = np.lexsort((*found.left.T, found.costs))
+    kept = order[_undominated(found.left[order])]
+    return _States(*(each[kept] for each in found))
+
+
+def _undominated(left: Array) -> Array:
+    """Indices of rows, given in order of their cost, without those that leave no less of every constraint than an earlier one."""
+    if left.shape[1] == 1:
+        column = left[:, 0]
+        before = np.minimum.accumulate(np.concatenate(([np.iinfo(np.int64).max], column[:-1]))) if len(column) else column
+        return np.flatnonzero(column < before)
+    kept: list[int] = []
+    if left.shape[1] == 2:
+        firsts, seconds = list[int](), list[int]()  # the staircase of the rows so far: ascending, descending
+        for row, (first, second) in enumerate(left.tolist()):
+            at = bisect_right(firsts, first)
+            if at and seconds[at - 1] <= second:
+                continue
+            kept.append(row)
+            at = bisect_left(firsts, first)
+            end = at
+            while end < len(firsts) and seconds[end] >= second:
+                end += 1
+            firsts[at:end], seconds[at:end] = [first], [second]
+        return np.array(kept, dtype=np.int64)
+    for row in range(len(left)):
+        if not kept or not (left[kept] <= left[row]).all(axis=1).any():
+            kept.append(row)
+    return np.array(kept, dtype=np.int64)
+
+
+def _cost(kind: Kind, taken: Sequence[int]) -> float:
+    return sum(count * option.cost for count, option in zip(taken, kind.options, strict=True))
+
+
+def _counts(kind: Kind) -> Iterator[tuple[int, ...]]:
+    """Numbers of items that may take each of a kind's options."""
+
+    def shared(options: int, items: int) -> Iterator[tuple[int, ...]]:
+        if options == 0:
+            yield ()
+            return
+        for count in range(items + 1):
+            for others in shared(options - 1, items - count):
+                yield (count, *others)
+
+    return shared(len(kind.options), kind.items)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A part of the linear relaxation: so many bytes at so much cost for each."""
+
+    rate: float
+    frees: int
+
+
+class _Bound:
+    """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of items."""
+
+    def __init__(self, hulls: Sequence[Sequence[Sequence[_Step]]], constraints: int):
+        self._freed: list[Array] = []
+        self._costs: list[Array] = []
+        self._rates: list[Array] = []
+        for index in range(constraints):
+            steps = sorted((step for hull in hulls for step in hull[index]), key=lambda step: step.rate)
+            self._freed.append(np.array([0, *accumulate(step.frees for step in steps)], dtype=np.int64))
+            self._costs.append(np.array([0.0, *accumulate(step.frees * step.rate for step in steps)]))
+            self._rates.append(np.array([0.0, *(step.rate for step in steps)]))
+
+    def least(self, left: Array) -> Array:
+        """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it can not be freed."""
+        bound = np.zeros(left.shape[:-1])
+        for index, (freed, costs, rates) in enumerate(zip(self._freed, self._costs, self._rates, strict=True)):
+            need = left[..., index]
+            step = np.searchsorted(freed, need)  # freed[step - 1] < need ≤ freed[step]
+            inside = np.minimum(step, len(freed) - 1)
+            found = costs[inside] - (freed[inside] - need) * rates[inside]
+            bound = np.maximum(bound, np.where(step == len(freed), np.inf, found))
+        return bound
+
+
+def _hull(kind: Kind, index: int) -> list[_Step]:
+    """The lower convex hull of a kind's options for one constraint, from keeping everything on."""
+    points, at, steps = [(option.frees[index], option.cost) for option in kind.options], (0, 0.0), list[_Step]()
+    while further := [point for point in points if point[0] > at[0]]:
+        start = at
+        rate, frees, cost = min(((cost - start[1]) / (frees - start[0]), -frees, cost) for frees, cost in further)
+        steps.append(_Step(max(rate, 0.0), kind.items * (-frees - start[0])))
+        at = (-frees, cost)
+    return steps
+
+
+def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
+    """A good choice: items by items, the cheapest for what is still needed, then all that turn out to be needless taken back."""
+    taken = [[0] * len(kind.options) for kind in kinds]
+    left = np.array(needs, dtype=np.int64)
+    moves = [  # an option of a kind in place of another one, or of keeping everything
+        (number, option, other)
+        for number, kind in enumerate(kinds)
+        for option in range(len(kind.options))
+        for other in (-1, *(other for other in range(len(kind.options)) if other != option))
+    ]
+    frees = np.array([_difference(kinds[number], option, other).frees for number, option, other in moves], dtype=np.int64)
+    costs = np.array([max(_difference(kinds[number], option, other).cost, 0.0) for number, option, other in moves])
+
+    def available(number: int, other: int) -> int:
+        return kinds[number].items - sum(taken[number]) if other < 0 else taken[number][other]
+
+    while (left > 0).any():
+        gains = ((np.maximum(left, 0) - np.maximum(left - frees, 0)) / np.array(needs)).sum(1)  # of what is needed
+        gains *= [available(number, other) > 0 for number, _, other in moves]
+        if gains.max(initial=0.0) <= 0:
+            return None
+        best = int(np.argmin(np.where(gains > 0, costs / np.where(gains > 0, gains, 1.0), np.inf)))
+        number, option, other = moves[best]
+        useful = [-(-need // freed) for need, freed in zip(left.tolist(), frees[best].tolist(), strict=True) if need > 0 and freed > 0]
+        count = 1 if (frees[best] < 0).any() else min(available(number, other), *useful)
+        taken[number][option] += count
+        if other >= 0:
+            taken[number][other] -= count
+        left -= count * frees[best]
+    _take_back(kinds, taken, left.tolist())
+    return tuple(map(tuple, taken))
+
+
+def _difference(kind: Kind, option: int, other: int) -> Option:
+    """What an option costs and frees more than another one; -1: than keeping everything."""
+    new = kind.options[option]
+    if other < 0:
+        return new
+    old = kind.options[other]
+    return Option(new.cost - old.cost, tuple(a - b for a, b in zip(new.frees, old.frees, strict=True)))
+
+
+def _take_back(kinds: Sequence[Kind], taken: list[list[int]], left: list[int]) -> None:
+    """Keep everything again in items that are not needed, the costly ones first."""
+    every = [(option.cost, number, index) for number, kind in enumerate(kinds) for index, option in enumerate(kind.options)]
+    for _, number, index in sorted(every, reverse=True):
+        frees = kinds[number].options[index].frees
+        while taken[number][index] and all(need + freed <= 0 for need, freed in zip(left, frees, strict=True)):
+            taken[number][index] -= 1
+            for i, freed in enumerate(frees):
+                left[i] += freed

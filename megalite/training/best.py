@@ -1,0 +1,61 @@
+"""The best validation loss of a run: the checkpoint that is kept for it, and the end of a run whose loss no longer falls.
+
+What is known is part of the checkpoints (`Trainer.loop_state`): a resumed run counts on, and a rollback forgets what came after. All ranks
+have the same losses, so each decides alike without communication.
+"""
+
+from __future__ import annotations
+
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+from megalite.checkpoint import directories, step_name, step_number
+from megalite.config.schema import Config
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
+    from megalite.training.validation import Losses
+
+KEY = "best"
+
+
+def note(trainer: Trainer, losses: Losses) -> bool:
+    """Take in the losses of a validation after the last step. Returns whether it is the best so far."""
+    train, found = trainer.config.train, losses.of(trainer.config.validation.monitor)
+    state = {"loss": None, "step": 0, "improved": None, "waited": 0, **trainer.loop_state.get(KEY, {})}
+    value = found if isfinite(found) else inf
+    best = value < _number(state["loss"])
+    if best:
+        state |= {"loss": value, "step": trainer.step_done}
+    if value < _number(state["improved"]) - train.early_stopping_threshold:
+        state |= {"improved": value, "waited": 0}
+    else:
+        state["waited"] += 1
+    trainer.loop_state[KEY] = state
+    return best
+
+
+def _number(value: float | None) -> float:
+    return inf if value is None else value
+
+
+def stopped_early(config: Config, loop_state: dict[str, Any]) -> str | None:
+    """Why the run ends before its last step; None: it goes on."""
+    patience, state = config.train.early_stopping_patience, loop_state.get(KEY, {})
+    if patience is None or state.get("waited", 0) < patience:
+        return None
+    best = "none was finite" if state["loss"] is None else f"the best is {state['loss']:.4f}, after step {state['step']}"
+    times = f"{state['waited']} validation{'s' if state['waited'] > 1 else ''}"
+    return f"no improvement in {times} (train.early_stopping_patience = {patience}): {best}"
+
+
+def mark_again(trainer: Trainer) -> None:
+    """After a resume or a rollback, on rank 0: let `checkpoints/best` name the best of what the run now knows, or nothing."""
+    checkpoints = trainer.run_dir / "checkpoints"
+    wanted, marked = checkpoints / step_name(trainer.loop_state.get(KEY, {}).get("step", 0)), directories.best(checkpoints)
+    if wanted.is_dir():
+        directories.mark_best(wanted)
+    elif (
+        marked is not None and (step_number(marked.name) or 0) > trainer.step_done
+    ):  # else its save has failed, and `marked` is the next best
+        (checkpoints / directories.BEST).unlink()

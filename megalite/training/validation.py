@@ -1,0 +1,62 @@
+"""Validation: the mean loss over the tokens of each validation set, summed over all ranks and divided once."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megalite.batch import IGNORE_INDEX
+from megalite.parallel.collectives import all_reduce
+from megalite.training.checkpointing import average_of
+
+if TYPE_CHECKING:
+    from megalite.data.dataset import Dataset
+    from megalite.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean losses in nats a token, the same on every rank: `mean` over the tokens of all sets, `by_set` of each set that has a name."""
+
+    mean: float
+    by_set: dict[str, float] = field(default_factory=dict)
+
+    def of(self, name: str | None) -> float:
+        """The loss of a set; None: the mean."""
+        return self.mean if name is None else self.by_set[name]
+
+
+def losses(trainer: Trainer) -> Losses:
+    """Validate with the weights or, with `validation.ema`, with their average. Collective."""
+    assert trainer.validation_data is not None, "data.validation is not set"
+    trainer.finalizer.drain()  # the weights of an unconfirmed step may be wrong
+    average = average_of(trainer) if trainer.config.validation.ema else None
+    sets = trainer.validation_data.sets
+    with nullcontext() if average is None else average.in_use():
+        sums = torch.stack([_sums(trainer, data) for data in sets.values()])  # [sets, 2]
+    sums = all_reduce(sums, trainer.mesh.world).wait()
+    means = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
+    total = sums.sum(0)
+    return Losses((total[0] / total[1].clamp(min=1)).item(), {name: mean for name, mean in zip(sets, means, strict=True) if name})
+
+
+def _sums(trainer: Trainer, data: Dataset) -> Tensor:
+    """The summed loss of a set, and its tokens, on this rank: [2] fp64. Each token counts on one rank."""
+    plan = trainer.forward_schedule
+    loader = trainer.loader_of(data, data.samples_per_epoch)
+    has_loss = trainer.mesh.pp.rank == plan.placement[-1] and trainer.mesh.tp.rank == 0
+    total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+    try:
+        for microbatches in loader.epoch(trainer.config.validation.batches):
+            on_device = [microbatch.to(trainer.device) for microbatch in microbatches]
+            statistics, _ = trainer.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
+            if has_loss:
+                total[0] += statistics["loss"]
+                total[1] += sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
+    finally:
+        loader.close()
+    return total

@@ -1,0 +1,72 @@
+"""Operations that backward computes again give the bits of keeping everything, in every family, and the graph lets go of what it drops."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.recomputation import OPERATIONS
+from megalite.model.recomputation import Value
+from tests.distributed.support import jobs_memory
+from tests.planning.test_memory import ALONE, GPT2, tree
+
+EVERYTHING = "+".join(OPERATIONS)
+DROPOUT = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.1)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}
+FAMILIES = {
+    **{name: case for name, case in ALONE.items() if "recompute" not in case.get("train", {})},
+    "dropout": {"model": DROPOUT},
+    "dropout, layer norms": {"model": {**DROPOUT, **GPT2}},
+    "experts": {"model": EXPERTS},
+}
+
+
+def stepped(case: dict[str, Any], recompute: str) -> list[torch.Tensor]:
+    """The weights after two steps."""
+    torch.manual_seed(0)
+    config = tree(**{**case, "train": {**case.get("train", {}), "recompute": recompute}})
+    rank = jobs_memory.Stepping(SimpleNamespace(cache={}), config)
+    for number in (1, 2):
+        rank.step(number)
+    return [bucket.weights for bucket in rank.parts.store.buckets]
+
+
+@pytest.fixture(scope="module")
+def kept():
+    known: dict[str, list[torch.Tensor]] = {}
+
+    def once(name: str) -> list[torch.Tensor]:
+        if name not in known:
+            known[name] = stepped(FAMILIES[name], "none")
+        return known[name]
+
+    return once
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputing_everything_changes_no_bit(family, kept):
+    for found, expected in zip(stepped(FAMILIES[family], EVERYTHING), kept(family), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("family", ["every tensor", "experts", "parallel, two norms, plain", "norms everywhere, soft caps", "DoRA"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_operation_changes_no_bit(operation, family, kept):
+    for found, expected in zip(stepped(FAMILIES[family], operation), kept(family), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_layers_may_differ(kept):
+    modes = "attn_norm+mlp_norm,full,residual+mlp_in,none"
+    for found, expected in zip(stepped(FAMILIES["dropout"], modes), kept("dropout"), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_nothing_is_left_after_a_step():
+    stepped(FAMILIES["dropout"], EVERYTHING)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, Value)]
