@@ -38,11 +38,11 @@ from megalite.planning.recomputing import of_operation
 from megalite.planning.states import Device
 
 CPU = {
-    **{"tflops": {"fp32": 0.05, "bf16": 0.05, "fp16": 0.05, "fp64": 0.025}, "sustained": 1.0, "multiprocessors": 1, "memory_gib": 8.0},
-    **{"memory_gbs": 8.0, "within": {"gbs": 2, "latency_us": 50}, "between": {"gbs": 1, "latency_us": 50}, "gpus_per_node": 8},
-    **{"host": {"gbs": 8, "latency_us": 1}, "attention_gflops": [10.0, 10.0], "cpu": True, "measured": True, "kernel_us": 5},
+    **{"tflops": {"fp32": 0.2, "bf16": 0.2, "fp16": 0.2, "fp64": 0.1}, "sustained": 1.0, "multiprocessors": 1, "memory_gib": 8.0},
+    **{"memory_gbs": 12.7, "within": {"gbs": 2.2, "latency_us": 120}, "between": {"gbs": 1, "latency_us": 120}, "gpus_per_node": 8},
+    **{"host": {"gbs": 12.7, "latency_us": 1}, "attention_gflops": [80.0, 107.0], "cpu": True, "measured": True, "kernel_us": 3},
 }
-"""A core of a CPU that is not measured: only the proportions count. `profiling.hardware` names a measured one."""
+"""A CPU that is not named: a core with AVX-512 as `megalite plan --calibrate` measured it. Only the proportions count."""
 GPU = "h100"  # of a GPU that profiling.hardware does not name
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from megalite.config.recomputation import OPERATIONS
+from tests.distributed.support import jobs
 from tests.distributed.support.configs import SINGLE, write_tokens
+from tests.distributed.support.jobs_experts import configs
 from tests.distributed.test_bitwise import MODEL, assert_bitwise, run
 
 BASE = {**SINGLE, **MODEL}  # with dropout
@@ -29,6 +32,14 @@ def prefix(tmp_path_factory) -> str:
 def test_recomputed_operations_change_no_bit(layout, ranks, prefix):
     case = {**BASE, **LAYOUTS[layout]}
     got, expected = run(ranks, prefix, {**case, "recompute": SOME}), run(ranks, prefix, case)
+    assert_bitwise(got, expected)
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2, "context": "ulysses", "ep": 2}, {"cp": 2, "context": "ring"}, {"tp": 2, "ep": 2}], ids=str)
+def test_experts_and_parts_of_sequences(layout, ranks, tmp_path):
+    config, _ = configs(write_tokens(tmp_path, 96), zero=1, **layout)
+    again = {**config, "train": {**config["train"], "recompute": "+".join(OPERATIONS)}}
+    got, expected = (ranks.run(2, jobs.train, each, 2) for each in (again, config))
     assert_bitwise(got, expected)
 
 
