@@ -331,11 +331,10 @@ class Search:
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
         """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
-        layout = choice.tp, choice.cp, choice.context, choice.context_inner, choice.sequence_parallel, choice.ep
-        layout = *layout, choice.expert_dispatch
+        split = choice.tp, choice.cp, choice.context, choice.context_inner, choice.sequence_parallel
         if choice.recompute == BUDGET:
             choice = replace(choice, recompute="full")
-        key = *layout, choice.micro_batch_size, choice.recompute, choice.splits
+        key = *split, choice.ep, choice.expert_dispatch, choice.micro_batch_size, choice.recompute, choice.splits
         if key not in self._kept:
             config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1))
             activations = Activations(config, "cpu" if self.job.device.cpu else "cuda", choice.splits, config.lora)
