@@ -2,7 +2,7 @@
 
 step.py, overhead.py     one comparison each: which runs, in which order, and the figures computed from them
 peers.py, pairs.py       ratios to other programs at equal settings, one per round; written_out.py is a GPT in plain torch
-kernels.py               every kernel on a GPU: kernel_run.py measures the cases of kernel_cases.py and attention_cases.py, tuning.py tries
+kernels.py               every kernel on a GPU: kernel_run.py measures the cases of kernel_cases.py and its neighbours, tuning.py tries
                          other settings, kernel_page.py writes the table of docs/kernels.md
 scaling.py               one training on growing numbers of ranks, each world measured by scaling_run.py
 prepare.py               preparation of data, each way measured by preparing.py

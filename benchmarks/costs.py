@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks import prepare, report
 
 RUN = Path(__file__).with_name("costs_run.py")
 MODEL = ["--model.preset", "tiny", "--data.sequence_length", "64", "--train.global_batch_size", "16", "--train.micro_batch_size", "2"]
-SHAPE = {  # of the model that is converted
+SHAPE: dict[str, Any] = {  # of the model that is converted
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 8192,

@@ -16,7 +16,7 @@ import torch
 import triton
 from megalite_kernels import dispatch
 
-from benchmarks import attention_cases, registers, tuning
+from benchmarks import attention_cases, expert_cases, registers, tuning
 from benchmarks.kernel_cases import CASES, Case, Function, Sizes
 from benchmarks.measure import read_spec, timed
 from benchmarks.report import ROW, version
@@ -49,7 +49,7 @@ def main() -> None:
             device = describe(sizes)
             say(device)
             continue
-        cases, known = {**CASES, "attention": attention_cases.cases}[group](sizes), registers.launched()
+        cases, known = {**CASES, "attention": attention_cases.cases, "experts": expert_cases.cases}[group](sizes), registers.launched()
         for row in tuning.tune(cases, measure, smoke, until) if spec["tune"] else rows(cases, device, until, spec["leave_out"]):
             now = registers.launched()
             new, known = [made for made in now if made not in known], now

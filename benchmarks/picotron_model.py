@@ -33,12 +33,12 @@ class Axis:
 
 class _InputGradientSummed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.axis.group)
         return grad, None
@@ -46,26 +46,26 @@ class _InputGradientSummed(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.mark_dirty(x)
         dist.all_reduce(x, group=axis.group)
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         parts = [torch.empty_like(x) for _ in axis.ranks]
         dist.all_gather(parts, x.contiguous(), group=axis.group)
         return torch.cat(parts, -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.axis.size, -1)[ctx.axis.rank].contiguous(), None
 
 
@@ -79,8 +79,8 @@ class Column(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
             return super().forward(x)
-        out = super().forward(_InputGradientSummed.apply(x, self.tp))  # type: ignore[no-untyped-call]
-        return _Gathered.apply(out, self.tp) if self.gathered else out  # type: ignore[no-untyped-call, no-any-return]
+        out = super().forward(_InputGradientSummed.apply(x, self.tp))
+        return _Gathered.apply(out, self.tp) if self.gathered else out
 
 
 class Row(nn.Linear):
@@ -92,7 +92,7 @@ class Row(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        return out if self.tp.size == 1 else _Summed.apply(out, self.tp)  # type: ignore[no-untyped-call, no-any-return]
+        return out if self.tp.size == 1 else _Summed.apply(out, self.tp)
 
 
 class Embedding(nn.Embedding):
@@ -108,7 +108,7 @@ class Embedding(nn.Embedding):
         outside = (tokens < self.first) | (tokens >= self.first + self.num_embeddings)
         out = super().forward((tokens - self.first).masked_fill(outside, 0))
         out[outside] = 0.0
-        return _Summed.apply(out, self.tp)  # type: ignore[no-untyped-call, no-any-return]
+        return _Summed.apply(out, self.tp)
 
 
 class Norm(nn.Module):
@@ -171,4 +171,4 @@ class Stage(nn.Module):
             x = self.tokens(x)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        return self.head(self.norm(x)) if self.last else x  # type: ignore[no-any-return]
+        return self.head(self.norm(x)) if self.last else x

@@ -36,8 +36,9 @@ class Attention(nn.Module):
         q, k = rotated(q, turns), rotated(k, turns)
         if self.repeats > 1:
             k, v = (each.unsqueeze(3).expand(-1, -1, -1, self.repeats, -1).flatten(2, 3) for each in (k, v))
-        attended = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(-2))
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -65,7 +66,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
-        return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
@@ -82,7 +83,7 @@ class Llama(nn.Module):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x, self.turns)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        return self.head(self.norm(x))
 
 
 def sharded(model: Llama) -> Llama:

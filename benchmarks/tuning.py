@@ -73,6 +73,16 @@ SETTINGS: dict[tuple[str, str], list[Setting]] = {
     ("attention_triton", "_backward_queries"): _attention(((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 32, 8)), (2, 3)),
     ("attention_triton", "_backward_keys"): _attention(((64, 64, 4), (64, 64, 8), (64, 128, 8), (32, 128, 8), (32, 64, 4)), (2, 3)),
 }
+SETTINGS |= {
+    ("permutation_triton", kernel): [Setting({"COLUMNS": columns}, w) for columns in (1024, 2048, 4096) for w in (2, 4, 8)]
+    for kernel in ("_gather", "_combine", "_combine_backward")
+}
+SETTINGS[("grouped_weight_grad_triton", "_product")] = [
+    Setting({"OUT": out, "IN": column, "ROWS": rows}, w, s)
+    for out, column, w in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8))
+    for rows in (32, 64)
+    for s in (2, 3, 4)
+]
 SETTINGS |= {("attention_part_triton", kernel): found for (name, kernel), found in SETTINGS.items() if name == "attention_triton"}
 """(module, kernel) → settings to try."""
 

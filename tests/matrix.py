@@ -1,8 +1,8 @@
 """The long form of the proof, in slices that can be resumed: every plan, 500 random configurations, 200 rounds under random delays,
-checkpoints of eight layouts loaded on every other, a hundred kills, every layout with context parallelism and every layout of the
-equivalence table, of which any beginning is a sample.
+checkpoints of eight layouts loaded on every other, a hundred kills, every layout with context parallelism, every layout with experts, and
+every layout of the equivalence table, of which any beginning is a sample.
 
-    python -m tests.matrix --minutes 9 [--part plans|random|stress|resharding|kills|context|layouts]  goes on where the last stopped
+    python -m tests.matrix --minutes 9 [--part plans|random|stress|resharding|kills|context|experts|layouts]  goes on where the last stopped
     python -m tests.matrix --reproduce random/17                          one case, with its whole error
 
 A line for each case that has run is appended to runs/matrix/PART.jsonl, so a killed slice loses one case. What failed runs again first.
@@ -124,6 +124,33 @@ class Context:
         assert_same_run(got, self._references.run(jobs.train, alone, STEPS), *TOLERANCE["fp64"])
 
 
+class Experts:
+    """Every layout of a mixture of experts, against one process, in fp64."""
+
+    longest_s = 30.0
+
+    def __init__(self, directory: Path, ranks: RankPool):
+        from tests.distributed.support import expert_layouts
+        from tests.distributed.support.configs import write_tokens
+        from tests.distributed.support.jobs_experts import BASE
+
+        self._ranks, self._prefix = ranks, write_tokens(directory, BASE["vocab_size"])
+        self._references = References(ranks)
+        self._cases = {expert_layouts.name(case): case for case in expert_layouts.every_case()}
+
+    def cases(self) -> list[str]:
+        return sorted(self._cases, key=lambda name: blake2b(name.encode()).digest())
+
+    def prove(self, case: str) -> None:
+        from tests.distributed.support import expert_layouts, jobs
+        from tests.distributed.support.configs import STEPS
+        from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
+
+        config, alone = expert_layouts.configs(self._cases[case], self._prefix)
+        got = self._ranks.run(layouts.world(expert_layouts.complete(self._cases[case])), jobs.train, config, STEPS)
+        assert_same_run(got, self._references.run(jobs.train, alone, STEPS), *TOLERANCE["fp64"])
+
+
 class Random:
     """Random configurations: each trains alike on every topology, or is refused with one message."""
 
@@ -242,6 +269,7 @@ PARTS: dict[str, Callable[[Path, RankPool], Part]] = {
     "resharding": Resharding,
     "kills": Kills,
     "context": Context,
+    "experts": Experts,
     "layouts": Layouts,
 }
 

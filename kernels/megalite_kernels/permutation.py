@@ -1,7 +1,17 @@
-"""Orders and counts of rows that are sorted by expert: whole numbers, so that the order of additions changes nothing."""
+"""Rows in the order of their experts, and back: orders, counts, and the copies and sums of rows.
+
+    gather_rows       out[i] = rows[index[i]]
+    combine_rows      out[t] = Σ_j weights[t, j] · rows[index[t, j]]        in the order of j, without atomic additions
+    and backward      drows[r] = weights[s] · grad[t],  dweights[s] = Σ grad[t] · rows[r],  with s = order[r] and t = s // k
+
+An index that is the number of rows means that there is none: its row is zero. Orders and counts are whole numbers, so that the order of
+additions changes nothing.
+"""
 
 import torch
 from torch import Tensor
+
+from megalite_kernels.dispatch import takes_triton
 
 
 def inverse_order(order: Tensor, length: int) -> Tensor:
@@ -55,3 +65,48 @@ def order_by_column(sizes: Tensor, total: int) -> Tensor:
     """The order that sorts blocks of rows by column, then by row of `sizes` [rows, columns], if they come by row, then by column."""
     columns = torch.arange(sizes.shape[1], device=sizes.device).repeat(sizes.shape[0])
     return columns.repeat_interleave(sizes.flatten(), output_size=total).argsort(stable=True)
+
+
+def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index]: [n, width], [m] int64 -> [m, width]. All rows exist."""
+    if takes_triton(rows):
+        from megalite_kernels import permutation_triton
+
+        return permutation_triton.gather_rows(rows, index)
+    return rows.index_select(0, index)
+
+
+def by_slot(values: Tensor, index: Tensor) -> Tensor:
+    """values[index], zero where there is none: [n, …], [m] int64 -> [m, …]. Only with fewer values than indices some are absent."""
+    if len(values) < len(index):
+        values = torch.cat((values, values.new_zeros(1, *values.shape[1:])))
+    return values.index_select(0, index)
+
+
+def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The weighted sums of each token's rows, in at least fp32, rounded to the rows' dtype: [n, width], [tokens, k] -> [tokens, width].
+
+    weights: [tokens, k], at least fp32; None: all are 1.
+    """
+    if takes_triton(rows):
+        from megalite_kernels import permutation_triton
+
+        return permutation_triton.combine_rows(rows, index, weights)
+    found = by_slot(rows, index.flatten()).view(*index.shape, -1)  # [tokens, k, width]
+    if weights is not None:
+        return (found * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    return found.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+
+
+def combine_rows_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `combine_rows` with respect to the rows, [n, width], and to each row's weight, [n] in the weights' dtype.
+
+    grad: [tokens, width]; order: [n] int64, which of the flattened weights [tokens, k] each row has.
+    """
+    if takes_triton(grad):
+        from megalite_kernels import permutation_triton
+
+        return permutation_triton.combine_rows_backward(grad, rows, order, weights)
+    sent = grad.index_select(0, order // weights.shape[1])  # [n, width]
+    by_row = weights.flatten().index_select(0, order).unsqueeze(-1)
+    return (sent * by_row).to(rows.dtype), (sent.to(weights.dtype) * rows).sum(-1)

@@ -1,6 +1,6 @@
 """Writes and reads rectangles of global tensors: each rank its own file, with no more communication than one message to rank 0.
 
-torch.distributed.checkpoint is not used: importing it takes a rank longer than reading a checkpoint of a billion bytes.
+torch.distributed.checkpoint is not used: importing it costs every rank 0.6 seconds of processor time.
 """
 
 from __future__ import annotations

@@ -31,7 +31,10 @@ from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
 from megalite.progress import Report, silent
 
-FIXED = ("tp", "cp", "context", "pp", "dp", "zero", "micro_batch_size", "virtual_stages", "recompute", "schedule", "offload")
+FIXED = (
+    *("tp", "cp", "context", "ep", "expert_dispatch", "pp", "dp", "zero", "micro_batch_size", "virtual_stages"),
+    *("recompute", "schedule", "offload"),
+)
 DAY = 86_400
 
 
@@ -76,9 +79,10 @@ def parser() -> Parser:
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
     add("--vocab_size", type=positive, metavar="V", help="size of the vocabulary, for a configuration that leaves it to the data")
     add("--precision", choices=("bf16", "fp16", "fp32"), help="compute precision (default: the configuration's, or bf16)")
-    for name in ("tp", "cp", "pp", "dp", "micro_batch_size", "virtual_stages"):
+    for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
     add("--context", choices=("ulysses", "gather", "ring"), help="fix how attention exchanges parts of sequences, with cp > 1")
+    add("--expert_dispatch", choices=("all_to_all", "all_gather"), help="fix how tokens reach their experts, with ep > 1")
     add("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage")
     add("--recompute", metavar="MODE", help="fix the recomputation: none, selective, full, every-K or budget (default)")
     add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")
@@ -155,6 +159,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     progress("explaining")
     walked = explaining.walk(search) if options.explain else []
     content: dict[str, Any] = {"parameters": parameters(base), "gpu": device.name, "gpus": options.gpus, "plans": []}
+    content |= {"active_parameters": active(base)} if base.model.num_experts else {}
     content |= {"considered": search.considered, "simulated": search.timed}
     if not plans:
         if not search.considered:
@@ -177,7 +182,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
 def check_alone(base: Config, recompute: str | None) -> None:
     """Raise ConfigError for errors that no layout can avoid: in the model, the sequence length or the recomputation mode."""
     config = from_dict(asdict(base))
-    config.parallel = replace(config.parallel, tp=1, pp=1, dp=1, cp=1, dp_shard=None, virtual_stages=None, schedule="1f1b")
+    config.parallel = replace(config.parallel, tp=1, pp=1, dp=1, cp=1, ep=1, dp_shard=None, virtual_stages=None, schedule="1f1b")
     config.train.micro_batch_size, config.train.recompute = 1, recompute or "none"
     config.train.memory_budget = 1.0 if recompute == BUDGET else None
     if (message := broken_rule(config, 1)) is not None:
@@ -191,6 +196,12 @@ def parameters(config: Config) -> int:
     return parameter_count(model_specs(config.model))
 
 
+def active(config: Config) -> int:
+    from megalite.model.parameters import active_parameters
+
+    return active_parameters(config.model)
+
+
 def cost(job: Job, plan: Plan, device: Device, options: argparse.Namespace) -> dict[str, float | None]:
     """Days and dollars for --tokens."""
     if options.tokens is None:
@@ -202,8 +213,9 @@ def cost(job: Job, plan: Plan, device: Device, options: argparse.Namespace) -> d
 
 def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sentences: list[str]) -> str:
     job = search.job
+    per_token = f" ({active(search.base):,} of them for each token)" if job.model.num_experts else ""
     head = (
-        f"{parameters(search.base):,} parameters on {search.gpus} × {job.device.name}; {search.considered:,} legal layouts, "
+        f"{parameters(search.base):,} parameters{per_token} on {search.gpus} × {job.device.name}; {search.considered:,} legal layouts, "
         f"{search.timed} simulated"
     )
     lines = [head, "", explaining.table([explaining.row(job, plan) for plan in plans]), "", *sentences]

@@ -56,8 +56,8 @@ class ModelConfig:
     """The model. Fields have the names of Hugging Face's LlamaConfig, if it has them."""
 
     preset: str | None = None
-    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3.1-8b, llama-3-70b, llama-3.1-70b, deepseek-v2-lite,
-    deepseek-v3, gpt-oss-20b or gpt-oss-120b. Other fields of this section override it."""
+    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3.1-8b, llama-3-70b, llama-3.1-70b, mixtral-8x7b, olmoe-1b-7b,
+    qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, gpt-oss-20b or gpt-oss-120b. Other fields of this section override it."""
     from_hf: str | None = None
     """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read."""
     init_from: str | None = None

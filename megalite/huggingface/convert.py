@@ -97,7 +97,7 @@ class Source:
         if place.pieces:  # a layer's experts are large: only those in the rectangle are read
             length = place.shape[0] // len(place.pieces)
             first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
-            own = torch.cat([self.weights[theirs] for theirs in list(place.tensors)[first : last + 1]])
+            own = torch.cat([self.weights[place.theirs.format(*piece)] for piece in place.pieces[first : last + 1]])
             return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
         if place.experts is not None:
             length = place.shape[0] // place.experts
@@ -423,7 +423,7 @@ def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTens
     """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are consecutive whole rows, else assembled first."""
     place = found[next(iter(parts))]
     by_rows = (
-        place.theirs in place.tensors
+        (place.theirs in place.tensors or bool(place.pieces))
         and not (place.transposed or place.each_transposed)
         and all(
             isinstance(found[name].rows, range) and chunk.sizes[1:] == each.shape[1:]
@@ -436,10 +436,20 @@ def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTens
         for chunk, data in adapters.manifest.read(tensor.chunks):
             values = adapters.merged(name, chunk, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(chunk.sizes))
             if whole is None:
-                row = found[name].rows[0] + chunk.offsets[0]
-                file.write(place.theirs, values.to(dtype), row * prod(place.shape[1:]))
+                _write_rows(file, place, found[name].rows[0] + chunk.offsets[0], values.to(dtype))
             else:
                 found[name].write(whole, chunk.offsets, values.to(dtype))
     if whole is not None:
         for theirs, piece in zip(place.tensors, place.stored(whole).chunk(len(place.tensors)), strict=True):
             file.write(theirs, piece)
+
+
+def _write_rows(file: NewFile, place: Place, row: int, values: Tensor) -> None:
+    """Write consecutive whole rows; those of a layer's experts are rows of many tensors."""
+    width = prod(place.shape[1:])
+    length = place.shape[0] // max(len(place.pieces), 1)  # rows of one tensor
+    while len(values):
+        number, first = divmod(row, length)
+        own = values[: length - first]
+        file.write(place.theirs.format(*place.pieces[number]) if place.pieces else place.theirs, own, first * width)
+        row, values = row + len(own), values[len(own) :]

@@ -115,10 +115,10 @@ class Weights(Mapping[str, Tensor]):
         self._files: dict[str, SafetensorsFile | PickledFile] = {}
         for file, listed in _files_of(directory, names).items():
             opened = SafetensorsFile(directory / file) if file.endswith(".safetensors") else PickledFile(directory / file)
-            missing = [name for name in listed if name not in opened.names]
-            if missing:
+            held = dict.fromkeys(opened.names, opened)
+            if missing := [name for name in listed if name not in held]:
                 raise ConversionError(f"{directory / file} lacks {missing[0]}, which the index says it holds")
-            self._files |= dict.fromkeys(listed or opened.names, opened)
+            self._files |= dict.fromkeys(listed, opened) if listed else held
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._files[name][name]

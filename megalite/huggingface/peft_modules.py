@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.huggingface.files import ConversionError
 from megalite.huggingface.merging import saved
 from megalite.huggingface.names import Place
 
@@ -99,6 +100,8 @@ def modules_of(found: dict[str, Place], weights: Iterable[str]) -> list[Module]:
     grouped: dict[str, dict[str, Place]] = {}
     weights = list(weights)
     for name in weights:
+        if found[name].experts is not None:
+            raise ConversionError(f"adapters of {name} can not be in PEFT's format: this family's files have its experts transposed.")
         grouped.setdefault(module_of(found[name]), {})[name] = found[name]
     return [_experts(own, weights) if "experts.{}" in name else Module(name, own) for name, own in grouped.items()]
 

@@ -135,7 +135,7 @@ class Weight:
         """Compute and add grad_outputᵀ · inputs now. Called by the queue."""
         grad, left = self._open_grad(), grad_output.t()  # [out, in], [out, tokens]
         if sizes is not None:  # one product for each of the experts that are stacked in this weight
-            from megalite.parallel.expert.products import add_grouped_gradient
+            from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 
             add_grouped_gradient(grad.view(len(sizes), -1, grad.shape[1]), grad_output, inputs, sizes, self._uninitialized)
             self._uninitialized = False

@@ -62,7 +62,9 @@ class Activations:
         self.widths: dict[Dtype, int] = {"compute": widths.compute, "accumulate": widths.accumulate, "index": INDEX, "mask": 1}
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions depend on documents
         sizes = parallel.tp, parallel.sequence_parallel, parallel.cp, parallel.context
-        self.share = Share(part_length(config), train.micro_batch_size, *sizes, parallel.ep, parallel.context_inner)
+        self.share = Share(
+            part_length(config), train.micro_batch_size, *sizes, parallel.ep, parallel.context_inner, parallel.expert_dispatch
+        )
         self.units = Units(model, self.share, lora, self.flash)
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 

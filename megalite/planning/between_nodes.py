@@ -48,15 +48,18 @@ def _sent(config: Config, local: int) -> float:
 
 
 def _rank(config: Config, pp_rank: int, local: int) -> float:
-    sharing, widths, dims = Sharing.of(config), Widths.of(config), ParallelDims.of(config)
+    widths, dims = Widths.of(config), ParallelDims.of(config)
     width = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
     total = 0.0
     for bucket in plan.buckets_of(config, pp_rank):
         if not bucket.trainable:
             continue
+        sharing, ranks = Sharing.of(config, bucket.domain), local
+        if bucket.domain == "expert":
+            ranks = max(local * dims.tp // dims.ep, 1)  # of a group, on a node
         rounds = dims.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
-        if sharing.shard > local:  # reductions and the gathering of weights leave the node
-            total += (rounds * ring(bucket.size * width, sharing.shard) + ring(bucket.size * widths.compute, sharing.shard)) / local
+        if sharing.shard > ranks:  # reductions and the gathering of weights leave the node
+            total += (rounds * ring(bucket.size * width, sharing.shard) + ring(bucket.size * widths.compute, sharing.shard)) / ranks
         total += 2 * ring(sharing.kept(bucket) * width, sharing.replicate)  # each rank sums its shard with those of other nodes
     return total
 

@@ -30,6 +30,7 @@ def configured(base: Config, choice: Choice) -> Config:
         "offload": choice.offload,
         "schedule": choice.schedule,
         "context": choice.context,
+        "expert_dispatch": choice.expert_dispatch,
     }  # names already validated by a rule or the parser
     parallel = replace(
         base.parallel,
@@ -38,6 +39,7 @@ def configured(base: Config, choice: Choice) -> Config:
         pp=choice.pp,
         dp=choice.dp,
         cp=choice.cp,
+        ep=choice.ep,
         context_inner=choice.context_inner,
         sequence_parallel=choice.sequence_parallel,
         zero=choice.zero,

@@ -1,15 +1,22 @@
-"""What the experts of a configuration cost: bytes that their tokens travel, and the memory of the worst imbalance. Imports no torch."""
+"""What the experts of a configuration cost: bytes that their tokens travel, and for how long, and the memory of the worst imbalance.
+Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
+from megalite.build import plan
 from megalite.config.recomputation import operations_of
-from megalite.config.schema import Config
+from megalite.config.schema import Config, ModelConfig
+from megalite.model.cost.steps import Share
+from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.planning.activations import Activations
+from megalite.planning.links import Fabric, group
 from megalite.planning.states import Widths
 
 INDEX, COUNT = 8, 8  # bytes of a choice, and of a number of rows
+WIDE = 4  # bytes of a weight with which an expert's output is summed
 
 
 def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
@@ -32,6 +39,21 @@ def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
     return microbatches * total
 
 
+def exposed(fabric: Fabric, model: ModelConfig, share: Share, width: int) -> tuple[float, float]:
+    """Seconds of one mixture and microbatch in forward and in backward. Experts wait for their rows, so nothing runs beside them.
+
+    width: bytes of an element of the rows.
+    """
+    ranks, k = group(fabric.device, share.ep, 1), model.num_experts_per_tok
+    own = share.own_tokens * model.hidden_size * width
+    if share.dispatch == "all_to_all":
+        there = fabric.all_to_all(k * own, ranks)
+        return fabric.half(share.ep * (model.num_experts or 0) * COUNT, ranks) + 2 * there, 2 * there
+    chosen = share.ep * share.own_tokens * k
+    rows, weights = fabric.half(share.ep * own, ranks), fabric.half(chosen * WIDE, ranks)
+    return 2 * rows + weights + fabric.half(chosen * INDEX, ranks), 2 * rows + weights
+
+
 def worst_rows(config: Config) -> float:
     """How many times the equal share of rows a rank computes if all tokens of its expert group choose its experts."""
     model, ep = config.model, config.parallel.ep
@@ -44,3 +66,29 @@ def worst_bytes(config: Config) -> int:
     rows = Activations(config).share.own_tokens * model.num_experts_per_tok
     packed = (2 if model.gated_mlp else 1) * model.expert_width
     return round((worst_rows(config) - 1) * rows * (model.hidden_size + packed) * Widths.of(config).compute)
+
+
+def worst_total(config: Config, schedule: Schedule) -> int:
+    """Bytes that the fullest rank keeps in addition if that happens in all mixtures and microbatches in flight. The partition is set."""
+    units = plan.units_of(config)
+    kept = {stage: sum(map(partial(_keeps, config), numbers)) for stage, numbers in units.items()}
+    return worst_bytes(config) * max(_most_kept(schedule, rank, kept) for rank in range(config.parallel.pp))
+
+
+def _keeps(config: Config, unit: int) -> bool:
+    """Whether a unit is a mixture that keeps its rows until its backward."""
+    layer = unit - 1
+    if not 0 <= layer < config.model.num_hidden_layers or not config.model.is_mixture(layer):
+        return False
+    mode = config.train.recompute_of(layer)
+    return mode != "full" and "experts" not in operations_of(mode)
+
+
+def _most_kept(schedule: Schedule, rank: int, kept: dict[int, int]) -> int:
+    """The largest number of mixtures of microbatches whose rows a rank keeps at once; a recomputed one is kept alone."""
+    ends = Kind.WEIGHT if Kind.WEIGHT in schedule.passes else Kind.BACKWARD
+    now, most = 0, 1
+    for action in schedule.compute(rank):
+        now += kept[action.stage] * ((action.kind is Kind.FORWARD) - (action.kind is ends))
+        most = max(most, now)
+    return most

@@ -9,6 +9,7 @@ from typing import Any
 from megalite.config.recomputation import shown
 from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.constants import ALIKE, INTERVAL, interval
+from megalite.planning.experts import worst_bytes, worst_rows
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Choice, Job, StepTime
 
@@ -18,6 +19,7 @@ PARTS = {
     "recompute": "recomputation",
     "tensor": "tensor-parallel communication",
     "context": "context-parallel communication",
+    "experts": "sending tokens to their experts",
     "bubble": "waiting in the pipeline",
     "gradients": "reducing gradients",
     "weights": "gathering weights and reducing each microbatch's gradients",
@@ -27,6 +29,7 @@ PARTS = {
 COLUMNS = (
     "tp",
     "cp",
+    "ep",
     "pp",
     "v",
     "schedule",
@@ -55,6 +58,7 @@ def described(choice: Choice) -> str:
     sizes = {"tp": choice.tp, "cp": choice.cp, "pp": choice.pp, "dp": choice.dp}
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one device"]
     parts += [method(choice)] if choice.cp > 1 else []
+    parts += [f"ep{choice.ep}{' by all-gather' if choice.expert_dispatch == 'all_gather' else ''}"] if choice.ep > 1 else []
     if choice.pp > 1:
         parts.append(choice.schedule + (f" with {choice.virtual_stages} stages a rank" if choice.asked_stages else ""))
     parts += [f"ZeRO-{choice.zero}"] if choice.data > 1 or choice.zero == 3 else []
@@ -79,7 +83,8 @@ def row(job: Job, plan: Plan) -> tuple[str, ...]:
     palm, causal = job.mfu(choice, step.total)
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
     cp = f"{choice.cp} {method(choice)}" if choice.cp > 1 else "1"
-    cells = (choice.tp, cp, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
+    ep = f"{choice.ep} {choice.expert_dispatch}" if choice.ep > 1 else "1"
+    cells = (choice.tp, cp, ep, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
     more = (choice.micro_batch_size, shown(choice.recompute), place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
     sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
     speed = f"{job.tokens_per_second_per_gpu(choice, step.total):,.0f}", f"{palm:.1%}", f"{causal:.1%}", f"{step.bubble_fraction:.1%}"
@@ -102,6 +107,8 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
         "cp": choice.cp,
         "context": choice.context if choice.cp > 1 else None,
         "context_inner": choice.context_inner,
+        "ep": choice.ep,
+        "expert_dispatch": choice.expert_dispatch if choice.ep > 1 else None,
         "pp": choice.pp,
         "virtual_stages": choice.virtual_stages,
         "schedule": choice.schedule,
@@ -141,6 +148,7 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
         f"Fastest: {described(best.choice)}. A step takes {best.step.total:.4g} s: {', '.join(spent)}.",
         f"Its fullest rank takes {amount(best.memory.total)} of {amount(room)}: {memory_parts(best)}.",
         binding(best),
+        *imbalance(search, best),
     ]
     if search.rejected is not None:
         rejected = search.plan(search.rejected)
@@ -150,6 +158,19 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
                 f"Memory rules out {described(rejected.choice)}, which would take {rejected.step.total:.4g} s: it needs {over}."
             )
     return [*sentences, *ties(search.job, plans), *(loses(best, other) for other in plans[1:3])]
+
+
+def imbalance(search: Search, plan: Plan) -> list[str]:
+    """What the worst load of experts adds to the memory of a plan, which is that of equal load."""
+    if search.job.model.num_experts is None or plan.choice.ep == 1:
+        return []
+    config, more = configured(search.base, plan.choice), search.imbalance(plan.choice)
+    room = search.job.device.memory - plan.memory.total
+    return [
+        f"That is for equally loaded experts. If all tokens choose the experts of one rank, it computes {worst_rows(config):g} times the "
+        f"rows and keeps {amount(worst_bytes(config))} more for each mixture and microbatch; {amount(more)} if that happens in all at "
+        f"once: {'more than' if more > room else 'within'} the {amount(room)} that are left."
+    ]
 
 
 def ties(job: Job, plans: Sequence[Plan]) -> list[str]:
@@ -189,6 +210,7 @@ def binding(plan: Plan) -> str:
     advice = {
         "tensor": "Tensor-parallel communication is the bottleneck: a smaller tp, or a faster link inside the node, would help most.",
         "context": "The exchange of context parallelism is the bottleneck: a smaller cp, or one inside a node, would help most.",
+        "experts": "Sending tokens to their experts is the bottleneck: a smaller ep, or one inside a node, would help most.",
         "bubble": "The pipeline bubble is the bottleneck: more microbatches, more stages per rank or a smaller pp would help most.",
         "gradients": "The gradient reduction is the bottleneck: it is longer than one backward pass. More microbatches would amortize it.",
         "weights": "ZeRO's communication for each microbatch is the bottleneck: it slows the computation down, or takes longer than it.",
@@ -238,6 +260,7 @@ def illegal(search: Search) -> str:
     tp, cp, pp, size, stages = (int(fixed.get(name, usual.get(name, 1))) for name in names)
     dp, recompute = int(fixed.get("dp", max(search.gpus // (tp * pp * cp), 1))), str(fixed.get("recompute", "none"))
     more: dict[str, Any] = {"micro_batch_size": size, "recompute": recompute, "cp": cp, "context": str(fixed.get("context", "ulysses"))}
+    more |= {"ep": int(fixed.get("ep", 1)), "sequence_parallel": tp > 1 and search.job.model.num_experts is not None}
     config = configured(search.base, Choice(tp, pp, dp, schedule, stages, **more))
     if "virtual_stages" in fixed:
         config.parallel.virtual_stages = stages
@@ -274,6 +297,8 @@ def ladder(search: Search) -> list[Rung]:
     ]
     if gpus == 1:
         rungs = [rungs[0], Rung("recomputation", rungs[-1].why, Choice(recompute="full"))]
+    if (ep := _largest_ep(search)) > 1:
+        rungs.append(Rung("experts", "experts are split inside a node, and tokens are sent to them", replace(data, zero=1, ep=ep)))
     if tp > 1:
         rungs.append(Rung("tensor", "layers and their activations are split inside a node", both))
     rungs += [Rung("context", "each rank holds a part of every sequence", choice) for choice in _split_rows(search)]
@@ -289,6 +314,12 @@ def ladder(search: Search) -> list[Rung]:
 
 def _legal_tp(search: Search) -> list[int]:
     return sorted({core.tp for core in search.cores() if core.pp == 1})
+
+
+def _largest_ep(search: Search) -> int:
+    """The largest size that divides the experts, inside a node."""
+    model, node = search.job.model, min(search.gpus, search.job.device.per_node)
+    return max(ep for ep in range(1, node + 1) if (model.num_experts or 1) % ep == 0 and search.gpus % ep == 0)
 
 
 def _split_rows(search: Search) -> list[Choice]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost.steps import Attention, Block, Elementwise, Lookup, OwnProduct, Product, Share, Step
 from megalite.model.cost.units import Units
-from megalite.planning import context
+from megalite.planning import context, experts
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import ELEMENTWISE_BYTES, attention, product, stream
 from megalite.planning.links import Fabric, group
@@ -65,7 +65,7 @@ OURS = Software()
 
 class Passes(NamedTuple):
     """Seconds of one microbatch on one unit or stage: forward, gradient of the input, gradient of the weights; the waits are the exposed
-    tensor- and context-parallel communication contained in forward and backward."""
+    communication of tensor, context and expert parallelism contained in forward and backward."""
 
     forward: float
     backward: float
@@ -129,8 +129,8 @@ class Operations:
         key = share, units.alike(index)
         if key not in self._layers:
             passes = functools.reduce(Passes.plus, [self._block(share, block) for block in units.layer(index).blocks])
-            forward_wait, backward_wait = self.exchange(share, index)
-            passes = passes.plus(Passes(forward_wait, backward_wait, 0.0, forward_wait, backward_wait))
+            for forward_wait, backward_wait in (self.exchange(share, index), self.dispatch(share, index)):
+                passes = passes.plus(Passes(forward_wait, backward_wait, 0.0, forward_wait, backward_wait))
             host = (FORWARD_OPERATIONS * self.device.host_time, BACKWARD_OPERATIONS * self.device.host_time)
             idle = max(0.0, host[1] - passes.backward - passes.weight)
             forward = max(passes.forward, host[0])
@@ -148,6 +148,8 @@ class Operations:
     def _step(self, step: Step) -> Passes:
         """One step, without its tensor-parallel communication."""
         match step:
+            case OwnProduct():
+                return self._own_product(step)
             case Product(rows=rows, outputs=outputs, inputs=inputs):
                 forward, backward = self._gemm(rows, outputs, inputs), self._gemm(rows, inputs, outputs)
                 weight = 0.0 if step.frozen else self._weight_gradient(outputs, inputs, rows)
@@ -159,6 +161,16 @@ class Operations:
             case Lookup(values=values):  # backward accumulates in fp32
                 weight = 0.0 if step.frozen else stream(self.device, values * (self.size + ACCUMULATED))
                 return Passes(self._move(2 * values), 0.0, weight)
+
+    def _own_product(self, step: OwnProduct) -> Passes:
+        """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in fp32."""
+        precision = "fp32" if step.wide and "fp32" in self.device.peaks else self.precision
+        rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
+        forward = product(self.device, rows, outputs, inputs, precision, batch)
+        backward = product(self.device, rows, inputs, outputs, precision, batch)
+        written = ACCUMULATED if self.software.fp32_accumulation else None
+        weight = 0.0 if step.frozen else product(self.device, outputs, inputs, rows, precision, batch, written)
+        return Passes(forward, backward, weight).plus(self._adapters(step))
 
     def _adapters(self, step: Product) -> Passes:
         """The products with the two factors of a product's adapters, and with trained row lengths (DoRA) the rows of the whole weight."""
@@ -211,6 +223,12 @@ class Operations:
         units = self.units(share)
         forward, backward = zip(*map(self._attention, units.layer(index).attentions), strict=True)
         return context.exposed(self.fabric, units, (sum(forward), sum(backward)), self.size, self.rows)
+
+    def dispatch(self, share: Share, index: int) -> tuple[float, float]:
+        """Exposed communication of a layer's mixture over ep, forward and backward."""
+        if share.ep == 1 or not self.model.is_mixture(index):
+            return 0.0, 0.0
+        return experts.exposed(self.fabric, self.model, share, self.size)
 
     def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:

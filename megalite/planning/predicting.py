@@ -32,6 +32,8 @@ def choice_of(config: Config) -> Choice:
         cp=parallel.cp,
         context=parallel.context,
         context_inner=parallel.context_inner,
+        ep=parallel.ep,
+        expert_dispatch=parallel.expert_dispatch,
     )
 
 

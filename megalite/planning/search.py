@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -28,6 +29,8 @@ from megalite.planning.activations import Activations
 from megalite.planning.budget import decide
 from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.context import UNEVEN
+from megalite.planning.domains import Parameters, domains
+from megalite.planning.experts import worst_total
 from megalite.planning.memory import RankMemory, estimate
 from megalite.planning.pacing import schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
@@ -103,7 +106,8 @@ class Search:
         """The fastest plans that fit, fastest first; at most `wanted`."""
         number = count()
         heap: list[Entry] = [(self.stepper.divided(core), Level.DIVIDED, next(number), core, None) for core in self.cores()]
-        self.considered = sum(len(list(self.variants(core))) for _, _, _, core, _ in heap)
+        shards = Counter(core.data > 1 for _, _, _, core, _ in heap)  # all that the number of variants depends on
+        self.considered = sum(count * len(list(self.variants(Choice(dp=1 + several)))) for several, count in shards.items())
         heapq.heapify(heap)
         found: dict[Choice, Plan] = {}
         looked_at = count(1)
@@ -206,10 +210,10 @@ class Search:
                 if context == "ring" and 1 < inner < cp:
                     yield cp, context, inner
 
-    def _cuts_nodes(self, tp: int) -> bool:
-        """Whether some tensor-parallel groups would span nodes unevenly, so that every layer waits for the network."""
+    def _cuts_nodes(self, size: int) -> bool:
+        """Whether some groups of consecutive ranks would span nodes unevenly, so that every layer waits for the network."""
         node = self.job.device.per_node
-        return self.gpus > node and node % tp != 0 and tp % node != 0
+        return self.gpus > node and node % size != 0 and size % node != 0
 
     def variants(self, core: Choice) -> Iterator[Choice]:
         """A core with each ZeRO stage and offload. On a CPU, offloading to CPU memory is left out."""
@@ -251,7 +255,19 @@ class Search:
             if each % size or each // size > MOST_MICROBATCHES:
                 continue
             for recompute in self._names("recompute", RECOMPUTE):
-                yield replace(frame, micro_batch_size=size, recompute=recompute)
+                for ep, dispatch in self._expert_groups(frame):
+                    yield replace(frame, micro_batch_size=size, recompute=recompute, ep=ep, expert_dispatch=dispatch)
+
+    def _expert_groups(self, frame: Choice) -> Iterator[tuple[int, str]]:
+        """(ep, dispatcher) pairs: sizes that divide the experts and a stage's ranks and, unless the user has fixed ep, leave no group cut
+        by nodes. Gathering all rows is a candidate where it moves no more bytes than sending each to its experts."""
+        model, ranks = self.job.model, frame.data * frame.tp
+        for ep in self._sizes("ep", _divisors(model.num_experts or 1)):
+            if (model.num_experts or 1) % ep or ranks % ep or ("ep" not in self.fixed and self._cuts_nodes(ep)):
+                continue
+            gathers = 1 < ep <= model.num_experts_per_tok
+            for dispatch in self._names("expert_dispatch", ("all_to_all", "all_gather") if gathers else ("all_to_all",)):
+                yield ep, dispatch
 
     # --- memory --------------------------------------------------------------------------------------------------------------
 
@@ -264,6 +280,10 @@ class Search:
         if choice.zero < 3 or max(rank.total for rank in found) > self.room:
             return found
         return estimate(config, choice.gpus, device, plan.schedule(config, self._followed(choice)))  # with gathered weights
+
+    def imbalance(self, choice: Choice) -> int:
+        """Bytes that the fullest rank needs in addition if all tokens choose the experts of one rank, in all mixtures and microbatches."""
+        return worst_total(self._run(choice)[0], self._schedule(choice))
 
     def _run(self, choice: Choice) -> tuple[Config, Literal["cpu", "cuda"]]:
         """The configuration of a choice, and what it runs on."""
@@ -290,24 +310,29 @@ class Search:
         shape = OrderShape(choice.pp, self.job.microbatches(choice), choice.virtual_stages)
         held = min(RECIPES[choice.schedule].activations(0, shape), shape.microbatches * shape.chunks)
         layers = sum(self.stepper.layers_of_stages(len(sizes))[stage] for stage in own)
-        stored, trained = (sum(sizes[stage][kind] for stage in own) for kind in (0, 1))
+        size = self.stepper.held(choice, sizes)[0]
         saved, beside = self._layer_bytes(choice)
-        buckets = trained / layers * (8.0 if choice.zero >= 2 and choice.data > 1 else 0.0)  # two layers' gradients, filling and reduced
-        return BOUND * (self._state_bytes(choice, stored, trained) + buckets + held * layers / len(own) * saved + beside)
+        filling = 8.0 if choice.zero >= 2 and choice.data > 1 else 0.0  # two layers' gradients, filling and reduced
+        buckets = size.trained / layers * filling
+        return BOUND * (self._state_bytes(choice, size) + buckets + held * layers / len(own) * saved + beside)
 
-    def _state_bytes(self, choice: Choice, stored: float, trained: float) -> float:
+    def _state_bytes(self, choice: Choice, held: Parameters) -> float:
         """Bytes on the device: weights, and of those that are trained gradients, master weights and moments, sharded by the choice's ZeRO
         stage."""
         size = self.stepper.operations.size
         master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
-        shared = [choice.data if choice.zero >= level else 1 for level in (3, 2, 1)]
-        weights = 0.0 if choice.offload_parameters else size / shared[0]
-        state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
-        return stored * weights + trained * (max(size, 4) / shared[1] + state)
+        total = 0.0
+        for domain in domains(self.job.device, choice, held):
+            shared = [domain.ranks.size if choice.zero >= level else 1 for level in (3, 2, 1)]
+            weights = 0.0 if choice.offload_parameters else size / shared[0]
+            state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
+            total += domain.stored * weights + domain.trained * (max(size, 4) / shared[1] + state)
+        return total
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
         """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
-        layout = choice.tp, choice.cp, choice.context, choice.context_inner, choice.sequence_parallel
+        layout = choice.tp, choice.cp, choice.context, choice.context_inner, choice.sequence_parallel, choice.ep
+        layout = *layout, choice.expert_dispatch
         if choice.recompute == BUDGET:
             choice = replace(choice, recompute="full")
         key = *layout, choice.micro_batch_size, choice.recompute, choice.splits
@@ -321,9 +346,10 @@ class Search:
 
 
 def _family(choice: Choice) -> Choice:
-    """The key by which listed plans differ: plans that differ only in their schedule or their method of context parallelism
-    count as one, as do those that offload needlessly."""
-    return replace(choice, schedule="", virtual_stages=0, context="", context_inner=1, recompute=shown(choice.recompute))
+    """The key by which listed plans differ: plans that differ only in their schedule, their method of context parallelism or their
+    dispatcher count as one, as do those that offload needlessly."""
+    plain = replace(choice, schedule="", virtual_stages=0, context="", context_inner=1, expert_dispatch="")
+    return replace(plain, recompute=shown(choice.recompute))
 
 
 def _divisors(number: int) -> list[int]:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 from megalite.config.dims import equal_part
 from megalite.config.optimizers import MuonConfig
 from megalite.config.recomputation import mode_of, operations_of
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
-from megalite.model.cost.steps import Elementwise, Lookup, Product, Share, UnitCost
-from megalite.model.cost.units import Units
+from megalite.model.cost.steps import Share
 from megalite.optimizer.table import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
 from megalite.planning import orthogonalising
 from megalite.planning.context import WHOLE, Rows
+from megalite.planning.domains import Parameters, domains
 from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group
@@ -37,7 +36,8 @@ OFFLOAD_WIRE = (4.0, 2.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout of a model over ranks. virtual_stages: stages per rank; context: as parallel.context, which counts with cp > 1."""
+    """One layout of a model over ranks. virtual_stages: stages per rank; context and expert_dispatch: as in `parallel`, they count with
+    cp > 1 and with ep > 1."""
 
     tp: int = 1
     pp: int = 1
@@ -53,6 +53,8 @@ class Choice:
     cp: int = 1
     context: str = "ulysses"
     context_inner: int = 1
+    ep: int = 1
+    expert_dispatch: str = "all_to_all"
 
     @property
     def gpus(self) -> int:
@@ -62,6 +64,11 @@ class Choice:
     def data(self) -> int:
         """Ranks over which gradients are summed, and ZeRO shards."""
         return self.dp * self.cp
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks over which the gradients of an expert are summed, and ZeRO shards it."""
+        return self.data * self.tp // self.ep
 
     @property
     def asked_stages(self) -> int | None:
@@ -80,7 +87,7 @@ class StepTime:
     Attributes:
         compute: kernels of the busiest rank, except those counted below.
         recompute: kernels of recomputed forwards.
-        tensor, context: exposed tensor- and context-parallel communication.
+        tensor, context, experts: exposed communication of tensor, context and expert parallelism.
         bubble: idle time in the pipeline, including the imbalance between the busiest rank and the others.
         gradients, weights: exposed data-parallel reduction and gathering.
         optimizer: the optimizer, and its transfers to the host and back.
@@ -96,10 +103,11 @@ class StepTime:
     optimizer: float
     bubble_fraction: float
     context: float = 0.0
+    experts: float = 0.0
 
     def parts(self) -> dict[str, float]:
         """Name → seconds; the sum is the total."""
-        names = ("compute", "recompute", "tensor", "context", "bubble", "gradients", "weights", "optimizer")
+        names = ("compute", "recompute", "tensor", "context", "experts", "bubble", "gradients", "weights", "optimizer")
         return {name: getattr(self, name) for name in names}
 
 
@@ -131,31 +139,6 @@ class Job:
         return rate * palm, rate * causal
 
 
-class Parameters(NamedTuple):
-    """Numbers of parameters on one tensor-parallel rank: all, and those that are trained, adapters included."""
-
-    stored: float
-    trained: float
-
-    @classmethod
-    def of(cls, units: Units, layers: Sequence[int], embedding: bool, head: bool) -> Parameters:
-        """Those of some layers, optionally with those of the embedding and of the head's matrix."""
-        found = [cls._of(units.layer(index), units) for index in layers]
-        found += [cls._of(units.embedding(), units)] if embedding else []
-        if head:
-            found += [cls._of(UnitCost((replace(block, before=Elementwise()),)), units) for block in units.head().blocks]
-        return cls(sum(each.stored for each in found), sum(each.trained for each in found))
-
-    @classmethod
-    def _of(cls, unit: UnitCost, units: Units) -> Parameters:
-        adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.products)
-        stored = unit.local_weights + adapters
-        if not units.lora.rank:
-            return cls(stored, stored)
-        own = sum(step.local_weights for step in unit.steps if isinstance(step, Product | Lookup) and not step.frozen)
-        return cls(stored, own + adapters)
-
-
 def recomputed_share(recompute: str) -> float:
     """Fraction of the layers whose whole forward is recomputed, where it is the same everywhere."""
     if recompute == "full":
@@ -173,6 +156,7 @@ class Stepper:
         self.stages = functools.lru_cache(maxsize=None)(self._stages)
         self.filled = functools.lru_cache(maxsize=None)(self._filled)
         self._pace = functools.lru_cache(maxsize=None)(pace)
+        self._learns = job.model.num_experts is not None and job.model.router_balance != "sequence"  # a step's load decides the next step
 
     def _layers_of_stages(self, stages: int) -> list[int]:
         """Number of layers in each stage, under a run's default partition."""
@@ -216,7 +200,7 @@ class Stepper:
         """A lower bound of the step time: the pipeline's bound (`filled`), then the optimizer."""
         _, sizes, _ = self.stages(self.without_data(choice))
         alike = replace(choice, offload="none", zero=0 if choice.zero < 2 else choice.zero)
-        return self.filled(alike) + self._optimizer(choice, max(self._trained(choice, sizes)))
+        return self.filled(alike) + self._optimizer(choice, self.held(choice, sizes))
 
     def _filled(self, choice: Choice) -> float:
         """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and before their backwards."""
@@ -242,7 +226,7 @@ class Stepper:
         unit = choice.tp if choice.sequence_parallel else 1
         part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit, self.job.rows.parts)
         sizes = choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context
-        return Share(part, *sizes, context_inner=choice.context_inner)
+        return Share(part, *sizes, ep=choice.ep, context_inner=choice.context_inner, dispatch=choice.expert_dispatch)
 
     # --- stages ------------------------------------------------------------------------------------------------------------
 
@@ -298,20 +282,28 @@ class Stepper:
 
     def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[Parameters]) -> tuple[list[Passes], list[float]]:
         """Passes with the exposed communication of ZeRO-2 and 3 per microbatch added, and its seconds per stage."""
-        if choice.zero < 2 or (choice.data == 1 and not choice.offload_parameters):
+        if choice.zero < 2 or (choice.data == 1 and choice.expert_data == 1 and not choice.offload_parameters):
             return passes, [0.0] * len(passes)
-        ranks, fabric = group(self.device, choice.data, choice.tp, choice.gpus), self.operations.fabric
         slowed, waits = [], []
         for each, size, layers in zip(passes, sizes, self.layers_of_stages(len(passes)), strict=True):
-            reduce = layers * fabric.half(size.trained / layers * self.job.gradient_bytes, ranks)
-            gather = layers * fabric.half(size.stored / layers * self.operations.size, ranks) if choice.zero == 3 else 0.0
-            if choice.offload_parameters:  # its shard comes from the host first
-                gather += size.stored * self.operations.size / choice.data / self.device.host.bandwidth
+            reduce, gather = self._for_each_use(choice, size, layers)
             forward = self._beside(each.forward, gather)
             backward = self._beside(each.backward + each.weight, gather + reduce)
             waits.append(forward + backward - each.total)
             slowed.append(each._replace(forward=forward, backward=backward - each.weight))
         return slowed, waits
+
+    def _for_each_use(self, choice: Choice, size: Parameters, layers: int) -> tuple[float, float]:
+        """Seconds for one microbatch of a stage under ZeRO-2 and 3: its gradients' reduction, and one gathering of its weights."""
+        fabric, width = self.operations.fabric, self.operations.size
+        reduce = gather = 0.0
+        for domain in domains(self.device, choice, size):
+            reduce += layers * fabric.half(domain.trained / layers * self.job.gradient_bytes, domain.ranks)
+            if choice.zero == 3 and choice.data > 1:
+                gather += layers * fabric.half(domain.stored / layers * width, domain.ranks)
+            if choice.offload_parameters:  # its shard comes from the host first
+                gather += domain.stored * width / domain.ranks.size / self.device.host.bandwidth
+        return reduce, gather
 
     def _beside(self, computation: float, communication: float) -> float:
         """Both, overlapped: communication slows computation down while it runs. On a CPU they run one after the other."""
@@ -320,13 +312,19 @@ class Stepper:
         taken = min(computation, communication) * self.device.constants.overlap
         return max(computation + taken, communication)
 
-    def _reduction(self, choice: Choice, size: float, ranks: Group) -> tuple[float, float]:
-        """Seconds of the step's gradient reduction and of the all-gather of updated weights, for `size` parameters."""
-        fabric, data = self.operations.fabric, size * self.job.gradient_bytes
-        if choice.zero == 0:
-            return fabric.all_reduce(data, ranks), 0.0
-        reduce = fabric.half(data, ranks) if choice.zero == 1 else 0.0
-        return reduce, fabric.half(size * self.operations.size, ranks) if choice.zero < 3 else 0.0
+    def _reduction(self, choice: Choice, size: Parameters) -> tuple[float, float]:
+        """Seconds of the step's gradient reduction and of the all-gather of updated weights, for a rank's parameters."""
+        fabric = self.operations.fabric
+        reduce = gather = 0.0
+        for domain in domains(self.device, choice, size):
+            gradients = domain.trained * self.job.gradient_bytes
+            if choice.zero == 0:
+                reduce += fabric.all_reduce(gradients, domain.ranks)
+            elif choice.zero == 1:
+                reduce += fabric.half(gradients, domain.ranks)
+            if choice.zero in (1, 2):
+                gather += fabric.half(domain.trained * self.operations.size, domain.ranks)
+        return reduce, gather
 
     def _tied(self, choice: Choice) -> float:
         """The all-reduce of a tied embedding's gradients, if its copies are on two pipeline ranks."""
@@ -338,55 +336,61 @@ class Stepper:
         nodes = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
-    def _behind(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[float]) -> tuple[float, float]:
+    def _behind(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[Parameters]) -> tuple[float, float]:
         """Exposed time after the pipeline: gradients not yet reduced when the last rank ends, and weights not yet gathered when needed.
 
         Reductions overlap with the last microbatch's backward and gathering with the next step's first forward, but for the unit that is
         reduced last and needed first: the embedding or a layer. A rank that ends before the last one has that much more time.
         """
-        ranks, ends = group(self.device, choice.data, choice.tp, choice.gpus), self._ends(choice, held)
+        ends = self._ends(choice, held)
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
         forward = self._by_rank(choice, [each.forward for each in passes])
         hides = self.job.software.hides_gradients and not self.device.cpu
         gradients = weights = 0.0
         for rank in range(choice.pp):
-            reduce, gather = self._reduction(choice, held[rank], ranks)
+            reduce, gather = self._reduction(choice, held[rank])
             window, ahead = (backward[rank], forward[rank] + timed.starts[rank]) if hides else (0.0, 0.0)
             left = max(self._beside(window, reduce) - window, reduce * ends[rank])
             gradients = max(gradients, left - (0.0 if self._in_turn(choice) else timed.ends[rank]))
             weights = max(weights, gather - ahead, gather * ends[rank] - (timed.starts[rank] if hides else 0.0))
         return gradients + self._tied(choice), weights
 
-    def _ends(self, choice: Choice, held: list[float]) -> list[float]:
+    def _ends(self, choice: Choice, held: list[Parameters]) -> list[float]:
         """For each rank, the fraction of its parameters in the unit that is reduced last and gathered first."""
         stages = choice.pp * choice.virtual_stages
         layers, units = self._by_rank(choice, self.layers_of_stages(stages)), self.operations.units(self._share(choice))
         found = [1 / count for count in layers]
-        found[0] = max(found[0], Parameters.of(units, (), embedding=True, head=False).trained / held[0])
+        found[0] = max(found[0], Parameters.of(units, (), embedding=True, head=False).trained / held[0].trained)
         return found
 
-    def _trained(self, choice: Choice, sizes: list[Parameters]) -> list[float]:
-        """The parameters that each rank trains."""
-        return self._by_rank(choice, [size.trained for size in sizes])
+    def held(self, choice: Choice, sizes: list[Parameters]) -> list[Parameters]:
+        """The parameters of each pipeline rank, from those of the stages."""
+        kinds = (self._by_rank(choice, kind) for kind in zip(*sizes, strict=True))
+        return [Parameters(*rank) for rank in zip(*kinds, strict=True)]
 
     def _closed(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]) -> StepTime:
         """The step's time from the pipeline's, broken down for the busiest rank."""
         _, sizes, again = self.stages(self.without_data(choice))
-        held = self._trained(choice, sizes)
+        held = self.held(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
-        optimizer = self._optimizer(choice, max(held))
+        optimizer = self._optimizer(choice, held)
         pipeline = timed.longest_span if self._in_turn(choice) else timed.makespan
         busiest = max(range(choice.pp), key=lambda rank: timed.busy[rank])
-        within, recompute, waiting, context = (
+        exchanges = (
+            self._exchanges(choice, self.operations.exchange, choice.cp, "attention"),
+            self._exchanges(choice, self.operations.dispatch, choice.ep, "experts"),
+        )
+        within, recompute, waiting, context, experts = (
             self.job.microbatches(choice) * self._by_rank(choice, values)[busiest]
-            for values in ([each.forward_wait + each.backward_wait for each in passes], again, waits, self._exchanges(choice))
+            for values in ([each.forward_wait + each.backward_wait for each in passes], again, waits, *exchanges)
         )
         return StepTime(
             total=pipeline + gradients + weights + optimizer,
             compute=timed.busy[busiest] - within - recompute - waiting,
             recompute=recompute,
-            tensor=max(within - context, 0.0),
+            tensor=max(within - context - experts, 0.0),
             context=context,
+            experts=experts,
             bubble=pipeline - timed.busy[busiest],
             gradients=gradients,
             weights=weights + waiting,
@@ -394,27 +398,28 @@ class Stepper:
             bubble_fraction=1 - sum(timed.busy) / (choice.pp * pipeline),
         )
 
-    def _exchanges(self, choice: Choice) -> list[float]:
-        """Exposed seconds of context parallelism per microbatch, of each stage."""
+    def _exchanges(self, choice: Choice, layer: Callable[[Share, int], tuple[float, float]], ranks: int, operation: str) -> list[float]:
+        """Exposed seconds per microbatch, of each stage, of a communication over so many ranks inside an operation of layers."""
         split, share = self.layers_of_stages(choice.pp * choice.virtual_stages), self._share(choice)
-        if choice.cp == 1:
+        if ranks == 1:
             return [0.0] * len(split)
         found = []
         for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False):
-            named = sum("attention" in operations_of(mode_of(choice.recompute, index)) for index in range(start, stop))
+            named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in range(start, stop))
             again = recomputed_share(choice.recompute) or named / (stop - start)
-            times = [(count, self.operations.exchange(share, index)) for index, count in self._alike(share, range(start, stop))]
+            times = [(count, layer(share, index)) for index, count in self._alike(share, range(start, stop))]
             found.append(sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times))
         return found
 
     def _in_turn(self, choice: Choice) -> bool:
         """Whether ranks end a step, and start the next, one after the other without a barrier (`megalite.training.step_finalizer`)."""
-        return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none"
+        return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none" and not self._learns
 
-    def _optimizer(self, choice: Choice, size: float) -> float:
-        """The update of the parameters that one rank updates, and the all-reduce of the gradient norm."""
+    def _optimizer(self, choice: Choice, held: list[Parameters]) -> float:
+        """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient norm."""
         device = self.device
-        own = size / (choice.data if choice.zero else 1)
+        split = [domains(device, choice, size) for size in held]
+        own = max(sum(domain.trained / (domain.ranks.size if choice.zero else 1) for domain in each) for each in split)
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
         if choice.offload == "none":
             return stream(device, own * self.job.software.adam_bytes) + norm + self._matrices(choice)

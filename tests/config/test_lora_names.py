@@ -46,10 +46,13 @@ def test_targets(family, names, roles, tmp_path):
 def test_all_names_of_a_family_are_all_linear(family, tmp_path):
     """What PEFT's all-linear finds: every matrix of a layer but those of routers and experts."""
     layer = FAMILY_NAMES[family].layer
-    linears = [name for name, ours in layer.items() if not any(word in ours for word in ("norm", "router", "experts", "shared_gate"))]
+    linears = [
+        name for name, ours in layer.items() if not any(word in ours for word in ("norm", "router", "experts", "shared_gate", "sinks"))
+    ]
     found = own(family, tmp_path, targets=linears)["targets"]
     attention = {"q", "q_a", "q_b", "kv_a", "kv_b"} if "attention.kv_a" in layer.values() else {"q", "k", "v"}
-    assert {*found} | {"gate"} == {*attention, "o", "gate", "up", "down"} and len(found) == len(set(found))
+    feed_forward = {"up", "down"} if any(ours.endswith(("mlp.up", "shared.up")) for ours in layer.values()) else set()
+    assert {*found} | {"gate"} == {*attention, "o", "gate", *feed_forward} and len(found) == len(set(found))
 
 
 def test_ranks_alphas_and_modules(tmp_path):

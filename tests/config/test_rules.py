@@ -43,7 +43,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("model.num_experts", "model.moe_intermediate_size", "model.shared_expert_intermediate_size"), (0, None)),
     **dict.fromkeys(("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_rate"), (-1e-9, 0.0)),
     **dict.fromkeys(("model.rope_local_theta", "model.expert_capacity_factor"), (0.0, None)),
-    **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank"), (0, 1)),
+    **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank", "parallel.context_inner"), (0, 1)),
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
     "model.kv_lora_rank": (0, None),
@@ -90,6 +90,7 @@ GROUPS = EXPERTS | {"model.num_experts_per_tok": 1}
 LATENTS = {"model.kv_lora_rank": 8}
 LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same option must be
     "qk_norm does not fit latents": ("model.qk_norm", "head", "none"),
+    "attention_sinks does not fit latents": ("model.attention_sinks", True, False),
     "head_dim does not fit latents": ("model.head_dim", 16, None),
     "attention_bias does not fit latents": ("model.attention_bias", True, False),
     "attention_out_bias does not fit latents": ("model.attention_out_bias", True, False),
@@ -141,7 +142,8 @@ ROWS = [
     Row("a token's experts exist", EXPERTS | {"model.num_experts_per_tok": 5}, {"model.num_experts_per_tok": 4}, ("Nearest: 4.",)),
     Row("mlp_only_layers exist", EXPERTS | {"model.mlp_only_layers": [4]}, {"model.mlp_only_layers": [3]}),
     Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
-    Row("experts have no biases", EXPERTS | {"model.mlp_bias": True}, {"model.mlp_bias": False}),
+    Row("router_logit_bias needs experts", {"model.router_logit_bias": True}, EXPERTS),
+    Row("clamped_swiglu is gated", {"model.hidden_act": "clamped_swiglu", "model.gated_mlp": False}, {"model.gated_mlp": True}),
     Row(
         "a bias needs no auxiliary loss",
         EXPERTS | {"model.router_balance": "bias", "model.router_aux_loss_coef": 0.1},

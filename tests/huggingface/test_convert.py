@@ -148,6 +148,17 @@ LLAMA = CASES["llama, tied, llama3 rope"]
 SHARDED = CASES["llama, one key-value head"]
 
 
+@pytest.mark.parametrize("block", [70, 1000, 5000])
+def test_blocks_may_cut_experts_anywhere(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a row, of a part of an expert, and of several; the files have several experts' tensors each."""
+    theirs = write(CASES["qwen3_moe"], tmp_path / "theirs")
+    write_characters(theirs)
+    monkeypatch.setattr(converting, "BLOCK", block)
+    converting.import_model(theirs, tmp_path / "ours")
+    converting.export_model(tmp_path / "ours", tmp_path / "again", shard=20_000)
+    assert same_bytes(stored(theirs), stored(tmp_path / "again"))
+
+
 def test_import_and_export_tell_how_far_they_are(tmp_path: Path):
     seen: dict[str, list[tuple[int, int | None]]] = {}
 

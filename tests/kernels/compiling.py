@@ -29,7 +29,7 @@ MODULES = [path.stem for path in SOURCES if "\ndef _variant(" in path.read_text(
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
 TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.sync", "gfx942": "v_mfma"}
 """Instructions. Hopper and Blackwell have Ampere's too, which is the one for tiles of fewer than 64 rows."""
-MULTIPLY = ("attention_triton", "attention_part_triton")
+MULTIPLY = ("attention_triton", "attention_part_triton", "grouped_weight_grad_triton")
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
 PROCESSES = 2
 DOCUMENT = ROOT / "docs" / "kernels.md"

@@ -8,7 +8,20 @@ import faulthandler
 from unittest import mock
 
 import torch
-from megalite_kernels import activation, adamw, attention, attention_part, cross_entropy, dispatch, grad_norm, norm, ordered_sum, rotary
+from megalite_kernels import (
+    activation,
+    adamw,
+    attention,
+    attention_part,
+    cross_entropy,
+    dispatch,
+    grad_norm,
+    grouped_weight_grad,
+    norm,
+    ordered_sum,
+    permutation,
+    rotary,
+)
 from megalite_kernels.launch import Variant
 from torch import Tensor
 
@@ -157,12 +170,35 @@ def ordered_sum_triton() -> None:
     torch.testing.assert_close(total[-LAST:], parts[:, -LAST:].double().sum(0).float())
 
 
+def permutation_triton() -> None:
+    """The last row is that of the last token."""
+    count, width = 2**16 + 5, 2**15 + 16
+    rows, order, weights = large(count, width), torch.arange(count), torch.zeros(count, 1)
+    weights[-LAST:] = torch.rand(LAST, 1)
+    (exact,), last = end(rows), weights[-LAST:].double()
+    computed = permutation.gather_rows(rows, order), permutation.combine_rows(rows, order.unsqueeze(1), weights)
+    compare(computed, (exact, exact * last), channels=16)
+    drows, dweights = permutation.combine_rows_backward(rows, rows, order, weights)
+    compare((drows,), (exact * last,), channels=16)
+    torch.testing.assert_close(dweights[-1], exact[-1].square().sum().float())
+
+
+def grouped_weight_grad_triton() -> None:
+    """The gradient of the last expert, of which the last tile is computed, from the last rows."""
+    experts, count, height, width = 5, 2**16 + 5, 2**15 + 16, 2**14
+    left, right, grad = large(count, height), large(count, width), torch.empty(experts, height, width)
+    sizes = [count - LAST, *[0] * (experts - 2), LAST]
+    grouped_weight_grad.add_grouped_gradient(grad, left, right, sizes, overwrite=True)
+    exact = left[-LAST:, -16:].double().t() @ right[-LAST:, -16:].double()
+    torch.testing.assert_close(grad[-1, -16:, -16:], exact.float())
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     torch.manual_seed(7)
     interpret_last_programs()
     dispatch.select("triton")
-    cases = activation_triton, adamw_triton, attention_part_triton, attention_triton, cross_entropy_triton, grad_norm_triton, norm_triton
-    for case in (*cases, ordered_sum_triton, rotary_triton):
+    cases = activation_triton, adamw_triton, attention_part_triton, attention_triton, cross_entropy_triton, grad_norm_triton
+    for case in (*cases, grouped_weight_grad_triton, norm_triton, ordered_sum_triton, permutation_triton, rotary_triton):
         case()
         print(case.__name__, flush=True)

@@ -148,6 +148,25 @@ def of_ordered_sum(module: Any) -> Calls:
         )
 
 
+def of_permutation(module: Any) -> Calls:
+    """Rows of experts, with two for each token."""
+    index, order = torch.zeros(ROWS, 2, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
+    weights = torch.empty(ROWS, 2)
+    for dtype in (BF16, FP32):
+        rows, label = torch.empty(ROWS, 4096, dtype=dtype), f"{NAMES[dtype]}, 4 KB of a row"
+        yield (f"rows gathered {label}",), partial(module.gather_rows, rows, order)
+        yield (f"rows combined {label}",), partial(module.combine_rows, rows, index, weights)
+        yield (f"rows summed {label}",), partial(module.combine_rows, rows, index, None)
+        yield (f"rows combined, backward {label}",), partial(module.combine_rows_backward, rows, rows, order, weights)
+
+
+def of_grouped_weight_grad(module: Any) -> Calls:
+    """The input matrices of Mixtral's experts."""
+    left, right = torch.empty(ROWS, 2 * 14336, dtype=BF16), torch.empty(ROWS, 4096, dtype=BF16)
+    grad, ends = torch.empty(2, 2 * 14336, 4096, device="meta"), torch.zeros(2, dtype=torch.int64)
+    yield ("weight gradients of experts bf16",), partial(module.add_grouped_gradient, grad, left, right, ends, False)
+
+
 LISTS = {
     "activation_triton": of_activation,
     "adamw_triton": of_adamw,
@@ -155,8 +174,10 @@ LISTS = {
     "attention_triton": of_attention,
     "cross_entropy_triton": of_cross_entropy,
     "grad_norm_triton": of_grad_norm,
+    "grouped_weight_grad_triton": of_grouped_weight_grad,
     "norm_triton": of_norm,
     "ordered_sum_triton": of_ordered_sum,
+    "permutation_triton": of_permutation,
     "rotary_triton": of_rotary,
 }
 

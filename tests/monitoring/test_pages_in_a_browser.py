@@ -39,7 +39,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     """The address of each kind of page."""
     place = tmp_path_factory.mktemp("runs")
     runs = write_run(place / "a-run-with-quite-a-long-name-as-people-give-them", pp=2), write_run(place / "other", lr=6e-4)
-    files = {"report": runs[:1], "comparison": runs}
+    files = {"report": runs[:1], "comparison": runs, "mixture": [write_run(place / "mixture", experts=8)]}
     for name, directories in files.items():
         (place / f"{name}.html").write_text(page(read_all(directories)))
     with pytest.MonkeyPatch.context() as patch, LiveServer(LivePage(runs[1])) as server:
@@ -50,7 +50,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         server.shutdown()
 
 
-@pytest.mark.parametrize("kind, charts", [("report", 8), ("comparison", 11), ("live", 7)])
+@pytest.mark.parametrize("kind, charts", [("report", 8), ("comparison", 11), ("mixture", 9), ("live", 7)])
 def test_a_page_fits_its_window_and_has_its_curves(kind: str, charts: int, opened: Browser, addresses: dict[str, str]):
     for width, height in SIZES:
         for scheme in SCHEMES:

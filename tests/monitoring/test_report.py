@@ -30,7 +30,8 @@ class Balanced(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in VOID:
             self.open.append(tag)
-        self.loaded += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value and not value.startswith("#")]
+        links = (value for name, value in attrs if name in ("src", "href", "xlink:href") and value)
+        self.loaded += [link for link in links if not link.startswith(("#", "data:"))]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         pass
@@ -39,11 +40,12 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-def write_run(directory: Path, steps: int = 40, lr: float = 3e-4, **parallel: object) -> Path:
+def write_run(directory: Path, steps: int = 40, lr: float = 3e-4, experts: int | None = None, **parallel: object) -> Path:
     directory.mkdir(parents=True)
+    mixtures = {"num_experts": experts, "mlp_only_layers": [1]} if experts else {}
     config = from_dict(
         {
-            "model": {"preset": "tiny", "vocab_size": 257},
+            "model": {"preset": "tiny", "vocab_size": 257, **mixtures},
             "parallel": {"dp": 1, **parallel},
             "optimizer": {"lr": lr},
             "train": {"steps": 50, "global_batch_size": 8, "micro_batch_size": 2},
@@ -53,6 +55,7 @@ def write_run(directory: Path, steps: int = 40, lr: float = 3e-4, **parallel: ob
     common = {"lr": lr, "tokens": 100, "tflops_per_gpu": 0.1, "mfu": None, "peak_memory_bytes": 2**30, "loss_scale": 1.0}
     lines = [
         {"step": step, "loss": 5 - step / 20, "grad_norm": 1 / step, "step_time_s": 0.5 + step, "tokens_per_second": 1000.0 + step}
+        | ({"expert_load_peak": 2.0, "expert_load_peaks": [4 - step / 20, 2.0, 1 + step / 40]} if experts else {})
         | {"bubble_fraction": 0.25 + step / 1e4, "skipped": step == 3, "time_forward_s": 0.2, "time_backward_s": 0.3 + step, **common}
         for step in range(1, steps + 1)
     ]
@@ -86,6 +89,17 @@ def test_it_tells_what_the_run_wrote(tmp_path: Path):
     for title in ("Loss", "Gradient norm", "Throughput", "Phases of a step: alone"):
         assert f">{title}</text>" in page
     assert ">Loss scale</text>" not in page, "it never changed"
+
+
+def test_the_load_of_experts_is_a_heat_map_with_a_row_for_each_mixture(tmp_path: Path):
+    page = made(write_run(tmp_path / "alone", experts=8))
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == [] and parser.loaded == []
+    drawn = page.partition("Load of the fullest expert, over the mean: alone")[0].rpartition("<svg")[2]
+    assert drawn.count("<image") >= 1
+    rows = [int(number) for number in re.findall(r"<!-- (\d+) -->|>(\d+)</text>", drawn) for number in number if number]
+    assert {0, 2, 3} <= set(rows), "layer 1 is dense"
 
 
 def test_it_shows_losses_that_have_names(tmp_path: Path):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX
@@ -15,7 +16,8 @@ from megalite.model.routers import Routers
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
 from megalite.parallel.expert.choice import choose, combine, in_best_groups, spread
-from megalite.parallel.expert.products import Experts, add_grouped_gradient, grouped_product, product_loop
+from megalite.parallel.expert.products import Experts, grouped_product, product_loop
+from megalite.parallel.expert.router import Router
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
@@ -91,6 +93,16 @@ def test_gradients_of_bf16_rows_accumulate_in_fp32() -> None:
     left, right = torch.ones(6, 3, dtype=torch.bfloat16), torch.ones(6, 4, dtype=torch.bfloat16)
     add_grouped_gradient(grad, left, right, [6, 0], overwrite=False)
     assert torch.equal(grad[0], torch.full((3, 4), 10006.0)) and torch.equal(grad[1], torch.full((3, 4), 1e4))
+
+
+def test_a_router_computes_in_at_least_fp32() -> None:
+    """Two experts whose logits differ by less than bf16 can tell apart, for rows and weights in bf16."""
+    rows = torch.tensor([[1.0, 2.0**-9]], dtype=torch.bfloat16)
+    spec = ParamSpec("router", 1, (Segment("router", (2, 2)),))
+    router = Router(Weight(spec, torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.bfloat16), torch.float32, WeightGradQueue()))
+    logits = router(rows)
+    assert logits.dtype == torch.float32 and logits.tolist() == [[1.0, 1.0 + 2.0**-9]]
+    assert choose(logits.softmax(-1), 1).experts.tolist() == [[1]]
 
 
 # ---- balance

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.data.chats import CHATML, write_lines, write_tokenizer
-from tests.huggingface.hf_models import SIZES, Case
+from tests.huggingface.hf_models import EXPERTS, SIZES, Case
 from tests.huggingface.hf_models import write as write_model
 from tests.structure.sources import ROOT
 
@@ -67,13 +67,15 @@ def commands(page: str) -> list[Command]:
 
 
 def make_place(place: Path) -> Path:
-    """Fill a directory with a clone, a corpus of text files, configurations of other programs, a small Llama and conversations."""
+    """Fill a directory with a clone, a corpus of text, configurations of other programs, a small Llama and Mixtral, and conversations."""
     for name in LINKED:
         (place / name).symlink_to(ROOT / name)
     for name, content in IMPORTED.items():
         (place / name).write_text(content)
     sizes = {**SIZES, "vocab_size": 264, "tie_word_embeddings": True}
     write_tokenizer(write_model(Case("Llama", sizes), place / "models" / "llama"), CHATML)
+    mixtral = {**sizes, **EXPERTS, "num_local_experts": 4}
+    write_tokenizer(write_model(Case("Mixtral", mixtral), place / "models" / "mixtral"), CHATML)
     answer = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
     write_lines(place / "chats.jsonl", [answer] * 40)
     (place / "corpus").mkdir()

@@ -19,6 +19,8 @@ from tests.structure.sources import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 RANKS = {"quickstart": 8, "llama-3-8b": 64, "llama-3-8b-128k": 64, "llama-3-70b": 512}
+RANKS |= {"mixtral-8x7b": 64, "olmoe-1b-7b": 32, "qwen3-30b-a3b": 64}
+LARGE = [name for name in RANKS if name not in ("quickstart", "llama-3-8b-128k")]
 LAYOUT = {"quickstart": ["--tp", "2", "--pp", "2", "--dp", "2"]}
 PARAMETERS = {  # by hand, norms and biases included; Llama 3 as published
     "quickstart": 4096 * 128 + 4 * (128 * (128 * 2 + 64 * 2) + 3 * 128 * 352 + 2 * 128) + 128,
@@ -29,6 +31,9 @@ PARAMETERS = {  # by hand, norms and biases included; Llama 3 as published
     "llama-3-8b": 8_030_261_248,
     "llama-3-8b-128k": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704,  # this and the next two as transformers counts them
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 
 
@@ -57,11 +62,11 @@ def test_a_preset_would_start_and_has_the_size_that_it_says(path: Path, tokens: 
     assert config.run.name == name
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])
+@pytest.mark.parametrize("name", LARGE)
 def test_the_large_presets_name_their_layout_and_the_bubble_of_the_dry_run(name: str, tokens: dict[bool, str]):
     text = (ROOT / "configs" / f"{name}.yaml").read_text()
     sizes = yaml.safe_load(text)["parallel"]
-    assert sizes["tp"] * sizes["pp"] * sizes["dp"] == RANKS[name]
+    assert sizes.get("tp", 1) * sizes.get("pp", 1) * sizes["dp"] == RANKS[name]
     config = load_config(["--config", name, "--data.train", tokens[False]], world_size=RANKS[name])
     schedule = build.schedule(config, build.layout(config).microbatches)
     (said,) = re.findall(r"The bubble is ([\d.]+) %", text)

@@ -5,7 +5,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megalite.config.presets import presets
 from megalite.config.rule import Rule, RuleContext, is_checkpoint, nearest_name
 from megalite.config.schema import Config
 from megalite.config.token_files import data_vocab_size, is_chat, metadata, named_sets, prefixes
@@ -71,6 +70,8 @@ def _end_of_document_rule(option: str) -> Rule:
 
 def _longer(c: RuleContext) -> str:
     """The presets of the same shape that have positions for the sequence."""
+    from megalite.config.presets import presets
+
     found = [
         name
         for name, shape in presets().items()

@@ -31,6 +31,8 @@ def own_products(units: Units) -> list[OwnProduct]:
             adapter_weights=rank * (outputs + inputs),
             ranks=ranks,
             matrices=matrices,
+            experts=name != "router",
+            wide=name == "router",
         )
 
     rows, matrices = k * share.own_tokens, experts // share.ep
@@ -54,17 +56,22 @@ def mixture_block(units: Units, products: dict[str, Product]) -> Block:
             Buffer("the choice", 3 * into.rows, "index"),
         )
     )
-    spread = Elementwise((2 * sent,), (2 * sent,), (Buffer("rows of the experts", sent),))
+    sorts = share.ep > 1 and share.dispatch == "all_to_all"  # rows that arrive are sorted by expert, and back before they return
+    moved = (2 * sent,) * (3 if sorts else 1)
+    spread = Elementwise(moved, moved, (Buffer("rows of the experts", sent),))
     activation = Elementwise(
         (forward * inner,), (backward * inner,), (Buffer("input of the experts' activation", into.rows * into.outputs),)
     )
-    combine = Elementwise((sent + own,), (2 * sent + own,), (Buffer("rows from the experts", sent),))
+    summed = own * (share.ep if share.dispatch == "all_gather" else 1)
+    combine = Elementwise((sent + summed,), (2 * sent + summed,), (Buffer("rows from the experts", sent),))
     workspace = [Buffer("gradients of the experts", own + 2 * sent + 2 * inner + into.rows * into.outputs)]
     steps = (router, routing, spread, into, activation, down, combine)
     before, after = units.around(into, is_first=False)
     if "mlp.shared.in" in products:
         shared = units.feed_forward(products["mlp.shared.in"], products["mlp.shared.down"])
-        gate = OwnProduct("mlp.shared_gate", share.own_tokens, 1, model.hidden_size, model.hidden_size, "outputs", ranks=router.ranks)
+        gate = OwnProduct(
+            "mlp.shared_gate", share.own_tokens, 1, model.hidden_size, model.hidden_size, "outputs", ranks=router.ranks, wide=True
+        )
         steps = (*steps, *shared.steps, *((gate,) if model.shared_expert_gate else ()))
         workspace += shared.workspace
     return Block(before, steps, after, units.dropped, tuple(workspace))

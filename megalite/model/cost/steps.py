@@ -28,6 +28,7 @@ class Share:
         sequence: positions of a row that a context-parallel rank holds.
         context: how attention exchanges the parts of a row, with more than one cp rank.
         context_inner: neighbouring cp ranks that exchange heads; the others are a ring.
+        dispatch: how rows reach their experts, with more than one ep rank.
     """
 
     sequence: int
@@ -38,6 +39,7 @@ class Share:
     context: str = "ulysses"
     ep: int = 1
     context_inner: int = 1
+    dispatch: str = "all_to_all"
 
     @property
     def row(self) -> int:
@@ -187,10 +189,14 @@ class OwnProduct(Product):
         outputs, inputs: of one matrix; `weights` are its elements, `adapter_weights` those of its adapter.
         ranks: tp ranks, each with as many rows.
         matrices: number of matrices on this rank, of which each row is multiplied with one.
+        experts: they belong to experts, which other ranks share than share dense weights.
+        wide: computed in at least fp32, as a router's.
     """
 
     ranks: int = 1
     matrices: int = 1
+    experts: bool = False
+    wide: bool = False
 
     @property
     def local_weights(self) -> int:

@@ -20,6 +20,7 @@ POINTS = 600  # maximum per curve
 SIZE = (6.2, 2.7)  # inches
 GREY = "#88888c"
 LONGEST_NAME = 40  # characters
+ROWS = 8  # of a heat map that are labelled
 COLOURS = ("#2a62a8", "#c8691b", "#2f7d4f", "#b03a8c", "#7a4fa3", "#8a7a1f", "#3a8f9c", "#a33a3a")
 
 
@@ -53,13 +54,14 @@ CHARTS = (
     Chart("Time of a step", "s", ("step_time_s",), from_zero=True),
     Chart("Bubble", "% of the pipeline's time", ("bubble_fraction",), 100, from_zero=True),
     Chart("Peak memory of rank 0", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
-    Chart("Load of the fullest expert", "over the mean, averaged over mixtures", ("expert_load_peak",), from_zero=True),
+    Chart("Load of the fullest expert", "over the mean; of all layers", ("expert_load_peak",), from_zero=True),
     Chart("Global batch size", "sequences", ("global_batch_size",), from_zero=True),
     Chart("Loss scale", "", ("loss_scale",), logarithmic=True),
 )
 
 BY_NAME = {VALIDATED: "Validation loss of each set", SOURCE: "Training loss of each member of the data"}
 """What keys of metrics.jsonl that have names in them start with → title of the chart that a run has of them."""
+LOADS = "expert_load_peaks"  # of each mixture
 ONLY_IF_IT_CHANGES = ("loss_scale", "bubble_fraction")
 
 
@@ -68,6 +70,7 @@ def charts(runs: Sequence[Run]) -> list[str]:
     wanted = (CHARTS[0], *COMPARED, *CHARTS[1:]) if len(runs) > 1 else CHARTS
     made = [_curves(chart, runs) for chart in wanted if any(_changes(run, chart) for run in runs)]
     by_name = [_by_name(run, prefix, title) for run in runs for prefix, title in BY_NAME.items() if run.names(prefix)]
+    made += [_loads(run) for run in runs if any(line.get(LOADS) for line in run.steps)]
     return [*made, *by_name, *(_phases(run) for run in runs if run.phases)]
 
 
@@ -129,6 +132,27 @@ def _places(run: Run, over: str, steps: Sequence[int]) -> list[float]:
         return list(steps)
     sums, scale = run.sums(over), AXES[over][1]
     return [scale * sums.get(step, 0.0) for step in steps]
+
+
+def _loads(run: Run) -> str:
+    """The load of the fullest expert of each layer over the steps as a heat map: 1 where all experts are equally loaded."""
+    lines = [line for line in run.steps if line.get(LOADS)]
+    columns = zip(*(line[LOADS] for line in lines), strict=True)
+    found = [thinned([line["step"] for line in lines], column) for column in columns]
+    at, loads = found[0][0], np.array([mean for _, mean, _, _ in found])  # [layers, steps]
+    layers = list(filter(run.config.model.is_mixture, range(run.config.model.num_hidden_layers)))
+
+    def draw(axes: Axes) -> None:
+        half = (at[-1] - at[0]) / max(len(at) - 1, 1) / 2 or 0.5
+        place = (at[0] - half, at[-1] + half, -0.5, len(loads) - 0.5)
+        image = axes.imshow(loads, extent=place, origin="lower", aspect="auto", interpolation="nearest", vmin=1, vmax=max(2.0, loads.max()))
+        axes.set_yticks(range(0, len(loads), -(-len(loads) // ROWS)))
+        axes.yaxis.set_major_formatter(lambda row, _: str(layers[round(row)]))
+        axes.set_axisbelow(True)
+        bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
+        bar.outline.set_visible(False)
+
+    return _svg(f"Load of the fullest expert, over the mean: {_short(run.name)}", "layer", draw)
 
 
 def _by_name(run: Run, prefix: str, title: str) -> str:

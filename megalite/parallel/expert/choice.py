@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megalite_kernels.permutation import count, inverse_order
+from megalite_kernels.permutation import by_slot, combine_rows, combine_rows_backward, count, gather_rows, inverse_order
 from torch import Tensor
 
 
@@ -41,11 +41,10 @@ class Choice:
         """[rows]: the token of each sent row."""
         return self.order // self.k
 
-    def by_token(self, values: Tensor) -> Tensor:
-        """A value of each sent row, [rows, …], as [tokens · k, …]: zero for what is not sent."""
-        if len(self.order) < len(self.inverse):
-            values = torch.cat((values, values.new_zeros(1, *values.shape[1:])))
-        return values.index_select(0, self.inverse)
+    @property
+    def rows(self) -> Tensor:
+        """[tokens, k]: the sent row of each token and choice, as `inverse`."""
+        return self.inverse.view_as(self.experts)
 
 
 def choose(scores: Tensor, k: int) -> Choice:
@@ -73,13 +72,11 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, choice: Choice) -> Tensor:
         ctx.choice = choice
-        return rows.index_select(0, choice.tokens)
+        return gather_rows(rows, choice.tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        choice, grad = ctx.choice, grads[0]
-        accumulate_dtype = torch.promote_types(grad.dtype, torch.float32)
-        return choice.by_token(grad).view(*choice.experts.shape, -1).sum(1, dtype=accumulate_dtype).to(grad.dtype), None
+        return combine_rows(grads[0], ctx.choice.rows), None
 
 
 class _Combine(torch.autograd.Function):
@@ -89,16 +86,13 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: Choice) -> Tensor:
         ctx.choice = choice
         ctx.save_for_backward(rows, weights)
-        by_token = choice.by_token(rows).view(*weights.shape, -1)  # [tokens, k, hidden]
-        return (by_token * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        return combine_rows(rows, choice.rows, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (rows, weights), choice, grad = ctx.saved_tensors, ctx.choice, grads[0]
-        sent = grad.index_select(0, choice.tokens)  # [rows, hidden]
-        products = (sent.to(weights.dtype) * rows).sum(-1)  # [rows]
-        by_row = weights.flatten().index_select(0, choice.order).unsqueeze(-1)
-        return (sent * by_row).to(rows.dtype), choice.by_token(products).view_as(weights), None
+        (rows, weights), choice = ctx.saved_tensors, ctx.choice
+        drows, dweights = combine_rows_backward(grads[0], rows, choice.order, weights)  # [rows, hidden], [rows]
+        return drows, by_slot(dweights, choice.inverse).view_as(weights), None
 
 
 def spread(rows: Tensor, choice: Choice) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megalite_kernels.permutation import gather_rows
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
@@ -90,12 +91,12 @@ class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
+        return gather_rows(x, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse), None, None
+        return gather_rows(grads[0], inverse), None, None
 
 
 def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], axis: MeshAxis) -> Tensor:

@@ -38,19 +38,6 @@ def grouped_product(rows: Tensor, matrices: Tensor, sizes: Sequence[int]) -> Ten
     return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
 
 
-def add_grouped_gradient(grad: Tensor, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int], overwrite: bool) -> None:
-    """Add each expert's grad_outputᵀ · inputs ([n, out], [n, in]) to grad [experts, out, in]; an expert without rows adds zero."""
-    if overwrite:  # also the experts without rows: their gradients are sent like the others
-        grad.zero_()
-    for own, left, right in zip(grad, grad_output.split(list(sizes)), inputs.split(list(sizes)), strict=True):
-        if left.dtype == grad.dtype:
-            own.addmm_(left.t(), right)
-        elif left.is_cuda:  # accumulated in fp32 without being rounded first
-            torch.addmm(own, left.t(), right, out_dtype=grad.dtype, out=own)
-        else:
-            own.add_(left.t() @ right)
-
-
 class _Experts(torch.autograd.Function):
     """down(act(in(x))) of rows sorted by expert. Backward: the input's gradient; weight gradients go to the queue."""
 

@@ -1,0 +1,66 @@
+"""The parameters of a rank by domain: dense ones and experts, whose gradients other ranks share. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from megalite.model.cost.steps import Elementwise, Lookup, OwnProduct, Product, UnitCost
+from megalite.model.cost.units import Units
+from megalite.planning.hardware import Device
+from megalite.planning.links import Group, group
+
+if TYPE_CHECKING:
+    from megalite.planning.step import Choice
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters on one rank before ZeRO shards them: all, and those that are trained, adapters included; of these, experts'."""
+
+    stored: float
+    trained: float
+    expert_stored: float = 0.0
+    expert_trained: float = 0.0
+
+    @classmethod
+    def of(cls, units: Units, layers: Sequence[int], embedding: bool, head: bool) -> Parameters:
+        """Those of some layers, optionally with those of the embedding and of the head's matrix."""
+        kinds = {units.alike(index): index for index in layers}
+        each = {kind: cls._of(units.layer(index), units) for kind, index in kinds.items()}
+        found = [each[units.alike(index)] for index in layers]
+        found += [cls._of(units.embedding(), units)] if embedding else []
+        if head:
+            found += [cls._of(UnitCost((replace(block, before=Elementwise()),)), units) for block in units.head().blocks]
+        return cls(*map(sum, zip(*found, strict=True))) if found else cls(0.0, 0.0)
+
+    @classmethod
+    def _of(cls, unit: UnitCost, units: Units) -> Parameters:
+        adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.products)
+        stored = unit.local_weights + adapters
+        experts = [product for product in unit.products if isinstance(product, OwnProduct) and product.experts]
+        own_adapters = sum(product.local_adapter_weights(units.share.tp) for product in experts)
+        own_stored = own_adapters + sum(product.local_weights for product in experts)
+        own_trained = own_adapters + sum(product.local_weights for product in experts if not product.frozen)
+        if not units.lora.rank:
+            return cls(stored, stored, own_stored, own_trained)
+        own = sum(step.local_weights for step in unit.steps if isinstance(step, Product | Lookup) and not step.frozen)
+        return cls(stored, own + adapters, own_stored, own_trained)
+
+
+class Domain(NamedTuple):
+    """Parameters of a rank, and the ranks over which their gradients are summed and ZeRO shards them."""
+
+    stored: float
+    trained: float
+    ranks: Group
+
+
+def domains(device: Device, choice: Choice, size: Parameters) -> list[Domain]:
+    """The domains of a rank's parameters: dense ones over data parallelism, experts over the ranks of a stage that hold the same."""
+    ranks = group(device, choice.data, choice.tp, choice.gpus)
+    found = [Domain(size.stored - size.expert_stored, size.trained - size.expert_trained, ranks)]
+    if size.expert_stored:
+        ranks = group(device, choice.expert_data, choice.ep, choice.gpus)
+        found.append(Domain(size.expert_stored, size.expert_trained, ranks))
+    return found
