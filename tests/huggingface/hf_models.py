@@ -255,7 +255,7 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
             for part, experts in parts.items():
                 for number, expert in enumerate(experts):
                     found[f"{stem}.experts.{number}.{part}.weight"] = expert
-                    found[f"{stem.replace('mlp', 'block_sparse_moe')}.experts.{number}.{mixtral[part]}.weight"] = expert
+                    found[f"{stem.replace('mlp', 'block_sparse_moe')}.experts.{number}.{mixtral.get(part)}.weight"] = expert
         found |= {name: value, name.replace("mlp.gate.", "block_sparse_moe.gate."): value}
     return found
 
