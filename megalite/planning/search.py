@@ -331,8 +331,8 @@ class Search:
 
     def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
         """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
-        layout = choice.tp, choice.cp, choice.context, choice.context_inner, choice.sequence_parallel, choice.ep
-        layout = *layout, choice.expert_dispatch
+        context, experts = (choice.cp, choice.context, choice.context_inner), (choice.ep, choice.expert_dispatch)
+        layout = choice.tp, choice.sequence_parallel, *context, *experts
         if choice.recompute == BUDGET:
             choice = replace(choice, recompute="full")
         key = *layout, choice.micro_batch_size, choice.recompute, choice.splits
