@@ -302,7 +302,8 @@ def parse_yaml(text: str, path: str, option: str) -> Any:
 
 def shipped_configs() -> dict[str, str]:
     """The configurations shipped with megalite: name → first line of the file's comment."""
-    return {path.stem: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for path in sorted(CONFIGS.glob("*.yaml"))}
+    found = {path.stem: path for path in CONFIGS.glob("*.yaml")}
+    return {name: found[name].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name in sorted(found)}
 
 
 def config_file(given: str) -> str:

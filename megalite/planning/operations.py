@@ -164,7 +164,7 @@ class Operations:
 
     def _own_product(self, step: OwnProduct) -> Passes:
         """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in fp32."""
-        precision = "fp32" if step.wide and "fp32" in self.device.peaks else self.precision
+        precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
         rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
         forward = product(self.device, rows, outputs, inputs, precision, batch)
         backward = product(self.device, rows, inputs, outputs, precision, batch)

@@ -32,7 +32,7 @@ def own_products(units: Units) -> list[OwnProduct]:
             ranks=ranks,
             matrices=matrices,
             experts=name != "router",
-            wide=name == "router",
+            at_least_fp32=name == "router",
         )
 
     rows, matrices = k * share.own_tokens, experts // share.ep
@@ -70,7 +70,7 @@ def mixture_block(units: Units, products: dict[str, Product]) -> Block:
     if "mlp.shared.in" in products:
         shared = units.feed_forward(products["mlp.shared.in"], products["mlp.shared.down"])
         gate = OwnProduct(
-            "mlp.shared_gate", share.own_tokens, 1, model.hidden_size, model.hidden_size, "outputs", ranks=router.ranks, wide=True
+            "mlp.shared_gate", share.own_tokens, 1, model.hidden_size, model.hidden_size, "outputs", ranks=router.ranks, at_least_fp32=True
         )
         steps = (*steps, *shared.steps, *((gate,) if model.shared_expert_gate else ()))
         workspace += shared.workspace

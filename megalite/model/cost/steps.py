@@ -190,13 +190,13 @@ class OwnProduct(Product):
         ranks: tp ranks, each with as many rows.
         matrices: number of matrices on this rank, of which each row is multiplied with one.
         experts: they belong to experts, which other ranks share than share dense weights.
-        wide: computed in at least fp32, as a router's.
+        at_least_fp32: in which it is computed, as a router's is.
     """
 
     ranks: int = 1
     matrices: int = 1
     experts: bool = False
-    wide: bool = False
+    at_least_fp32: bool = False
 
     @property
     def local_weights(self) -> int:
