@@ -126,7 +126,7 @@ class ModelConfig:
     weights of its own for each head (each_head, Command-R+), or none."""
     hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu"] = "silu"
     """Activation of the feed-forward block; gelu_new, gelu_fast and gelu_pytorch_tanh are all the tanh approximation of GELU, relu2 is the
-    square of relu, clamped_swiglu is gpt-oss's."""
+    square of relu, clamped_swiglu limits gate and up as gpt-oss does."""
     gated_mlp: bool = True
     """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
     num_experts: int | None = None

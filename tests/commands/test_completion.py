@@ -29,7 +29,7 @@ def test_bash_completes_commands_options_choices_and_files(grammar, tmp_path: Pa
         "megalite plan --model llama-3-7": "llama-3-70b",
         "megalite plan --write o": "own.yaml",
         "megalite train --config quick": "quickstart",
-        "megalite train --config o": "own.yaml",
+        "megalite train --config ow": "own.yaml",
         "megalite train --parallel.schedule zb": "zb-h1 zb-h2 zb-v",
         "megalite train --zero": "--zero",
         "megalite train --nn": "--nnodes",
