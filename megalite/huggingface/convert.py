@@ -94,15 +94,13 @@ class Source:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A rectangle of one of our tensors; only its bytes are read."""
         place = self.places[name]
-        if place.pieces:  # a layer's experts are large: only those in the rectangle are read
-            length = place.shape[0] // len(place.pieces)
+        if number := len(place.pieces) or place.experts:  # a layer's experts are large: only those in the rectangle are read
+            length = place.shape[0] // number
             first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
-            own = torch.cat([self.weights[place.theirs.format(*piece)] for piece in place.pieces[first : last + 1]])
-            return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
-        if place.experts is not None:
-            length = place.shape[0] // place.experts
-            first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
-            own = place.flat(self.weights.experts(place.theirs, first, last + 1))
+            if place.pieces:
+                own = torch.cat([self.weights[place.theirs.format(*piece)] for piece in place.pieces[first : last + 1]])
+            else:
+                own = place.flat(self.weights.experts(place.theirs, first, last + 1))
             return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
         pieces = [self.weights[theirs] for theirs in place.tensors]
         return place.read(pieces[0].view(place.shape) if len(pieces) == 1 else torch.cat(pieces), offsets, sizes)

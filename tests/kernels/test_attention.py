@@ -29,8 +29,8 @@ def resolve(documents=False, dropout=0.0, *, sequence, batch, **options):
     return options
 
 
-def reference(q, k, v, *, scale, window=None, document_start=None, softcap=None, dropout=None):
-    """The definition, whole matrices, in the inputs' dtype."""
+def reference(q, k, v, *, scale, window=None, document_start=None, softcap=None, dropout=None, sinks=None):
+    """The definition, whole matrices, in the inputs' dtype. sinks [heads]: a column of scores more, whose probabilities are dropped."""
     sequence, batch, heads, _ = q.shape
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k.repeat_interleave(heads // k.shape[2], 2), v.repeat_interleave(heads // v.shape[2], 2)))
     scores = scale * q @ k.transpose(-1, -2)
@@ -42,7 +42,10 @@ def reference(q, k, v, *, scale, window=None, document_start=None, softcap=None,
         visible = visible & (i - j < window)
     if document_start is not None:
         visible = visible & (j >= document_start.T[:, None, :, None])
-    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, heads, 1, 1).expand(batch, -1, sequence, -1)), -1)
+    probabilities = scores.softmax(-1)[..., :sequence]
     if dropout:
         probabilities = probabilities * dropout.scale(heads, range(sequence), range(sequence), probabilities.dtype)
     return (probabilities @ v).permute(2, 0, 1, 3)

@@ -6,7 +6,7 @@ from megalite_kernels import attention_part as module
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merge_
 from megalite_kernels.attention_sinks import attention_with_sinks, attention_with_sinks_backward, join, sinks_gradient
 
-from tests.kernels.test_attention import OPTIONS, inputs, resolve
+from tests.kernels.test_attention import OPTIONS, inputs, reference, resolve
 
 LENGTH = 40
 
@@ -16,26 +16,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 6)
 
 
-def reference(q, k, v, sinks, *, scale, window=None, document_start=None, softcap=None, dropout=None):
-    sequence, batch, heads, _ = q.shape
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k.repeat_interleave(heads // k.shape[2], 2), v.repeat_interleave(heads // v.shape[2], 2)))
-    scores = scale * q @ k.transpose(-1, -2)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    i, j = torch.arange(sequence).unsqueeze(1), torch.arange(sequence)
-    visible = ((j <= i) & (i - j < (window or sequence))).expand(batch, 1, -1, -1)
-    if document_start is not None:
-        visible = visible & (j >= document_start.T[:, None, :, None])
-    column = sinks.view(1, heads, 1, 1).expand(batch, -1, sequence, -1)
-    probabilities = torch.cat((scores.masked_fill(~visible, -torch.inf), column), -1).softmax(-1)[..., :-1]
-    if dropout:
-        probabilities = probabilities * dropout.scale(heads, range(sequence), range(sequence), probabilities.dtype)
-    return (probabilities @ v).permute(2, 0, 1, 3)
-
-
 def expected(q, k, v, dout, sinks, **options):
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, sinks)]
-    out = reference(*leaves, **options)
+    out = reference(*leaves[:3], sinks=leaves[3], **options)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
