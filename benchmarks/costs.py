@@ -22,20 +22,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import prepare, report
+from benchmarks import prepare, report, step
 
 RUN = Path(__file__).with_name("costs_run.py")
 MODEL = ["--model.preset", "tiny", "--data.sequence_length", "64", "--train.global_batch_size", "16", "--train.micro_batch_size", "2"]
 SHAPE: dict[str, Any] = {  # of the model that is converted
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
+    **step.MODEL,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
