@@ -171,7 +171,13 @@ ROWS = [
         EXPERTS | {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.shared_expert_intermediate_size": 7},
         {"model.shared_expert_intermediate_size": 8},
     ),
-    Row("PowerSGD has no experts", EXPERTS | {"parallel.powersgd_rank": 2, "parallel.dp": 2}, {"parallel.powersgd_rank": None}),
+    Row(
+        "PowerSGD reduces over all of dp",
+        EXPERTS
+        | {"parallel.powersgd_rank": 4, "parallel.dp": 2, "parallel.dp_shard": 1, "parallel.tp": 2, "parallel.sequence_parallel": True},
+        {"parallel.dp_shard": 2},
+        ("groups of parallel.dp_shard = 1",),
+    ),
     *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
     Row("preset or from_hf", {"model.preset": "tiny", "model.from_hf": "hf"}, {"model.from_hf": None}, ("model.preset = tiny",)),
