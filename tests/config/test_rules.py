@@ -172,6 +172,12 @@ ROWS = [
         {"model.shared_expert_intermediate_size": 8},
     ),
     Row(
+        "balanced parts of gather or ring",
+        {"parallel.context_parts": "balanced", "parallel.cp": 2},
+        {"parallel.context": "ring"},
+        ("has no effect: under parallel.context = ulysses",),
+    ),
+    Row(
         "PowerSGD reduces over all of dp",
         EXPERTS
         | {"parallel.powersgd_rank": 4, "parallel.dp": 2, "parallel.dp_shard": 1, "parallel.tp": 2, "parallel.sequence_parallel": True},

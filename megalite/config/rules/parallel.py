@@ -197,6 +197,13 @@ RULES: tuple[Rule, ...] = (
         legal=legal_inner,
     ),
     Rule(
+        "balanced parts of gather or ring",
+        "parallel.context_parts",
+        lambda c: c.parallel.context_parts == "balanced" and c.parallel.cp > 1 and c.parallel.context == "ulysses",
+        message="has no effect: under {parallel.context} all ranks attend equally much already",
+        legal="Leave it out, or set parallel.context to gather or ring.",
+    ),
+    Rule(
         "virtual stages belong to the schedule",
         "parallel.virtual_stages",
         lambda c: c.parallel.virtual_stages not in (None, c.dims.virtual_stages),
