@@ -216,8 +216,8 @@ def test_a_command_of_megatron_and_its_defaults(tmp_path, capsys):
 MIXTURE = (
     "--num-layers 12 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 2048 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --micro-batch-size 1 --global-batch-size 16 "
-    "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 512 --expert-model-parallel-size 4 "
-    "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion --moe-router-dtype fp32"
+    "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 512 "
+    "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion --moe-router-dtype fp32"
 )
 MADE = {  # further arguments → what they set; kind and key of a remark
     "--moe-aux-loss-coeff 1e-2": ({"router_aux_loss_coef": 0.01 * 12 / 4, "router_balance": "global"}, "approximate", "moe-aux-loss-coeff"),
@@ -262,12 +262,13 @@ MADE = {  # further arguments → what they set; kind and key of a remark
 def test_a_mixture_of_megatron(arguments, tmp_path, capsys):
     """Losses are summed over layers there, with shares that add up to 1, and averaged over mixtures here, with shares that add up to k."""
     expected, kind, key = MADE[arguments]
-    options, lost, notes, config = imported(capsys, tmp_path, "megatron", f"pretrain_gpt.py {MIXTURE} {arguments}", "--dp", 8)
+    command = f"torchrun --nproc_per_node 8 pretrain_gpt.py {MIXTURE} {arguments}"
+    _, lost, notes, config = imported(capsys, tmp_path, "megatron", command)
     model = config.model
     assert (model.num_experts, model.num_experts_per_tok, model.moe_intermediate_size, config.parallel.ep) == (16, 4, 256, 4)
     assert model.shared_expert_intermediate_size == 512 and not model.shared_expert_gate
     assert {name: pytest.approx(getattr(model, name)) for name in expected} == expected
-    remarks = {key: "lost" for key in lost} | {key: "approximate" for key in notes.get("approximate", {})}
+    remarks = dict.fromkeys(lost, "lost") | dict.fromkeys(notes.get("approximate", {}), "approximate")
     assert remarks == ({key: kind} if kind else {})
 
 

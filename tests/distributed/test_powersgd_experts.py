@@ -1,4 +1,4 @@
-"""PowerSGD with experts: each expert's matrices against a float64 reference, then training, memory and checkpoints under expert parallelism."""
+"""PowerSGD with experts: each expert's matrices against a float64 reference; training, memory and checkpoints under expert parallelism."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ NEEDS = {
     "data.reset_positions": ("data.train",),
     "data.eod_mask_loss": ("data.train",),
 }
-"""Option, or a single rule of it → other options that are read: if the file leaves one of those open, a violated rule is reported as what is still to be
-set."""
+"""Option, or a single rule of it → other options that are read: if the file leaves one of those open, a violated rule is reported as
+what is still to be set."""
 FILES = ("run.dir", "model.from_hf", "model.init_from", "data.train", "data.validation", "lora.init_from")
 """Options that name files, which may be on another machine: they are kept, and what is missing is reported."""
 

@@ -1,5 +1,8 @@
-"""Megatron-LM's arguments for mixtures of experts. Its losses are summed over the layers, with shares that add up to 1; here they are averaged
-over the mixtures, with shares that add up to the experts of a token."""
+"""Megatron-LM's arguments for mixtures of experts.
+
+Its losses are summed over the layers, with shares that add up to 1; here they are averaged over the mixtures, with shares that add up to a
+token's number of experts.
+"""
 
 from __future__ import annotations
 
@@ -144,9 +147,8 @@ def _groups(value: Any, source: Source) -> Verdict:
     """A group's score is there the sum of its best experts, as many as a token has in each of its groups."""
     best = (source.size(TOPK) or 2) // (source.size(BEST_GROUPS) or 1)
     here = 2 if source.word("moe-router-score-function", "softmax") == "SIGMOID" else 1
-    options = {"model.n_group": value, "model.topk_group": source.get(BEST_GROUPS, 1)}
     same = best == here or source.size(BEST_GROUPS) == source.size(GROUPS)
-    return honoured(options, "" if same else f"a group's score is that of its best {here}, not {best}, experts")
+    return honoured({"model.n_group": value}, "" if same else f"a group's score is that of its best {here}, not {best}, experts")
 
 
 FUSED, OVERLAP = "fused operations are train.kernels", "it is always on, without an option"
@@ -163,7 +165,8 @@ TABLE: Table = {
         "model.router_scores", {"SOFTMAX": "softmax", "SIGMOID": "sigmoid"}, "model.router_scores is softmax or sigmoid"
     ),
     "moe-router-pre-softmax": Row(_probabilities, "model.norm_topk_prob"),
-    **each("", f"{GROUPS} {BEST_GROUPS}", Row(lambda value, source: _groups(source.get(GROUPS), source), "model.n_group")),
+    GROUPS: Row(_groups, "model.n_group"),
+    BEST_GROUPS: sets("model.topk_group"),
     "moe-router-topk-scaling-factor": sets("model.routed_scaling_factor"),
     TYPE: Row(_balance, "model.router_balance"),
     LOSS: Row(_loss, "model.router_aux_loss_coef"),

@@ -242,7 +242,7 @@ TABLE: Table = {
     f"{PARALLEL}expert_tensor_parallel_degree": only(
         "1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"
     ),
-    **each(PARALLEL, "expert_parallel_comm_backend expert_parallel_a2a_impl", never("parallel.expert_dispatch has one implementation each")),
+    **each(PARALLEL, "expert_parallel_comm_backend expert_parallel_a2a_impl", never("parallel.expert_dispatch is one implementation")),
     **each(PARALLEL, "disable_loss_parallel enable_async_tensor_parallel enable_compiled_autograd", never("it is one implementation here")),
     **each("checkpoint.", "enable enable_checkpoint", never("checkpoint.interval is set, if it is on")),
     "checkpoint.interval": Row(_checkpoint_interval, "checkpoint.interval"),

@@ -80,7 +80,7 @@ def _sizes_fit_the_world(axis: str) -> Rule:
 
 
 def _sharded_in_groups(dims: ParallelDims) -> bool:
-    """Whether ZeRO shards over some of the ranks that sum a gradient: with experts, also if those that hold an expert are in several groups."""
+    """Whether ZeRO shards over some of the ranks that sum a gradient; with experts, also if those of an expert are in several groups."""
     return dims.shard not in (1, dims.data) or dims.experts and dims.expert_shard not in (1, dims.expert_data)
 
 

@@ -8,7 +8,7 @@ With G_i the gradient of data rank i, E_i the rank's error, and Q the right fact
 
 Gradients here are sums over n ranks, not means.
 Communication in backward: an all-reduce of P when the bucket is complete, together with the uncompressed rest of the bucket, then an
-all-reduce of Q, both over the data axis; for experts, which are compressed one by one, over the ranks that hold the same experts. Every rank
+all-reduce of Q, both over the data axis; those of experts, which are compressed one by one, over the ranks that hold the same ones. Every rank
 computes P Qᵀ from the same bits. Forward: none.
 
 P is orthonormalised by Householder reflections, which yield a basis even for zeros: a factor Q of zeros would otherwise stay zero, and its
@@ -128,8 +128,7 @@ class PowerSGD:
         return Compression(matrices, rest, axis)
 
     def _initial_factor(self, segment: Segment, part: LocalPart, found: Matrices) -> Tensor:
-        """Q of the first step, [m, rank]; of experts [matrices, m, rank], each drawn by its number in the layer, so that no layout of experts
-        changes it."""
+        """Q of the first step, [m, rank]; of experts [matrices, m, rank], each drawn by its number in the layer, the same for any ep."""
         shape = found.m, self.rank
         if segment.axis != "expert":
             return rng.normal(shape, self.seed, segment.name, "powersgd")

@@ -64,7 +64,8 @@ def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> di
     options: zero, dp_shard, rank (of PowerSGD), skipped (steps that are thrown away), scales (a step's loss scale), as_nccl (torch's own
     collectives, as on a GPU), specs, ep (None: no experts), and what else the store takes.
     """
-    options = {"zero": 0, "dp_shard": None, "rank": None, "skipped": (), "scales": None, "as_nccl": False, "specs": SPECS, "ep": None, **options}
+    plain = {"zero": 0, "dp_shard": None, "rank": None, "skipped": (), "scales": None, "as_nccl": False, "specs": SPECS, "ep": None}
+    options = plain | options
     dtype, specs, ep = steps[0]["matrix"].dtype, options["specs"], options["ep"]
     shards = 1 if options["zero"] == 0 else options["dp_shard"]
     layout = Layout(dp=context.world, dp_shard=shards, ep=ep or 1, experts=ep is not None)
