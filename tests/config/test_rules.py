@@ -420,6 +420,11 @@ ROWS = [
     ),
     Row("one compression", {"parallel.powersgd_rank": 4, "parallel.reduce_dtype": "bf16"}, {"parallel.reduce_dtype": "wide"}, ("Remove",)),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("megalite prepare",)),
+    Row("data.train is one text", {"data.train": "{tokens:1}"}, {"data.train": {"tokens": 1.0}}, ("a space after each colon",)),
+    Row("data.validation is one text", {"data.validation": "[tokens,other]"}, {"data.validation": ["tokens"]}),
+    Row("validation data is named", {"data.validation": {}}, {"data.validation": None}, ("names no token file", "or null")),
+    Row("recompute mode", {"train.recompute": "experts"}, EXPERTS, ("names experts, and the model has none",)),
+    Row("recompute mode", {"train.recompute": "none,x,none,none"}, {"train.recompute": "none"}, ("has x, which is not",)),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
     Row("data.train weights are positive", {"data.train": {"tokens": float("inf")}}, {"data.train": {"tokens": 0.1}}),
     Row(

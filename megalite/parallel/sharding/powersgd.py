@@ -8,8 +8,8 @@ With G_i the gradient of data rank i, E_i the rank's error, and Q the right fact
 
 Gradients here are sums over n ranks, not means.
 Communication in backward: an all-reduce of P when the bucket is complete, together with the uncompressed rest of the bucket, then an
-all-reduce of Q, both over the data axis; those of experts, which are compressed one by one, over the ranks that hold the same ones. Every rank
-computes P Qᵀ from the same bits. Forward: none.
+all-reduce of Q, both over the data axis; those of experts, which are compressed one by one, over the ranks that hold the same ones.
+Every rank computes P Qᵀ from the same bits. Forward: none.
 
 P is orthonormalised by Householder reflections, which yield a basis even for zeros: a factor Q of zeros would otherwise stay zero, and its
 matrix would never be updated again. If Q has lost its directions, the next Q comes from that basis.
