@@ -404,7 +404,8 @@ class TrainConfig:
     """Maximum global gradient norm. 0: no clipping."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights, average = ema_decay * average + (1 - ema_decay) * weights after each applied step,
-    for example 0.999. It is saved in checkpoints; validation.ema and megalite convert export --ema use it. null: no average."""
+    for example 0.999. It is saved in checkpoints; validation.ema and --ema of megalite convert export, generate and evaluate use it.
+    null: no average."""
     label_smoothing: float = 0.0
     """Label smoothing, over the whole vocabulary."""
     z_loss: float = 0.0

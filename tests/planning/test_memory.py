@@ -30,6 +30,7 @@ DORA = {"rank": 4, "ranks": {"o": 2}, "dora": True, "modules_to_save": ["embeddi
 GPT2 = {"norm": "layer", "gated_mlp": False, "position": "learned", "attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
 LATENTS = {"num_key_value_heads": None, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 QUERIES = LATENTS | {"q_lora_rank": 10}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def tree(
@@ -125,6 +126,8 @@ BUILT = {
     "offloaded weights": {"dp": 2, "zero": 3, "offload_parameters": True, "train": {"precision": "fp32"}},
     "all offloaded": {"dp": 2, "zero": 3, "offload": "cpu", "offload_parameters": True, "train": {"precision": "fp32"}},
     "compressed": {"dp": 2, "powersgd_rank": 2, "tp": 2},
+    "compressed, experts": {"dp": 4, "powersgd_rank": 2, "ep": 2, "model": EXPERTS},
+    "compressed, experts on one rank": {"dp": 4, "powersgd_rank": 2, "ep": 4, "model": EXPERTS},
     "adapters": {"dp": 2, "tp": 2, "lora": LORA},
     "adapters, ZeRO-3": {"dp": 2, "zero": 3, "offload": "cpu", "lora": SOME},
     "DoRA, tied": {"pp": 2, "dp": 2, "tp": 2, "lora": DORA, "model": {"tie_word_embeddings": True}},
@@ -184,6 +187,7 @@ TRAFFIC = {
     "ZeRO-3, kept": {"dp": 2, "zero": 3, "zero3_reshard": "step"},
     "rounded": {"dp": 2, "reduce_dtype": "bf16"},
     "compressed": {"dp": 2, "powersgd_rank": 2},
+    "compressed, experts": {"dp": 2, "powersgd_rank": 2, "model": EXPERTS},
     "pp, tied": {"pp": 2, "model": {"tie_word_embeddings": True}},
     "pp, folded": {"pp": 2, "schedule": "zb-v"},
     "tp, adapters": {"tp": 2, "lora": LORA},
