@@ -131,7 +131,7 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
     saved = from_dict(state["config"])
     before, now = saved.parallel, config.parallel
     on_before, on_now = (each.parallel.powersgd_rank is not None and ParallelDims.of(each).data > 1 for each in (saved, config))
-    tied, positions = config.model.tie_word_embeddings, config.model.position == "learned"
+    tied, positions = config.model.tie_word_embeddings or config.model.mtp_layers > 0, config.model.position == "learned"
     names = ("powersgd_rank", "dp", "cp", "tp", *(("pp", "schedule") if tied else ()), *(("sequence_parallel",) if positions else ()))
     changed = [name for name in names if getattr(before, name) != getattr(now, name)]
     if not changed or not (on_before or on_now):

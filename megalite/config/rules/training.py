@@ -33,7 +33,7 @@ def _wrong_mode(c: RuleContext) -> str:
         return ""
     from megalite.config.recomputation import problem
 
-    return problem(c.train.recompute, c.model.num_hidden_layers) or ""
+    return problem(c.train.recompute, c.model.num_hidden_layers + c.model.mtp_layers) or ""
 
 
 def _resumes(c: RuleContext) -> bool:
