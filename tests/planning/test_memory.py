@@ -210,7 +210,7 @@ TRAFFIC = {
     "pp, tied, adapters": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": LORA},
     "tp, latents": {"tp": 2, "model": LATENTS, "train": {"recompute": "full"}},
     "tp, modules ahead": {"tp": 2, "model": {"mtp_layers": 2}, "train": {"recompute": "full"}},
-    "cp, tp and sp, a module ahead": {"cp": 2, "tp": 2, "sequence_parallel": True, "model": {"mtp_layers": 1}},
+    "cp, tp and sp, a module ahead": {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 0, "model": {"mtp_layers": 1}},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": LATENTS},
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
