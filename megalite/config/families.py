@@ -181,6 +181,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shared_expert_intermediate_size": latents.shared_width,
     "n_group": latents.groups,
     "topk_group": latents.topk_group,
+    "mtp_layers": latents.modules_ahead,
     "router_scores=softmax": functools.partial(latents.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(latents.scores, "sigmoid"),
     "hidden_act=clamped_swiglu": _clamped_swiglu,

@@ -72,6 +72,9 @@ class ModelConfig:
     """Inner width of the feed-forward block."""
     num_hidden_layers: int = 4
     """Number of transformer layers."""
+    mtp_layers: int = 0
+    """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training predicts one token further ahead.
+    Evaluation and generation do not use them."""
     num_attention_heads: int = 4
     """Number of query heads."""
     num_key_value_heads: int | None = None
@@ -410,6 +413,8 @@ class TrainConfig:
     """Label smoothing, over the whole vocabulary."""
     z_loss: float = 0.0
     """Coefficient of the z-loss, the squared log-partition function of the logits, which is added to the loss."""
+    mtp_weight: float = 0.3
+    """With model.mtp_layers, weight of the mean of their losses, which is added to the loss."""
     stop_after: str | None = None
     """Save a checkpoint and exit after this duration, for example 3h50m, 90m or 30s. null: no limit."""
     early_stopping_patience: int | None = None

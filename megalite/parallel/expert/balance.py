@@ -78,7 +78,7 @@ class Balance:
 
     def __init__(self, model: ModelConfig, state: RouterState, sequence: MeshAxis):
         self.model, self.state, self.sequence = model, state, sequence
-        self.layers = sum(map(model.is_mixture, range(model.num_hidden_layers)))
+        self.layers = max(sum(map(model.is_mixture, range(model.num_hidden_layers))), 1)  # modules of multi-token prediction do not count
 
     def with_losses(
         self, weights: Tensor, logits: Tensor, probabilities: Tensor, choice: Choice, targets: Tensor, scale: float
