@@ -77,6 +77,9 @@ ON_TWO = {
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
+    "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
+    "cp, ring, latents, adapters": {"cp": 2, "context": "ring", "model": QUERIES, "lora": {"rank": 4, "targets": ["kv_a", "kv_b"]}},
+    "cp, ring, latents, named": {"cp": 2, "context": "ring", "model": LATENTS, "train": {"recompute": "qkv+attention"}},
 }
 
 
@@ -205,6 +208,10 @@ TRAFFIC = {
     "tp, latents": {"tp": 2, "model": LATENTS, "train": {"recompute": "full"}},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": LATENTS},
+    "cp, ring, tp, latents, recomputed": {"cp": 2, "context": "ring", "tp": 2, "model": LATENTS, "train": {"recompute": "attention"}},
+    "cp, gather, tp and sp, latents, recomputed": {
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "model": QUERIES, "train": {"recompute": "full"}}
+    },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
 }
 
