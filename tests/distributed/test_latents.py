@@ -118,3 +118,13 @@ def test_keys_and_values_travel_where_they_are_fewer():
     assert latents_travel(narrower, "gather", 2, 1, False) and latents_travel(narrower, "ring", 2, 2, True)
     assert not latents_travel(narrower, "ring", 2, 2, False), "without a split sequence each tp rank would send all latents"
     assert not latents_travel(narrower, "ulysses", 2, 1, False) and not latents_travel(narrower, "gather", 1, 1, False)
+
+
+def test_plans_count_the_products_with_latents_of_other_ranks():
+    model = from_dict({"model": {**MODEL_OF_4, **LATENTS}}).model
+
+    def rows(method: str) -> int:
+        units = Units(model, Share(24, 2, cp=4, context=method))
+        return next(product.rows for product in units.layer(0).products if product.name == "attention.kv_b")
+
+    assert (rows("ulysses"), rows("gather"), rows("ring")) == (48, 4 * 48, 4 * 48)

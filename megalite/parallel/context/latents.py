@@ -150,7 +150,8 @@ class Expanded(torch.autograd.Function):
         q, latent, key, out, lse = ctx.saved_tensors
         way, part, dout = ctx.way, ctx.part, grads[0]
         rows, inner = _Rows(way, latent, key, part, ctx.options["window"]), delta(dout, out)
-        dq, gradients = torch.zeros_like(q, dtype=inner.dtype), []
+        dq = torch.zeros_like(q, dtype=inner.dtype)
+        gradients: list[tuple[_Piece, Tensor]] = []
         with way.one_contribution():
             for piece in rows.pieces():
                 inputs = [x.detach().requires_grad_() for x in rows.inputs(piece)]  # leaves: the inner backward ends here
