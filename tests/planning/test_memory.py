@@ -82,6 +82,9 @@ ON_TWO = {
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
+    "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
+    "cp, ring, latents, adapters": {"cp": 2, "context": "ring", "model": QUERIES, "lora": {"rank": 4, "targets": ["kv_a", "kv_b"]}},
+    "cp, ring, latents, named": {"cp": 2, "context": "ring", "model": LATENTS, "train": {"recompute": "qkv+attention"}},
 }
 
 
@@ -217,6 +220,10 @@ TRAFFIC = {
     "cp, tp and sp, a module ahead": {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 0, "model": {"mtp_layers": 1}},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": LATENTS},
+    "cp, ring, tp, latents, recomputed": {"cp": 2, "context": "ring", "tp": 2, "model": LATENTS, "train": {"recompute": "attention"}},
+    "cp, gather, tp and sp, latents, recomputed": {
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "model": QUERIES, "train": {"recompute": "full"}}
+    },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
 }
 
