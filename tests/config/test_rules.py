@@ -146,11 +146,6 @@ ROWS = [
     Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
     Row("router_logit_bias needs experts", {"model.router_logit_bias": True}, EXPERTS),
     Row("clamped_swiglu is gated", {"model.hidden_act": "clamped_swiglu", "model.gated_mlp": False}, {"model.gated_mlp": True}),
-    Row(
-        "a bias needs no auxiliary loss",
-        EXPERTS | {"model.router_balance": "bias", "model.router_aux_loss_coef": 0.1},
-        {"model.router_aux_loss_coef": 0.0},
-    ),
     Row("ep splits experts", {"parallel.ep": 2, "parallel.dp": 2}, EXPERTS, ("Legal value: 1.",)),
     Row(
         "ep divides the experts",
