@@ -101,7 +101,8 @@ def _began_elsewhere(config: Config) -> bool:
 
 
 def for_inference(config: Config, *, tp: int = 1, pp: int = 1, cp: int = 1, precision: str = "fp32") -> Config:
-    """The configuration of the same model for forward passes only, on its own layout, independent of the layout of training.
+    """The configuration of the same model for forward passes only, on its own layout, independent of the layout of training. Modules of
+    multi-token prediction, which only training uses, are left out.
 
     cp ranks gather keys and values: the key-value cache needs them whole in any case.
     """
@@ -110,7 +111,8 @@ def for_inference(config: Config, *, tp: int = 1, pp: int = 1, cp: int = 1, prec
     saving = replace(config.checkpoint, async_save=False)
     ep = gcd(tp, config.model.num_experts or 1)  # experts too are split over tp ranks
     parallel = ParallelConfig(tp=tp, pp=pp, cp=cp, dp=1, context="gather", zero=0, ep=ep)
-    return replace(config, run=replace(config.run, timeout=TIMEOUT), parallel=parallel, train=train, checkpoint=saving)
+    model = replace(config.model, mtp_layers=0)
+    return replace(config, run=replace(config.run, timeout=TIMEOUT), model=model, parallel=parallel, train=train, checkpoint=saving)
 
 
 def check_layout(config: Config) -> None:

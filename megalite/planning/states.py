@@ -92,8 +92,8 @@ def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
 
 
 def shared_by_both_ends(bucket: BucketLayout) -> bool:
-    """Whether the embedding and the head share the bucket's tensor on this rank."""
-    return any(slot.spec.contributions > 1 for slot in bucket.slots)
+    """Whether the first and the last stage share the bucket's tensor on this rank."""
+    return any(slot.spec.both_ends for slot in bucket.slots)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
     before, now = saved.parallel, config.parallel
     dims = [ParallelDims.of(each) for each in (saved, config)]
     on_before, on_now = (each.powersgd_rank is not None and sizes.data > 1 for each, sizes in zip((before, now), dims, strict=True))
-    tied, experts = config.model.tie_word_embeddings, config.model.num_experts is not None
+    tied, experts = config.model.tie_word_embeddings or config.model.mtp_layers > 0, config.model.num_experts is not None
     partial = experts or config.model.position == "learned"  # whether something is summed over tp only with a split sequence
     others = {"ep": experts, "pp": tied, "schedule": tied, "sequence_parallel": partial}
     names = ("powersgd_rank", "dp", "cp", "tp", *(name for name, matters in others.items() if matters))

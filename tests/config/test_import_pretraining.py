@@ -298,6 +298,8 @@ def test_values_that_megatron_computes(tmp_path, capsys):
     fsdp = "--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
     assert options(f"{fsdp} --num-distributed-optimizer-instances 2", "--dp", "8")["parallel.dp_shard"] == 4
     assert options(fsdp)["parallel.zero"] == 3
+    ahead = options("--mtp-num-layers 1 --use-rotary-position-embeddings")
+    assert (ahead["model.mtp_layers"], ahead["train.mtp_weight"]) == (1, 0.1)
     (tmp_path / "a.bin").touch(), (tmp_path / "a.idx").touch()
     assert options(f"--data-path 2 {tmp_path}/a")["data.train"] == {f"{tmp_path}/a": 2.0}
     split = options("--context-parallel-size 2 --cp-comm-type p2p --micro-batch-size 1 --global-batch-size 4")

@@ -47,6 +47,8 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
     "model.kv_lora_rank": (0, None),
+    "model.mtp_layers": (-1, 0),
+    "train.mtp_weight": (0.0, 1e-9),
     "model.topk_group": (0, 1),
     "model.routed_scaling_factor": (0.0, 1.0),
     "model.vocab_size": (0, 257),
@@ -144,11 +146,6 @@ ROWS = [
     Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
     Row("router_logit_bias needs experts", {"model.router_logit_bias": True}, EXPERTS),
     Row("clamped_swiglu is gated", {"model.hidden_act": "clamped_swiglu", "model.gated_mlp": False}, {"model.gated_mlp": True}),
-    Row(
-        "a bias needs no auxiliary loss",
-        EXPERTS | {"model.router_balance": "bias", "model.router_aux_loss_coef": 0.1},
-        {"model.router_aux_loss_coef": 0.0},
-    ),
     Row("ep splits experts", {"parallel.ep": 2, "parallel.dp": 2}, EXPERTS, ("Legal value: 1.",)),
     Row(
         "ep divides the experts",
@@ -476,6 +473,30 @@ ROWS = [
     ),
     Row("fine-tuning starts from weights", {"model.from_hf": "hf", "data.train": "chat"}, {"checkpoint.load": "."}),
     Row("packing of conversations", {"data.packing": True}, {"data.packing": True, "data.train": "chat"}, ("is text", "--chat")),
+    Row(
+        "rows have the tokens that modules predict",
+        {"model.mtp_layers": 4, "data.sequence_length": 4},
+        {"model.mtp_layers": 3},
+        ("up to 3",),
+    ),
+    Row(
+        "modules of multi-token prediction look up tokens only",
+        {"model.mtp_layers": 1, "model.position": "learned"},
+        {"model.position": "rope"},
+        ("model.position = learned", "Set it to 0"),
+    ),
+    Row(
+        "modules of multi-token prediction and scaled logits",
+        {"model.mtp_layers": 1, "model.logit_scale": 0.5},
+        {"model.logit_scale": None},
+        ("model.logit_scale = 0.5",),
+    ),
+    Row(
+        "adapters and modules of multi-token prediction",
+        {"model.mtp_layers": 1, "lora.rank": 4},
+        {"model.mtp_layers": 0},
+        ("lora.rank = 4", "PEFT", "Set it to 0"),
+    ),
     Row("sequence within the model's positions", {"data.sequence_length": 2049}, {"data.sequence_length": 2048}, ("up to 2048",)),
     Row(
         "whole microbatches",

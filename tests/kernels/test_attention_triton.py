@@ -72,14 +72,18 @@ def test_odd_sizes(sizes, device):
     assert_accurate(q, k, v, dout, device)
 
 
-def test_values_of_another_width(device):
-    """They are padded to the kernel's one width."""
-    q, k, v, dout = inputs(17, 1, 2, 1, 12, torch.bfloat16)
-    v, dout, options = v[..., :8], dout[..., :8], {"scale": 0.3}
-    found = run(q, k, v, dout, device, **options)
-    torchs, exact = autograd(q, k, v, dout, **options), autograd(q.double(), k.double(), v.double(), dout, **options)
-    for got, true, of_torch in zip(found, exact, torchs, strict=True):
-        assert_as_accurate(got, true, of_torch)
+def cut(tensors, dim, value_dim):
+    q, k, v, dout = tensors
+    return q[..., :dim], k[..., :dim], v[..., :value_dim], dout[..., :value_dim]
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize("dims", [(12, 8), (8, 20), (144, 24)], ids=str)
+def test_values_of_another_width(dims, name, device):
+    """Narrower and wider ones, and keys in two parts: 128 channels, and others."""
+    tensors = cut(inputs(40, 2, 2, 1, max(dims), torch.bfloat16), *dims)
+    assert_accurate(*tensors, device, **resolve(sequence=40, batch=2, **OPTIONS[name]))
+
 
 
 def test_the_log_sum_exp_is_saved(device):
@@ -173,6 +177,13 @@ def test_the_compiler_sees_one_operation(device):
 def test_real_tiles_are_as_accurate_as_torch(name, dim, device):
     options = resolve(sequence=700, batch=2, **OPTIONS[name])
     assert_accurate(*inputs(700, 2, 4, 2, dim, torch.bfloat16), device, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_real_tiles_of_two_widths_are_as_accurate_as_torch(name, device):
+    options = resolve(sequence=700, batch=2, **OPTIONS[name])
+    assert_accurate(*cut(inputs(700, 2, 4, 2, 192, torch.bfloat16), 192, 128), device, **options)
 
 
 @pytest.mark.gpu

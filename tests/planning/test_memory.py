@@ -65,6 +65,8 @@ ALONE = {
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
     "latents": {"model": LATENTS},
+    "two modules ahead": {"model": {"mtp_layers": 2}},
+    "a module ahead, tied, recomputed": {"model": {"mtp_layers": 1, "tie_word_embeddings": True}, "train": {"recompute": "full"}},
     "adapters on latents": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_b", "kv_a", "o"]}},
 }
 ON_TWO = {
@@ -75,9 +77,14 @@ ON_TWO = {
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
     "pp, zb-h1, DoRA": {"pp": 2, "schedule": "zb-h1", "lora": DORA},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
+    "tp and sp, a module ahead": {"tp": 2, "sequence_parallel": True, "model": {"mtp_layers": 1}},
+    "pp, zb-h1, a module ahead": {"pp": 2, "schedule": "zb-h1", "model": {"mtp_layers": 1}},
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
+    "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
+    "cp, ring, latents, adapters": {"cp": 2, "context": "ring", "model": QUERIES, "lora": {"rank": 4, "targets": ["kv_a", "kv_b"]}},
+    "cp, ring, latents, named": {"cp": 2, "context": "ring", "model": LATENTS, "train": {"recompute": "qkv+attention"}},
 }
 
 
@@ -118,6 +125,8 @@ BUILT = {
     "fp32 masters are the weights": {"dp": 4, "train": {"precision": "fp32"}},
     "tied, two copies": {"pp": 2, "dp": 2, "model": {"tie_word_embeddings": True}},
     "tied, one copy": {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 2, "model": {"tie_word_embeddings": True}},
+    "modules ahead, a copy of the embedding": {"pp": 2, "dp": 2, "model": {"mtp_layers": 2}},
+    "a module ahead, one table": {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 3, "model": {"mtp_layers": 1}},
     "ZeRO-0": {"dp": 4, "zero": 0},
     "ZeRO-2 in bf16": {"dp": 4, "zero": 2, "train": {"grad_dtype": "bf16"}},
     "ZeRO-3 in groups": {"dp": 8, "zero": 3, "dp_shard": 2, "tp": 2},
@@ -207,8 +216,14 @@ TRAFFIC = {
     "cp, ring, padded rows": {"cp": 3, "context": "ring", "dp": 2},
     "pp, tied, adapters": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": LORA},
     "tp, latents": {"tp": 2, "model": LATENTS, "train": {"recompute": "full"}},
+    "tp, modules ahead": {"tp": 2, "model": {"mtp_layers": 2}, "train": {"recompute": "full"}},
+    "cp, tp and sp, a module ahead": {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 0, "model": {"mtp_layers": 1}},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": LATENTS},
+    "cp, ring, tp, latents, recomputed": {"cp": 2, "context": "ring", "tp": 2, "model": LATENTS, "train": {"recompute": "attention"}},
+    "cp, gather, tp and sp, latents, recomputed": {
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "model": QUERIES, "train": {"recompute": "full"}}
+    },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
 }
 

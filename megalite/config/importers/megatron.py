@@ -405,6 +405,8 @@ def defaults(source: Source) -> dict[str, Any]:
         **{"use-distributed-optimizer": False, "adam-beta1": 0.9, "adam-beta2": 0.999, "weight-decay": 0.01, "lr-decay-style": "linear"},
         **{"log-interval": 100, "eval-interval": 1000, "eval-iters": 100},
     }
+    if source.size("mtp-num-layers"):
+        found |= {"mtp-loss-scaling-factor": 0.1}
     if "data-path" in source.leaves:
         found |= {"split": "969,30,1"}
     if source.on("fp16"):

@@ -123,6 +123,8 @@ TABLE: Table = {
     "attention-dropout": sets("model.attention_dropout"),
     "hidden-dropout": Row(_hidden_dropout, "model.residual_dropout"),
     "init-method-std": sets("model.initializer_range"),
+    "mtp-num-layers": sets("model.mtp_layers"),
+    "mtp-loss-scaling-factor": sets("train.mtp_weight"),
     "qk-layernorm": Row(_qk_norm, "model.qk_norm"),
     "window-size": Row(_window, "model.sliding_window"),
     "vocab-size": sets("model.vocab_size"),

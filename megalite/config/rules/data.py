@@ -166,6 +166,13 @@ RULES: tuple[Rule, ...] = (
     _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),
     Rule(
+        "rows have the tokens that modules predict",
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers >= c.data.sequence_length,
+        message="does not leave a target in a row of {data.sequence_length}",
+        legal=lambda c: f"Legal values: up to {c.data.sequence_length - 1}.",
+    ),
+    Rule(
         "sequence within the model's positions",
         "data.sequence_length",
         lambda c: c.data.sequence_length > c.model.max_position_embeddings,

@@ -35,7 +35,7 @@ def _wrong_mode(c: RuleContext) -> str:
 
     if "experts" in re.split("[*+,]", c.train.recompute) and not c.model.has_mixtures:
         return "names experts, and the model has none"
-    return problem(c.train.recompute, c.model.num_hidden_layers) or ""
+    return problem(c.train.recompute, c.model.num_hidden_layers + c.model.mtp_layers) or ""
 
 
 def _resumes(c: RuleContext) -> bool:

@@ -21,15 +21,15 @@ from megalite.parallel.context.parts import Part, Runs
 from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 
 
-def _in_order(x: Tensor, parts: Sequence[Runs]) -> Tensor:
+def in_order(x: Tensor, parts: Sequence[Runs]) -> Tensor:
     """[seq, …] with the parts of rank 0, 1, … one after the other -> in the order of positions."""
     lengths = [length for runs in parts for _, length in runs]
     pieces = zip((start for runs in parts for start, _ in runs), x.split(lengths), strict=True)
     return torch.cat([piece for _, piece in sorted(pieces, key=lambda found: found[0])])
 
 
-def _by_rank(x: Tensor, parts: Sequence[Runs]) -> Tensor:
-    """The inverse of `_in_order`."""
+def by_rank(x: Tensor, parts: Sequence[Runs]) -> Tensor:
+    """The inverse of `in_order`."""
     return torch.cat([x[start : start + length] for runs in parts for start, length in runs])
 
 
@@ -58,13 +58,13 @@ class Gathered(torch.autograd.Function):
         accumulate_gradient(ctx.sinks, lse, inner)
         dq, *found = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
         del keys, values  # their gradients take as much again
-        dk, dv = reduce_scatter(_by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
+        dk, dv = reduce_scatter(by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 def whole(x: Tensor, cp: MeshAxis, part: Part) -> Tensor:
     """Every rank's part [seq/cp, …] -> whole rows [seq, …], in the order of positions. All-gather over cp."""
-    return _in_order(all_gather(x, cp).wait(), part.runs)
+    return in_order(all_gather(x, cp).wait(), part.runs)
 
 
 def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> tuple[Tensor, Tensor]:
