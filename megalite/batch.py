@@ -34,6 +34,20 @@ class Boundaries(NamedTuple):
     longest: int
 
 
+class Ahead(NamedTuple):
+    """What the modules of multi-token prediction read (`data.ahead`), the k-th module what is at index k − 1.
+
+    Attributes:
+        tokens: [modules, seq, batch] int64, the token k positions after each token.
+        targets: the same of the targets, IGNORE_INDEX where the loss is not counted.
+        factors: tokens of the global batch whose loss counts, divided by those whose loss of the k-th module does; empty until known.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    factors: tuple[float, ...] = ()
+
+
 @dataclass
 class Microbatch:
     """The rows of one forward pass.
@@ -48,6 +62,7 @@ class Microbatch:
             the host the positions without reading the device: rotary tables are cached by it.
         boundaries: the same as `document_start`, of whole rows only; may be None where that is not.
         part: the rank's part of the rows under context parallelism; None: these are whole rows.
+        ahead: further tokens and targets, if the model has modules that predict them.
     """
 
     tokens: Tensor
@@ -58,6 +73,7 @@ class Microbatch:
     runs: Runs = ()
     boundaries: Boundaries | None = None
     part: Part | None = None
+    ahead: Ahead | None = None
 
     @staticmethod
     def of(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.model.cost.ahead import joining
 from megalite.model.cost.steps import Attention, Block, Elementwise, Expansion, Lookup, OwnProduct, Product, Share, Step
 from megalite.model.cost.units import Units
 from megalite.planning import context, experts
@@ -291,7 +292,14 @@ class Operations:
         return passes.plus(Passes(wait, gather, 0.0, wait, gather))
 
     def head(self, share: Share, splits: bool) -> Passes:
-        """Final norm, logits and loss. With loss chunks, the forward also computes the gradients; a split backward does not use chunks."""
+        """Final norm, logits and loss, and what modules of multi-token prediction have besides their layers."""
+        (block,) = joining(self.units(share)).blocks
+        module = self.embedding(share).plus(self._block(share, block))
+        logits = self._logits(share, splits)
+        return logits.plus(module.plus(logits).times(self.model.mtp_layers))
+
+    def _logits(self, share: Share, splits: bool) -> Passes:
+        """A norm, logits and loss. With loss chunks, the forward also computes the gradients; a split backward does not use chunks."""
         (block,) = self.units(share).head().blocks
         (logits,) = block.products
         chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu

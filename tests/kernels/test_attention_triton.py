@@ -185,7 +185,7 @@ def test_real_tiles_of_two_widths_are_as_accurate_as_torch(name, device):
 
 
 @pytest.mark.gpu
-def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device):
+def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device, assert_same_bits_and_no_wait):
     q, k, v, dout = (x.to(device) for x in inputs(2048, 2, 8, 2, 128, torch.bfloat16))
     options = on(device, resolve(sequence=2048, batch=2, **OPTIONS["everything"]))
 
@@ -193,10 +193,4 @@ def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(devi
         out, saved = attention(q, k, v, scale=0.1, **options)
         return out, *attention_backward(dout, q, k, v, out, saved, scale=0.1, **options)
 
-    first = step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        others = [step() for _ in range(9)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(one, other) for results in others for one, other in zip(first, results, strict=True))
+    assert_same_bits_and_no_wait(step)

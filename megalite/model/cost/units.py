@@ -34,7 +34,7 @@ class Units:
         self._layers: dict[Hashable, UnitCost] = {}
 
     def unit(self, number: int) -> UnitCost:
-        """The unit of a number: 0 is the embedding, 1 … L are the layers, L + 1 is the head."""
+        """The unit of a number: 0 is the embedding, 1 … L are the layers, L + 1 is the head, without modules of multi-token prediction."""
         if number == 0:
             return self.embedding()
         return self.head() if number == head_unit(self.model) else self.layer(number - 1)
@@ -103,11 +103,12 @@ class Units:
     def _layer_products(self, index: int) -> dict[str, Product]:
         """The products of all tokens with each of a layer's weights, by name."""
         lora, tp, found = self.lora, self.share.tp, {}
-        for spec in model_specs(self.model, tp=tp, units=[index + 1]):
-            segments = [segment for segment in spec.segments if segment.role in PROJECTIONS]
+        prefix = f"layers.{index}."  # the last unit may have several layers
+        for spec in model_specs(self.model, tp=tp, units=[min(index + 1, head_unit(self.model))]):
+            segments = [segment for segment in spec.segments if segment.role in PROJECTIONS and segment.name.startswith(prefix)]
             if not segments:
                 continue
-            name = spec.name.removeprefix(f"layers.{index}.").removesuffix(".weight")
+            name = spec.name.removeprefix(prefix).removesuffix(".weight")
             outputs, inputs = spec.local_shape(Coordinates.on("tp", 0, tp))
             adapted = [segment for segment in segments if lora.adapts(segment.role)]
             product = Product(

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta
-from megalite_kernels.attention_sinks import join, sinks_gradient
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, reduce_scatter
 from megalite.parallel.context.parts import Part, Runs
-from megalite.parallel.context.sinks import Sinks
+from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 
 
 def in_order(x: Tensor, parts: Sequence[Runs]) -> Tensor:
@@ -44,8 +43,7 @@ class Gathered(torch.autograd.Function):
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         keys, values = _whole(k, v, cp, part)
         out, lse = attention_part(q, keys, values, part.runs[part.rank], [(0, len(keys))], **options)
-        if sinks is not None:
-            out, lse = join(out, lse, sinks.tensor)
+        out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -57,8 +55,7 @@ class Gathered(torch.autograd.Function):
         keys, values = _whole(k, v, cp, part)
         places = part.runs[part.rank], [(0, len(keys))]
         inner = delta(dout, out)
-        if ctx.sinks is not None:
-            ctx.sinks.accumulate(sinks_gradient(ctx.sinks.tensor, lse, inner))
+        accumulate_gradient(ctx.sinks, lse, inner)
         dq, *found = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
         del keys, values  # their gradients take as much again
         dk, dv = reduce_scatter(by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
