@@ -85,7 +85,6 @@ def test_values_of_another_width(dims, name, device):
     assert_accurate(*tensors, device, **resolve(sequence=40, batch=2, **OPTIONS[name]))
 
 
-
 def test_the_log_sum_exp_is_saved(device):
     q, k, v, _ = inputs(50, 2, 4, 2, 16, torch.bfloat16)
     window = 20
