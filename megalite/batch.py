@@ -16,6 +16,11 @@ Runs = Sequence[tuple[int, int]]
 IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convention)
 
 
+def positions_of(runs: Runs, device: torch.device) -> Tensor:
+    """The positions of runs, [seq, 1] int64."""
+    return torch.cat([torch.arange(start, start + length, device=device) for start, length in runs]).unsqueeze(1)
+
+
 class Boundaries(NamedTuple):
     """The documents of a microbatch, as attention kernels for documents of any length read them.
 
@@ -76,8 +81,7 @@ class Microbatch:
     ) -> Microbatch:
         """A microbatch in which every row consists of these runs of positions; by default of one, from position 0 on. others: fields."""
         runs = tuple(runs or [(0, len(tokens))])
-        positions = torch.cat([torch.arange(start, start + length, device=tokens.device) for start, length in runs])
-        return Microbatch(tokens, targets, positions.unsqueeze(1), samples, document_start, runs, **others)
+        return Microbatch(tokens, targets, positions_of(runs, tokens.device), samples, document_start, runs, **others)
 
     def to(self, device: torch.device) -> Microbatch:
         """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the device's work."""

@@ -62,10 +62,14 @@ class ModelSource:
         return self.config.data.train is not None and not _began_elsewhere(self.config)
 
 
-def open_source(name: Path | str) -> ModelSource:
-    """The model of a checkpoint, a run's directory (its newest checkpoint) or hf:DIR. Reads no weights. Raises CheckpointError or
-    ConfigError."""
+def open_source(name: Path | str, average: bool = False) -> ModelSource:
+    """The model of a checkpoint, a run's directory (its newest checkpoint) or hf:DIR. Reads no weights.
+
+    average: with the moving average of the weights (`train.ema_decay`) in their place. Raises CheckpointError or ConfigError.
+    """
     if str(name).startswith(HF):
+        if average:
+            raise ConfigError(f"--ema: {name} is a Hugging Face model, which has no average of its weights. Leave out --ema.")
         directory = Path(str(name).removeprefix(HF))
         model = replace(Source.of(directory).model, init_from=str(name))
         read = starting_weights(model)
@@ -73,6 +77,7 @@ def open_source(name: Path | str) -> ModelSource:
         return ModelSource(str(name), Config(model=model), 0, read, directory, of_tokenizer(directory))
     directory = find(Path(name))
     manifest = checkpoint.manifest_of(directory)
+    manifest = manifest.averaged() if average else manifest
     if "config" not in manifest.state:
         raise CheckpointError(f"{directory} holds no configuration. Give one that megalite train or megalite convert wrote.")
     config = from_dict(manifest.state["config"])

@@ -125,12 +125,17 @@ class Source:
 
 
 def _opened(directory: Path) -> Weights:
+    """The weights of a directory, quantised ones in bf16."""
     weights = Weights(directory)
-    if not any(name.endswith("_blocks") for name in weights):
-        return weights
-    from megalite.huggingface.mxfp4 import Dequantized
+    if any(name.endswith("_blocks") for name in weights):
+        from megalite.huggingface import mxfp4
 
-    return Dequantized(weights)
+        return mxfp4.Dequantized(weights)
+    if any(name.endswith("_scale_inv") for name in weights):
+        from megalite.huggingface import fp8
+
+        return fp8.Dequantized(weights)
+    return weights
 
 
 def _check(model: ModelConfig) -> None:
@@ -376,16 +381,17 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
 
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, Place]:
-    """The places of a model's tensors in the family that it came from, or in the first that can express it. directory: the checkpoint's."""
-    return places(model, _family_of(model, directory))
+    """The places of a model's tensors in its family."""
+    return places(model, family_of(model, directory))
 
 
 def head_of(model: ModelConfig, directory: Path) -> str:
     """The name of the head's module in that family."""
-    return next(theirs for theirs, ours in names_of(model, _family_of(model, directory)).ends.items() if ours == "head")
+    return next(theirs for theirs, ours in names_of(model, family_of(model, directory)).ends.items() if ours == "head")
 
 
-def _family_of(model: ModelConfig, directory: Path) -> str:
+def family_of(model: ModelConfig, directory: Path) -> str:
+    """The family that a model came from, or the first that can express it. directory: the checkpoint's."""
     like = origin(directory, model)
     return str(to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
 

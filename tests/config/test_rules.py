@@ -146,11 +146,6 @@ ROWS = [
     Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
     Row("router_logit_bias needs experts", {"model.router_logit_bias": True}, EXPERTS),
     Row("clamped_swiglu is gated", {"model.hidden_act": "clamped_swiglu", "model.gated_mlp": False}, {"model.gated_mlp": True}),
-    Row(
-        "a bias needs no auxiliary loss",
-        EXPERTS | {"model.router_balance": "bias", "model.router_aux_loss_coef": 0.1},
-        {"model.router_aux_loss_coef": 0.0},
-    ),
     Row("ep splits experts", {"parallel.ep": 2, "parallel.dp": 2}, EXPERTS, ("Legal value: 1.",)),
     Row(
         "ep divides the experts",
@@ -173,7 +168,19 @@ ROWS = [
         EXPERTS | {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.shared_expert_intermediate_size": 7},
         {"model.shared_expert_intermediate_size": 8},
     ),
-    Row("PowerSGD has no experts", EXPERTS | {"parallel.powersgd_rank": 2, "parallel.dp": 2}, {"parallel.powersgd_rank": None}),
+    Row(
+        "balanced parts of gather or ring",
+        {"parallel.context_parts": "balanced", "parallel.cp": 2},
+        {"parallel.context": "ring"},
+        ("has no effect: under parallel.context = ulysses",),
+    ),
+    Row(
+        "PowerSGD reduces over all of dp",
+        EXPERTS
+        | {"parallel.powersgd_rank": 4, "parallel.dp": 2, "parallel.dp_shard": 1, "parallel.tp": 2, "parallel.sequence_parallel": True},
+        {"parallel.dp_shard": 2},
+        ("groups of parallel.dp_shard = 1",),
+    ),
     *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
     Row("preset or from_hf", {"model.preset": "tiny", "model.from_hf": "hf"}, {"model.from_hf": None}, ("model.preset = tiny",)),
@@ -410,6 +417,11 @@ ROWS = [
     ),
     Row("one compression", {"parallel.powersgd_rank": 4, "parallel.reduce_dtype": "bf16"}, {"parallel.reduce_dtype": "wide"}, ("Remove",)),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("megalite prepare",)),
+    Row("data.train is one text", {"data.train": "{tokens:1}"}, {"data.train": {"tokens": 1.0}}, ("a space after each colon",)),
+    Row("data.validation is one text", {"data.validation": "[tokens,other]"}, {"data.validation": ["tokens"]}),
+    Row("validation data is named", {"data.validation": {}}, {"data.validation": None}, ("names no token file", "or null")),
+    Row("recompute mode", {"train.recompute": "experts"}, EXPERTS, ("names experts, and the model has none",)),
+    Row("recompute mode", {"train.recompute": "none,x,none,none"}, {"train.recompute": "none"}, ("has x, which is not",)),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
     Row("data.train weights are positive", {"data.train": {"tokens": float("inf")}}, {"data.train": {"tokens": 0.1}}),
     Row(

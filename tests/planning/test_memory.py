@@ -30,6 +30,7 @@ DORA = {"rank": 4, "ranks": {"o": 2}, "dora": True, "modules_to_save": ["embeddi
 GPT2 = {"norm": "layer", "gated_mlp": False, "position": "learned", "attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
 LATENTS = {"num_key_value_heads": None, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 QUERIES = LATENTS | {"q_lora_rank": 10}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def tree(
@@ -81,6 +82,9 @@ ON_TWO = {
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
+    "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
+    "cp, ring, latents, adapters": {"cp": 2, "context": "ring", "model": QUERIES, "lora": {"rank": 4, "targets": ["kv_a", "kv_b"]}},
+    "cp, ring, latents, named": {"cp": 2, "context": "ring", "model": LATENTS, "train": {"recompute": "qkv+attention"}},
 }
 
 
@@ -131,6 +135,8 @@ BUILT = {
     "offloaded weights": {"dp": 2, "zero": 3, "offload_parameters": True, "train": {"precision": "fp32"}},
     "all offloaded": {"dp": 2, "zero": 3, "offload": "cpu", "offload_parameters": True, "train": {"precision": "fp32"}},
     "compressed": {"dp": 2, "powersgd_rank": 2, "tp": 2},
+    "compressed, experts": {"dp": 4, "powersgd_rank": 2, "ep": 2, "model": EXPERTS},
+    "compressed, experts on one rank": {"dp": 4, "powersgd_rank": 2, "ep": 4, "model": EXPERTS},
     "adapters": {"dp": 2, "tp": 2, "lora": LORA},
     "adapters, ZeRO-3": {"dp": 2, "zero": 3, "offload": "cpu", "lora": SOME},
     "DoRA, tied": {"pp": 2, "dp": 2, "tp": 2, "lora": DORA, "model": {"tie_word_embeddings": True}},
@@ -190,6 +196,7 @@ TRAFFIC = {
     "ZeRO-3, kept": {"dp": 2, "zero": 3, "zero3_reshard": "step"},
     "rounded": {"dp": 2, "reduce_dtype": "bf16"},
     "compressed": {"dp": 2, "powersgd_rank": 2},
+    "compressed, experts": {"dp": 2, "powersgd_rank": 2, "model": EXPERTS},
     "pp, tied": {"pp": 2, "model": {"tie_word_embeddings": True}},
     "pp, folded": {"pp": 2, "schedule": "zb-v"},
     "tp, adapters": {"tp": 2, "lora": LORA},
@@ -213,6 +220,10 @@ TRAFFIC = {
     "cp, tp and sp, a module ahead": {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 0, "model": {"mtp_layers": 1}},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": LATENTS},
+    "cp, ring, tp, latents, recomputed": {"cp": 2, "context": "ring", "tp": 2, "model": LATENTS, "train": {"recompute": "attention"}},
+    "cp, gather, tp and sp, latents, recomputed": {
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "model": QUERIES, "train": {"recompute": "full"}}
+    },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
 }
 

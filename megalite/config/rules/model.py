@@ -265,13 +265,6 @@ _MIXTURE = (
         message="has a gate, and {model.gated_mlp}",
         legal="Set model.gated_mlp to true.",
     ),
-    Rule(
-        "a bias needs no auxiliary loss",
-        "model.router_aux_loss_coef",
-        lambda c: c.model.router_balance == "bias" and c.model.router_aux_loss_coef,
-        message="has no effect: {model.router_balance}",
-        legal="Remove it, or set model.router_balance to global or sequence.",
-    ),
 )
 
 RULES: tuple[Rule, ...] = (

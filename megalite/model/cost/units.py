@@ -86,9 +86,12 @@ class Units:
     @property
     def heads(self) -> context.Heads:
         """The heads of one tensor-parallel rank."""
-        model, tp = self.model, self.share.tp
+        model, share, tp = self.model, self.share, self.share.tp
         kv = model.kv_heads * kv_replicas(model, tp) // tp
-        return context.Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size)
+        method = share.context if share.context_inner == 1 else "ulysses"  # two levels exchange heads first
+        travels = context.latents_travel(model, method, share.cp, tp, share.sequence_parallel)
+        latent = (model.kv_lora_rank or 0) + model.qk_rope_head_dim if travels else 0
+        return context.Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size, latent)
 
     @property
     def exchanges(self) -> tuple[tuple[int, context.Exchange], ...]:
@@ -125,7 +128,8 @@ class Units:
 
     def _of_own_tokens(self, product: Product) -> Product:
         """The product of each rank's own tokens with a whole matrix, which makes a latent."""
-        own, shared = self.share.own_tokens, self.model.qk_rope_head_dim if product.name == "attention.kv_a" else 0
+        own, travels = self.share.own_tokens, self.heads.latent > 0
+        shared = self.model.qk_rope_head_dim if product.name == "attention.kv_a" and not travels else 0
         fields: dict[str, Any] = {**vars(product), "rows": own, "ranks": self.share.tokens // own}
         return SharedColumns(**fields, shared=shared) if shared else OwnProduct(**fields)
 
