@@ -8,7 +8,8 @@ the value that means "off": a model must never be trained as something other tha
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,9 +82,24 @@ def families() -> Families:
 def hf_shape(directory: str) -> dict[str, Any]:
     """The ModelConfig fields of a Hugging Face model's directory, for model.from_hf. Raises ConfigError naming that option."""
     try:
-        return from_hf_config(hf_config(directory))
+        shape = from_hf_config(hf_config(directory))
     except ConfigError as error:
         raise ConfigError(f"model.from_hf = {directory}: {error}") from None
+    names = _tensor_names(Path(directory)) if shape.get("mtp_layers") else ()
+    if names and not any(f"layers.{shape['num_hidden_layers']}." in name for name in names):
+        shape["mtp_layers"] = 0  # transformers writes a number of modules, 1 by default, and not their weights
+    return shape
+
+
+def _tensor_names(directory: Path) -> Collection[str]:
+    """Names of the tensors in a directory's safetensors files; none if there are no such files, or if they cannot be read."""
+    index = directory / "model.safetensors.index.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if index.is_file():
+            return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        with open(directory / "model.safetensors", "rb") as file:
+            return list(json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000))))
+    return ()
 
 
 def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any]:
@@ -155,13 +171,10 @@ def _without_rope(given: dict[str, Any]) -> list[int]:
 
 
 def _clamped_swiglu(given: dict[str, Any]) -> str:
-    """gpt-oss's activation, of which other numbers are refused, and so are experts in another format than it publishes."""
+    """gpt-oss's activation, of which other numbers are refused."""
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if given[name] != only:
             raise _refuse(name, given[name], f"is not handled. Legal value: {only}.")
-    method = (given["quantization_config"] or {}).get("quant_method", "mxfp4")
-    if method != "mxfp4":
-        raise _refuse("quantization_config.quant_method", method, "is not handled. Legal value: 'mxfp4'.")
     return "clamped_swiglu"
 
 
@@ -181,6 +194,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shared_expert_intermediate_size": latents.shared_width,
     "n_group": latents.groups,
     "topk_group": latents.topk_group,
+    "mtp_layers": latents.modules_ahead,
     "router_scores=softmax": functools.partial(latents.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(latents.scores, "sigmoid"),
     "hidden_act=clamped_swiglu": _clamped_swiglu,
@@ -310,7 +324,12 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
 
 def _refuse_unhandled(config: dict[str, Any], family: Family) -> None:
     known = families()
-    handled = {*family.fields, *known.window_fields[family.window], "layer_types", *known.ignored, *family.own.split()}
+    if config.get("quantization_config") is not None:
+        from megalite.config.quantization import check_quantization  # few files have one
+
+        check_quantization(config["quantization_config"], family.model_type)
+    handled = {*family.fields, *known.window_fields[family.window], "layer_types", "quantization_config"}
+    handled |= {*known.ignored, *family.own.split()}
     if family.rope:
         handled |= {"rope_theta", "rope_scaling", "rope_parameters"}
     for name, value in config.items():

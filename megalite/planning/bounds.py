@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megalite.config.recomputation import BUDGET, shown
 from megalite.config.schema import Config
 from megalite.model.cost.recomputed import groups
+from megalite.model.parameters import head_unit
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.orders import Shape as OrderShape
@@ -120,7 +121,7 @@ class Bounds:
             largest = max(range(choice.pp), key=lambda rank: parameters[rank].stored)
             for number in sorted({0, largest, choice.pp - 1}):
                 own = [stage for stage, rank in enumerate(placed) if rank == number]
-                stages = tuple(tuple(range(starts[stage], starts[stage + 1])) for stage in own)
+                stages = tuple(tuple(self.stepper.own(starts[stage], starts[stage + 1])) for stage in own)
                 layers = self.stepper.parameters(choice, [index for stage in stages for index in stage])
                 peak = self._peak(choice, number, stages, recompute)
                 found.append(_Rank(number, parameters[number], layers, stages, peak))
@@ -147,10 +148,9 @@ class Bounds:
         return peak
 
     def _stage(self, choice: Choice, recompute: str, layers: tuple[int, ...]) -> _Stage:
-        activations, last = self._activations(choice, recompute), self.job.model.num_hidden_layers - 1
-        units = [activations.unit(0)] if layers[0] == 0 else []
-        units += [activations.layer(index) for index in layers]
-        units += [activations.head()] if layers[-1] == last else []
+        count, numbers = self.job.model.num_hidden_layers, [index + 1 for index in layers if index < self.job.model.num_hidden_layers]
+        ends = [0] * (layers[0] == 0), [head_unit(self.job.model)] * (count in numbers)
+        units = self._activations(choice, recompute).stage([*ends[0], *numbers, *ends[1]])
         saved, stash = sum(unit.saved + unit.logits for unit in units), sum(unit.stash + unit.logits_stash for unit in units)
         return _Stage(saved, stash, max(unit.saved + unit.logits + unit.recomputed + unit.workspace for unit in units))
 

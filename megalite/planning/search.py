@@ -62,9 +62,10 @@ class Level(IntEnum):
     """How far a layout in the heap has been refined; at equal times the most refined comes first."""
 
     TIMED = 0
-    VARIED = 1
-    PARTITIONED = 2
-    DIVIDED = 3
+    FITTED = 1
+    VARIED = 2
+    PARTITIONED = 3
+    DIVIDED = 4
 
 
 Entry = tuple[float, Level, int, Choice, StepTime | None]
@@ -139,12 +140,14 @@ class Search:
                     self.rejected = self.rejected or variant
                 else:
                     yield max(time, self.stepper.least(variant, again)), Level.VARIED, variant, None
+        elif level is Level.FITTED:
+            self.timed += 1
+            step = self.stepper.step(choice)
+            yield step.total, Level.TIMED, choice, step
         elif not self._has_no_room(choice):
-            choice = self._within_budget(choice)
-            if choice.recompute != BUDGET:
-                self.timed += 1
-                step = self.stepper.step(choice)
-                yield step.total, Level.TIMED, choice, step
+            fitted = self._within_budget(choice)
+            if fitted.recompute != BUDGET:
+                yield max(time, self.stepper.least(fitted)), Level.FITTED, fitted, None
 
     def _within_budget(self, choice: Choice, exact: bool = False) -> Choice:
         """A choice of a budget with what it must recompute to fit: of those that are listed the best, of the others a good solution. As it
@@ -152,9 +155,12 @@ class Search:
         if shown(choice.recompute) != BUDGET:
             return choice
         config, device = self._run(choice)
-        limits = int(self.room), choice.gpus, device, self.job.device, self._carried_out(choice, config)
+        limits = int(self.room), choice.gpus, device, self.job.device
         try:
-            recompute = decide(config, *limits).recompute if exact else fitting(config, *limits)
+            if exact:
+                recompute: str | None = decide(config, *limits, self._carried_out(choice, config)).recompute
+            else:  # without messages, which take little memory and long to place
+                recompute = fitting(config, *limits, self._carried_out(choice, config, messages=False))
         except ConfigError:
             recompute = None
         if recompute is not None:
@@ -318,14 +324,18 @@ class Search:
         config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)  # already known, and expensive to find
         return config, "cpu" if self.job.device.cpu else "cuda"
 
-    def _carried_out(self, choice: Choice, config: Config) -> Schedule:
-        """The schedule of a choice with the gathers and reshards of ZeRO-3."""
+    def _carried_out(self, choice: Choice, config: Config, messages: bool = True) -> Schedule:
+        """The schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
         units = plan.gathered_units(config)
         key = choice.schedule, choice.pp, followed(choice, self.job.microbatches(choice)), choice.asked_stages
-        return self._gathering(key, units, config.parallel.zero3_reshard == "step") if units else self._schedule(choice)
+        if units:
+            return self._gathering(key, units, config.parallel.zero3_reshard == "step", messages)
+        return self._schedule(choice) if messages else schedule_of(*key)
 
-    def _with_gathers(self, key: tuple[str, int, int, int | None], units: tuple[tuple[Unit, ...], ...], keep: bool) -> Schedule:
-        return with_gathering(self._communicating(*key), units, keep)
+    def _with_gathers(
+        self, key: tuple[str, int, int, int | None], units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool
+    ) -> Schedule:
+        return with_gathering(self._communicating(*key) if messages else schedule_of(*key), units, keep)
 
     def _schedule(self, choice: Choice) -> Schedule:
         return self._communicating(choice.schedule, choice.pp, followed(choice, self.job.microbatches(choice)), choice.asked_stages)

@@ -16,6 +16,7 @@ from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Share
 from megalite.model.cost.units import Units
+from megalite.model.parameters import layer_count
 from megalite.optimizer.table import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
@@ -163,7 +164,7 @@ class Stepper:
         self.job, self.device = job, job.device
         self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora, job.rows)
         units = Units(job.model, Share(job.sequence_length))
-        self.kinds = [units.alike(index) for index in range(job.model.num_hidden_layers)]
+        self.kinds = [units.alike(index) for index in range(layer_count(job.model))]
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
         self._stage = functools.lru_cache(maxsize=None)(self._stage_of)
         self._all_stages = functools.lru_cache(maxsize=None)(self._stages)
@@ -199,15 +200,16 @@ class Stepper:
         """A cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""
         share, again = self._share(choice), recomputed_share(choice.recompute)
         work = 0.0
-        for index, count in self._alike(0, len(self.kinds)):
+        for index, count in self._alike(0, self.job.model.num_hidden_layers):
             layer = self.operations.layer(share, index)
             work += count * (layer.total + again * layer.forward)
         return self._slow(choice) * self.job.microbatches(choice) * work / choice.pp
 
     def _alike_layers(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(first index, count) of each kind of the layers from `start` to before `stop`."""
-        kinds = self.kinds[start:stop]
-        return [(start + kinds.index(kind), kinds.count(kind)) for kind in dict.fromkeys(kinds)]
+        """(first index, count) of each kind of layer of a stage."""
+        own = self.own(start, stop)
+        kinds = [self.kinds[index] for index in own]
+        return [(own[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
     def least(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
         """A lower bound of the step time: the pipeline's bound (`filled`), then the optimizer. again: pipeline rank → seconds per
@@ -258,8 +260,9 @@ class Stepper:
         split, whole = self.layers_of_stages(stages), recomputed_share(recompute)
         found = []
         for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
-            modes = [recompute if whole else mode_of(recompute, index) for index in range(start, stop)]
-            layers = tuple(zip(self.kinds[start:stop], modes, strict=True))
+            own = self.own(start, stop)
+            modes = [recompute if whole else mode_of(recompute, index) for index in own]
+            layers = tuple(zip((self.kinds[index] for index in own), modes, strict=True))
             found.append(self._stage(share, layers, whole, stage == 0, stage == stages - 1, splits))
         passes, sizes, again = zip(*found, strict=True)
         return list(passes), list(sizes), list(again)
@@ -268,7 +271,7 @@ class Stepper:
         self, share: Share, layers: Sequence[tuple[Hashable, str]], whole: float, first: bool, last: bool, splits: bool
     ) -> tuple[Passes, Parameters, float]:
         """One stage, given the kind of each of its layers and what it recomputes. whole: as `recomputed_share`."""
-        own = [self.kinds.index(kind) for kind, _ in layers]  # layers of the model that are alike
+        model, own = self.job.model, [self.kinds.index(kind) for kind, _ in layers]  # layers of the model that are alike
         total = functools.reduce(Passes.plus, [self.operations.layer(share, index).times(count) for index, count in Counter(own).items()])
         kernels, wait = whole * (total.forward - total.forward_wait), whole * total.forward_wait
         if not whole:
@@ -279,8 +282,15 @@ class Stepper:
             total = total.plus(self.operations.embedding(share))
         if last:
             total = total.plus(self.operations.head(share, splits))
-        alone = last and (not self.job.model.tie_word_embeddings or not first)
-        return total, Parameters.of(self.operations.units(share), own, first, alone), kernels
+        alone = last and (not model.tie_word_embeddings or not first)
+        copied = last and not first and model.mtp_layers > 0 and not model.tie_word_embeddings  # its embedding, which modules look up
+        modules = model.mtp_layers if last else 0
+        return total, Parameters.of(self.operations.units(share), own, first or copied, alone, modules), kernels
+
+    def own(self, start: int, stop: int) -> list[int]:
+        """The layers of a stage: the last one has those of modules of multi-token prediction too."""
+        layers = self.job.model.num_hidden_layers
+        return [*range(start, stop), *(range(layers, layer_count(self.job.model)) if stop == layers else ())]
 
     def _by_rank(self, choice: Choice, values: Sequence[float]) -> list[float]:
         """Sums over the stages of each rank."""
@@ -353,9 +363,10 @@ class Stepper:
         return reduce, gather
 
     def _tied(self, choice: Choice) -> float:
-        """The all-reduce of a tied embedding's gradients, if its copies are on two pipeline ranks."""
+        """The all-reduce of the gradients of an embedding that the last stage uses too, if its copies are on two pipeline ranks."""
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
-        if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
+        model = self.job.model
+        if not (model.tie_word_embeddings or model.mtp_layers) or own[0] == own[-1]:
             return 0.0
         head = Parameters.of(self.operations.units(self._share(choice)), (), embedding=False, head=True)
         table = head.trained / (choice.shard if choice.zero else 1)
@@ -435,8 +446,9 @@ class Stepper:
             return [0.0] * len(split)
         found = []
         for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False):
-            named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in range(start, stop))
-            again = recomputed_share(choice.recompute) or named / (stop - start)
+            own = self.own(start, stop)
+            named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in own)
+            again = recomputed_share(choice.recompute) or named / len(own)
             times = [(count, layer(share, index)) for index, count in self._alike(start, stop)]
             found.append(sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times))
         return found

@@ -1,6 +1,7 @@
 """Latent attention and a router with groups train the same on every layout as on one process: losses, gradient norms and weights.
 
-fp64, 3 steps, within 1e-9. The dense model packs documents and has no latent of queries; the other is a small DeepSeek-V3.
+fp64, 3 steps, within 1e-9. The dense model packs documents and has no latent of queries; the other is a small DeepSeek-V3, with the loss by
+sequence next to the moving bias.
 """
 
 from __future__ import annotations
@@ -8,13 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from tests.distributed.support import jobs, jobs_lora
+from megalite.config.load import from_dict
+from megalite.model.cost.context import exchange, latents_travel
+from megalite.model.cost.steps import Share
+from megalite.model.cost.units import Units
+from tests.distributed.support import jobs, jobs_context, jobs_lora
 from tests.distributed.support.configs import config_of, config_of_one_process, write_tokens
 from tests.distributed.support.jobs_experts import BASE, MIXTURE
 from tests.distributed.test_equivalence import assert_same_run
 
 STEPS = 3
+MODEL_OF_4 = {"num_attention_heads": 4, "hidden_size": 32}
 LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": None}
 SCALED = {
     "rope_type": "yarn",
@@ -25,15 +32,21 @@ SCALED = {
     "attention_factor": 1.1,
 }
 V3 = MIXTURE | LATENTS | {"q_lora_rank": 16, "router_scores": "sigmoid", "num_experts": 8, "n_group": 4, "topk_group": 2}
-V3 |= {"routed_scaling_factor": 2.5, "shared_expert_gate": False, "router_balance": "bias", "router_aux_loss_coef": 0.0}
+V3 |= {"routed_scaling_factor": 2.5, "shared_expert_gate": False, "router_balance": "bias", "router_aux_loss_coef": 0.02}
 V3 |= {"router_bias_rate": 0.01, "attention_scale": 0.5, "rope_scaling": SCALED}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dense, tp 2, dp 2, zero 3": {"tp": 2, "dp": 2, "zero": 3},
     "dense, cp 2, ulysses, tp 2, split sequence": {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True},
-    "dense, cp 2, ring, recomputed": {"cp": 2, "context": "ring", "recompute": "full"},
+    "dense, cp 4, ring of pairs": {"cp": 4, "context": "ring", "context_inner": 2},
+    "dense, latents in a ring of 3, recomputed, zero 3": {"cp": 3, "context": "ring", "recompute": "full", "zero": 3},
+    "dense, latents gathered, tp 2, named operations recomputed": {"cp": 2, "context": "gather", "tp": 2, "recompute": "qkv+attention"},
+    "dense, latents in a ring, tp 2, split sequence, zb-v": {
+        **{"cp": 2, "context": "ring", "tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-v", "zero": 1}
+    },
     "v3, tp 2, ep 2, recomputed": {"tp": 2, "ep": 2, "recompute": "full"},
     "v3, pp 2, tp 2, ep 2, zb-v": {"pp": 2, "tp": 2, "ep": 2, "zero": 1, "schedule": "zb-v"},
-    "v3, cp 2, gather, dp 2, ep 4, zero 3": {"cp": 2, "context": "gather", "dp": 2, "ep": 4, "zero": 3},
+    "v3, latents gathered, dp 2, ep 4, zero 3": {"cp": 2, "context": "gather", "dp": 2, "ep": 4, "zero": 3},
+    "v3, latents in a ring, tp 2, ep 2, 1f1b": {"cp": 2, "context": "ring", "tp": 2, "ep": 2, "pp": 2, "recompute": "attention"},
 }
 
 
@@ -46,7 +59,7 @@ def configs(prefix: str, dense: bool, **layout: Any) -> tuple[dict[str, Any], di
     """A layout's configuration, and that of the same model, data and global batch on one process."""
     case = {**BASE, "sequence_parallel": not dense and layout.get("tp", 1) > 1, **layout}
     one, several = config_of_one_process(case, prefix), config_of(case, prefix, "fp64")
-    several["parallel"] |= {"ep": case["ep"]}
+    several["parallel"] |= {"ep": case["ep"], "context_inner": case.get("context_inner", 1)}
     for config in (one, several):
         config["model"] |= LATENTS if dense else V3
     return several, one
@@ -60,8 +73,16 @@ def test_trains_like_one_process(name, ranks, references, prefix):
     assert_same_run(ranks.run(world, jobs.train, several, STEPS), references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
 
 
-def test_adapters_on_latents_train_like_those_of_one_process(ranks, references, prefix):
-    """With dropout, under a split sequence and a split backward: the matrices of latents are whole on each rank, the others split."""
+ADAPTED: dict[str, dict[str, Any]] = {
+    "split backward": {"tp": 2, "sequence_parallel": True, "schedule": "zb-h1", "microbatches": 2},
+    "latents gathered": {"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True},
+    "latents in a ring": {"cp": 2, "context": "ring"},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_on_latents_train_like_those_of_one_process(name, ranks, references, prefix):
+    """With dropout: the matrices of latents are whole on each rank, the others split; where latents travel, masks are of whole rows."""
 
     def config(**layout: Any) -> dict[str, Any]:
         lora = {"rank": 3, "alpha": 8.0, "dropout": 0.1, "dora": True}
@@ -69,7 +90,42 @@ def test_adapters_on_latents_train_like_those_of_one_process(ranks, references, 
         made["model"] |= LATENTS | {"q_lora_rank": 16}
         return made
 
+    layout = ADAPTED[name]
     expected = references.run(jobs_lora.train, config(microbatches=1), STEPS)
-    for rank in ranks.run(2, jobs_lora.train, config(tp=2, sequence_parallel=True, schedule="zb-h1", microbatches=2), STEPS):
+    for rank in ranks.run(layout.get("cp", 1) * layout.get("tp", 1), jobs_lora.train, config(**{"microbatches": 1, **layout}), STEPS):
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-9, abs=0)
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-9, abs=0)
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+@pytest.mark.parametrize("tp, split", [(1, False), (2, False), (2, True)], ids=["whole", "tp 2", "tp 2, split sequence"])
+def test_bytes_are_those_of_the_formula(method, tp, split, ranks):
+    """Both methods send latents and shared keys, of 16 numbers a token; with a split sequence each tp rank those of its part of it."""
+    sequence, batch, width = 48, 2, LATENTS["kv_lora_rank"] + LATENTS["qk_rope_head_dim"]
+    for dtype in (torch.bfloat16, torch.float64):
+        part = sequence * width * batch // (tp if split else 1) // 2  # (cp − 1) / cp of all
+        expected = [part * dtype.itemsize, part * (dtype.itemsize + max(dtype.itemsize, 4))]
+        found = ranks.run(2 * tp, jobs_context.attend_latents, method, tp, split, (sequence, batch, 4), dtype)
+        assert [rank["sent"] for rank in found] == [expected] * 2 * tp
+    share = Share(sequence // 2, batch, tp, split, cp=2, context=method)
+    heads = Units(from_dict({"model": {**MODEL_OF_4, **LATENTS}}).model, share).heads
+    assert exchange(share, heads).forward * torch.float64.itemsize // 2 == expected[0], "what plans count"
+
+
+def test_keys_and_values_travel_where_they_are_fewer():
+    model = from_dict({"model": {**MODEL_OF_4, **LATENTS, "kv_lora_rank": 68}}).model  # with the shared key as many as keys and values
+    assert not latents_travel(model, "gather", 2, 1, False) and not latents_travel(model, "gather", 2, 2, False)
+    narrower = from_dict({"model": {**MODEL_OF_4, **LATENTS, "kv_lora_rank": 67}}).model
+    assert latents_travel(narrower, "gather", 2, 1, False) and latents_travel(narrower, "ring", 2, 2, True)
+    assert not latents_travel(narrower, "ring", 2, 2, False), "without a split sequence each tp rank would send all latents"
+    assert not latents_travel(narrower, "ulysses", 2, 1, False) and not latents_travel(narrower, "gather", 1, 1, False)
+
+
+def test_plans_count_the_products_with_latents_of_other_ranks():
+    model = from_dict({"model": {**MODEL_OF_4, **LATENTS}}).model
+
+    def rows(method: str) -> int:
+        units = Units(model, Share(24, 2, cp=4, context=method))
+        return next(product.rows for product in units.layer(0).products if product.name == "attention.kv_b")
+
+    assert (rows("ulysses"), rows("gather"), rows("ring")) == (48, 4 * 48, 4 * 48)

@@ -17,7 +17,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "cp": (1, 2),
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "full", "every-2"),
-    "balance": ("global", "sequence", "bias"),
+    "balance": ("global", "sequence", "bias", "bias_loss"),
     "dispatch": ("all_to_all", "all_gather"),
     "capacity": (None, 0.7),
 }
