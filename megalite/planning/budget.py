@@ -238,13 +238,16 @@ class _Problem:
         self.config, self.device, self.schedule, self.exact = config, device, schedule, exact
         self.units = plan.units_of(config)
         self.splits = Pass.WEIGHT in self.schedule.passes
+        self._made: dict[str, Activations] = {}
         self.kept = self._activations("none")
         self.operations = Operations(costs, config.model, config.train.precision, lora=config.lora)
         self._known: dict[tuple[Hashable, bool], list[_Choice]] = {}
 
     def _activations(self, recompute: str) -> Activations:
-        config = replace(self.config, train=replace(self.config.train, recompute=recompute))
-        return Activations(config, self.device, self.splits, config.lora)
+        if recompute not in self._made:
+            config = replace(self.config, train=replace(self.config.train, recompute=recompute))
+            self._made[recompute] = Activations(config, self.device, self.splits, config.lora)
+        return self._made[recompute]
 
     def rank(self, rank: int, budget: int) -> RankDecision:
         """What a rank recomputes; everything if nothing else fits, or even that does not."""
