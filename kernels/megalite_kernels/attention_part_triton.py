@@ -199,8 +199,7 @@ def _backward_queries(
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
-    if REST:
-        rest = tl.zeros([QUERIES, REST], tl.float32)
+    rest = tl.zeros(q_rest.shape, tl.float32)
     for run in range(count):
         start, base, length = _row_of(runs, run)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
@@ -251,8 +250,7 @@ def _backward_keys(
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
-    if REST:
-        dk_rest = tl.zeros([KEYS, REST], tl.float32)
+    dk_rest = tl.zeros(k_rest.shape, tl.float32)
     sample = tl.load(samples + row) if P > 0 else 0
     for run in range(count):
         start, base, length = _row_of(runs, run)
@@ -347,7 +345,8 @@ def _launcher(
     used = dropout if dropout is not None and dropout.p else AttentionDropout(0, some, 0.0)
     shared = starts, used.samples.to(torch.int64).contiguous() if used.p else some
     strides = [stride for x in matrices for stride in x.stride()[:3]]
-    kind = architecture(q.device), dim, v.shape[-1], heads // kv_heads, scale, softcap or 0.0, window or 0, document_start is not None, used.p
+    masks = softcap or 0.0, window or 0, document_start is not None, used.p
+    kind = architecture(q.device), dim, v.shape[-1], heads // kv_heads, scale, *masks
 
     def launch(kernel: str, *tensors: Tensor) -> None:
         variant, by_key = _variant(kernel, *kind), kernel == "dk dv"

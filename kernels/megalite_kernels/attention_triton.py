@@ -82,9 +82,7 @@ def _rest(
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The channels after the first WIDTH, which are in `tile`; without any `tile` itself, which nobody reads then."""
-    if REST:
-        return _load(matrix + WIDTH, first, stride, limit, ROWS, DIM - WIDTH, REST, WHOLE)
-    return tile
+    return _load(matrix + WIDTH, first, stride, limit, ROWS, DIM - WIDTH, REST, WHOLE) if REST else tile
 
 
 @triton.jit
@@ -272,8 +270,7 @@ def _backward_queries(
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
     edges = _key_edges(first, sequence, first_key, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
-    if REST:
-        rest = tl.zeros([QUERIES, REST], tl.float32)
+    rest = tl.zeros(q_rest.shape, tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
         for step in range(0, _length(edges, masked), KEYS):
             at = _place(edges, step, masked)
@@ -306,8 +303,8 @@ def _with_queries(
     dv_tile, p, x, dp, inner, grad, sample, key, head, query, keys,
     SOFTCAP: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the scores of a tile of keys with one of queries, and dv of these keys with what the queries add to it. p, x and dp are
-    [keys, queries]; x is from `_capped`."""
+    """The gradient of the scores of a tile of keys with one of queries, and dv of these keys with what the queries add to it.
+    p, x and dp are [keys, queries]; x is from `_capped`."""
     kept = p
     if P > 0:
         key_hash = _mix(keys * _C + (head + 1) * _A)
@@ -341,8 +338,7 @@ def _backward_keys(
     edges = _query_edges(first, sequence, starts, d_s, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
-    if REST:
-        dk_rest = tl.zeros([KEYS, REST], tl.float32)
+    dk_rest = tl.zeros(k_rest.shape, tl.float32)
     sample = tl.load(samples + row) if P > 0 else 0
     for masked in tl.static_range(0 if APART else 1, 2):
         tiles = tl.cdiv(_length(edges, masked), QUERIES)
@@ -442,7 +438,8 @@ def _launcher(
     origin = (0, 0) if document_start is None else starts.stride()
     shared = starts, lse if samples is None else samples.to(torch.int64).contiguous()
     strides = [stride for x in matrices for stride in x.stride()[:3]]
-    kind = architecture(q.device), dim, v.shape[-1], heads // kv_heads, scale, softcap or 0.0, window or 0, document_start is not None, p
+    masks = softcap or 0.0, window or 0, document_start is not None, p
+    kind = architecture(q.device), dim, v.shape[-1], heads // kv_heads, scale, *masks
 
     def launch(kernel: str, *tensors: Tensor) -> None:
         variant = _variant(kernel, *kind)

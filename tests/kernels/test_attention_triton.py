@@ -77,12 +77,11 @@ def cut(tensors, dim, value_dim):
     return q[..., :dim], k[..., :dim], v[..., :value_dim], dout[..., :value_dim]
 
 
-@pytest.mark.parametrize("name", ["plain", "everything"])
-@pytest.mark.parametrize("dims", [(12, 8), (8, 20), (144, 24)], ids=str)
+@pytest.mark.parametrize("dims, name", [((12, 8), "everything"), ((8, 20), "plain"), ((144, 24), "everything")], ids=str)
 def test_values_of_another_width(dims, name, device):
     """Narrower and wider ones, and keys in two parts: 128 channels, and others."""
-    tensors = cut(inputs(40, 2, 2, 1, max(dims), torch.bfloat16), *dims)
-    assert_accurate(*tensors, device, **resolve(sequence=40, batch=2, **OPTIONS[name]))
+    tensors = cut(inputs(35, 1, 2, 1, max(dims), torch.bfloat16), *dims)
+    assert_accurate(*tensors, device, **resolve(sequence=35, batch=1, **OPTIONS[name]))
 
 
 def test_the_log_sum_exp_is_saved(device):

@@ -84,7 +84,6 @@ ON_TWO = {
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
     "cp, ring, latents, adapters": {"cp": 2, "context": "ring", "model": QUERIES, "lora": {"rank": 4, "targets": ["kv_a", "kv_b"]}},
-    "cp, ring, latents, named": {"cp": 2, "context": "ring", "model": LATENTS, "train": {"recompute": "qkv+attention"}},
 }
 
 
@@ -222,7 +221,7 @@ TRAFFIC = {
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": LATENTS},
     "cp, ring, tp, latents, recomputed": {"cp": 2, "context": "ring", "tp": 2, "model": LATENTS, "train": {"recompute": "attention"}},
     "cp, gather, tp and sp, latents, recomputed": {
-        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "model": QUERIES, "train": {"recompute": "full"}}
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "zero": 0, "model": QUERIES, "train": {"recompute": "full"}}
     },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
 }
