@@ -23,10 +23,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2, zb-h1, tied, two modules": {"pp": 2, "schedule": "zb-h1", "tied": True, "modules": 2},
     "pp 2, zb-v, one table, zero 2, dp 2": {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 2},
     "dp 2, zero 3, recomputed": {"dp": 2, "zero": 3, "recompute": "full"},
-    "pp 2, dp 2, zero 3": {"pp": 2, "dp": 2, "zero": 3},
     "cp 2, gather": {"cp": 2, "context": "gather"},
     "v3, tp 2, ep 2, recomputed": {"tp": 2, "ep": 2, "sequence_parallel": True, "recompute": "full", "v3": True},
-    "v3, pp 2, dp 2, ep 2, interleaved, two modules": {"pp": 2, "dp": 2, "ep": 2, "schedule": "interleaved", "modules": 2, "v3": True},
+    "v3, pp 2, dp 2, ep 2, zero 3, two modules": {"pp": 2, "dp": 2, "ep": 2, "zero": 3, "modules": 2, "v3": True},
 }
 
 
