@@ -13,7 +13,8 @@ Groups = list[tuple[int, ...]]
 
 def describe(layout: Layout) -> str:
     """The mesh as text: a row per (pp, dp, cp), with its tp ranks."""
-    lines = [f"{layout.world} rank{'s' * (layout.world > 1)}: pp {layout.pp} × dp {layout.dp} × cp {layout.cp} × tp {layout.tp}"]
+    sizes = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES) + (f", ep {layout.ep}" if layout.ep > 1 else "")
+    lines = [f"{layout.world} rank{'s' * (layout.world > 1)}: {sizes}"]
     for pp, dp, cp in product(range(layout.pp), range(layout.dp), range(layout.cp)):
         ranks = [layout.rank({"pp": pp, "dp": dp, "cp": cp, "tp": tp}) for tp in range(layout.tp)]
         lines.append(f"  stage {pp}  replica {dp}" + (f"  context {cp}" if layout.cp > 1 else "") + f"  tp ranks {ranks}")

@@ -47,7 +47,9 @@ def test_command_prints_every_rank(capsys):
 def test_command_prints_the_groups_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that docs/experts.md draws."""
     main(["--tp", "2", "--dp", "4", "--ep", "4"])
-    groups = dict(line.strip().split(": ") for line in capsys.readouterr().out.splitlines()[5:])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "8 ranks: pp 1 × dp 4 × cp 1 × tp 2, ep 4"
+    groups = dict(line.strip().split(": ") for line in lines[4:])
     assert groups["ep"] == "[0, 1, 2, 3] [4, 5, 6, 7]" and groups["expert_data"] == "[0, 4] [1, 5] [2, 6] [3, 7]"
     with pytest.raises(SystemExit):
         main(["--dp", "4", "--ep", "3"])

@@ -17,16 +17,24 @@ from megalite.huggingface.files import ConversionError, Weights
 
 BLOCK = 128
 SCALES = "_scale_inv"
+NAN = 0x7F  # without its sign
 _SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 def dequantized(weight: Tensor, scales: Tensor) -> Tensor:
     """[rows, columns] in fp8 and the scales of its blocks -> [rows, columns] in bf16."""
     out = torch.empty(weight.shape, dtype=torch.bfloat16)
-    factors = scales.float().repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]  # [blocks of rows, columns]
+    factors = (scales.float() * 2**8).repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]  # [blocks of rows, columns]
     for into, rows, own in zip(out.split(BLOCK), weight.split(BLOCK), factors, strict=True):  # no copy of the whole matrix in fp32
-        into.copy_(rows.float() * own)
+        torch.mul(_scaled_down(rows), own, out=into)
     return out
+
+
+def _scaled_down(codes: Tensor) -> Tensor:
+    """fp8 numbers times 2 ** -8, in fp32. Faster than a cast: seven places to the left their bits are those of an fp16, whose
+    exponent has one bit more and a bias that is larger by 8. NaN becomes 480 * 2 ** -8."""
+    bits = codes.view(torch.int8).to(torch.int16) << 7  # with the sign twice
+    return (bits & ~(1 << 14)).view(torch.float16).float()
 
 
 class Dequantized(Weights):
@@ -47,7 +55,10 @@ class Dequantized(Weights):
         scales = self._files[name + SCALES][name + SCALES].float()
         if not (scales.isfinite() & (scales >= 0)).all():
             raise ConversionError(f"{self.directory} is damaged: a scale in {name}{SCALES} is negative or not a number")
-        return dequantized(self._files[name][name], scales)
+        codes = self._files[name][name]
+        if (codes.view(torch.int8) & NAN).eq(NAN).any():
+            raise ConversionError(f"{self.directory} is damaged: {name} has elements that are NaN")
+        return dequantized(codes, scales)
 
     def _check(self, name: str) -> None:
         for each in (name, name + SCALES):

@@ -254,7 +254,7 @@ MADE = {  # further arguments → what they set; kind and key of a remark
     "--multi-latent-attention": ({"kv_lora_rank": 32, "q_lora_rank": None}, "approximate", "multi-latent-attention"),
     "--moe-router-load-balancing-type sinkhorn": ({"router_balance": "global"}, "lost", "moe-router-load-balancing-type"),
     "--moe-input-jitter-eps 0.1": ({"num_experts": 16}, "lost", "moe-input-jitter-eps"),
-    "--mtp-num-layers 1": ({"num_experts": 16}, "lost", "mtp-num-layers"),
+    "--moe-use-upcycling": ({"num_experts": 16}, "lost", "moe-use-upcycling"),
 }
 
 

@@ -109,9 +109,10 @@ def test_transformers_reads_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
-def test_scales_in_each_type(dtype: torch.dtype) -> None:
+def test_every_number_and_scales_in_each_type(dtype: torch.dtype) -> None:
     """Half a unit in the last of the 8 places of bf16, from float64."""
     codes, scales = random_codes(300, 200)
+    assert len(codes.view(torch.uint8).unique()) == 254
     scales = scales.to(dtype)
     wanted = exact(codes, scales.float())
     found = fp8.dequantized(codes, scales).double()
@@ -149,6 +150,7 @@ FILES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "scales of a matrix in bf16": (lambda t: t.update({MATRIX: torch.ones(256, 128).bfloat16()}), f"{MATRIX} is of type torch.bfloat16"),
     "scales in bytes": (lambda t: t.update({f"{MATRIX}_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}), "scales are of type torch.uint8"),
     "a scale that is no number": (lambda t: t[f"{MATRIX}_scale_inv"].fill_(torch.nan), f"{MATRIX}_scale_inv is negative or not a number"),
+    "a NaN": (lambda t: t[MATRIX].view(torch.uint8)[7, 5:6].fill_(0xFF), f"{MATRIX} has elements that are NaN"),
 }
 
 

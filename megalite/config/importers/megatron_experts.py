@@ -190,7 +190,7 @@ TABLE: Table = {
     "moe-per-layer-logging": never("metrics.jsonl has it for each step"),
     "moe-layer-recompute": missing("train.recompute: full, every-K or budget is nearest"),
     "moe-*": missing("nothing here is its counterpart"),
-    "mtp-*": missing("there is no module for further tokens"),
+    "mtp-*": missing("nothing here is its counterpart"),
 }
 
 

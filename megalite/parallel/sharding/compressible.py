@@ -8,9 +8,9 @@ from megalite.parallel.spec import LocalPart, Segment
 
 
 class Matrices(NamedTuple):
-    """The matrices that a rank's part of a segment consists of: `count` of n × m, one below the other."""
+    """The matrices that a rank's part of a segment consists of: `number` of n × m, one below the other."""
 
-    count: int
+    number: int
     n: int
     m: int
 
@@ -24,6 +24,6 @@ def compressible(segment: Segment, part: LocalPart, rank: int) -> Matrices | Non
     """
     if len(part.shape) != 2 or segment.grad_partial_axis is not None or segment.replicas != 1:
         return None
-    count = segment.experts * segment.fused * part.shape[0] // segment.shape[0] if segment.axis == "expert" else 1
-    n, m = part.shape[0] // count, part.shape[1]
-    return Matrices(count, n, m) if (n + m) * rank < n * m else None
+    number = segment.experts * segment.fused * part.shape[0] // segment.shape[0] if segment.axis == "expert" else 1
+    n, m = part.shape[0] // number, part.shape[1]
+    return Matrices(number, n, m) if (n + m) * rank < n * m else None

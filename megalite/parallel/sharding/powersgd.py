@@ -133,7 +133,7 @@ class PowerSGD:
         if segment.axis != "expert":
             return rng.normal(shape, self.seed, segment.name, "powersgd")
         first = part.offsets[0] // found.n
-        return torch.stack([rng.normal(shape, self.seed, segment.name, "powersgd", first + index) for index in range(found.count)])
+        return torch.stack([rng.normal(shape, self.seed, segment.name, "powersgd", first + index) for index in range(found.number)])
 
     def confirm(self, applied: bool) -> None:
         """Adopt the errors and factors of the last step if it was applied, else discard them."""
