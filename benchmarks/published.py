@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from megalite.config.load import read_tree
+from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
 from megalite.model.cost import model_flops_per_token
 from megalite.planning.constants import CONSTANTS
@@ -108,15 +109,20 @@ def rows_of(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str, float]) -> Job:
     """A row's model, device, batch and training code."""
-    hidden, layers, heads = row["shape"]
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    model = ModelConfig(**tree["models"][row["model"]], **sizes, intermediate_size=row.get("intermediate_size", 4 * hidden))
+    model = ModelConfig(**preset(row["preset"]) if "preset" in row else _shape(row, tree))
     software: dict[str, Any] = {
         name: values[value] if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
         for name, value in tree["software"][row["software"]].items()
     }
     batch = row["sequence_length"], row["batch"], row["precision"]
     return Job(model, _device(row, values), *batch, Software(**software), row["gradient_bytes"])
+
+
+def _shape(row: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The model of a row that names no preset."""
+    hidden, layers, heads = row["shape"]
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {**tree["models"][row["model"]], **sizes, "intermediate_size": row.get("intermediate_size", 4 * hidden)}
 
 
 def choice_of(row: Mapping[str, Any]) -> Choice:

@@ -66,7 +66,7 @@ def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
     return bucket_layout(specs_of(config, rank), first, owners, parallel.bucket_mb * 1e6)
 
 
-def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
+def gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
     """For each stage its units with their buckets, if ZeRO-3 gathers or uploads weights before use; else empty."""
     parallel, dims = config.parallel, ParallelDims.of(config)
     if parallel.zero < 3 or (dims.shard == 1 and not parallel.offload_parameters):
@@ -85,7 +85,7 @@ def _gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
 
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
     """The validated list of actions of every rank, messages included, and under ZeRO-3 gathers and reshards. Raises as `validate`."""
-    options, units = config.parallel, _gathered_units(config)
+    options, units = config.parallel, gathered_units(config)
     keep = bool(units) and options.zero3_reshard == "step" and not forward_only
     costs = Costs(*options.schedule_costs)
     return _validated(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only, units, keep)

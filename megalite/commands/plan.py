@@ -32,8 +32,8 @@ from megalite.planning.step import Job
 from megalite.progress import Report, silent
 
 FIXED = (
-    *("tp", "cp", "context", "ep", "expert_dispatch", "pp", "dp", "zero", "micro_batch_size", "virtual_stages"),
-    *("recompute", "schedule", "offload"),
+    *("tp", "cp", "context", "context_parts", "ep", "expert_dispatch", "pp", "dp", "dp_shard", "zero", "micro_batch_size"),
+    *("virtual_stages", "recompute", "schedule", "offload"),
 )
 DAY = 86_400
 
@@ -82,8 +82,10 @@ def parser() -> Parser:
     for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
     add("--context", choices=("ulysses", "gather", "ring"), help="fix how attention exchanges parts of sequences, with cp > 1")
+    add("--context_parts", choices=("zigzag", "balanced"), help="fix the parts of a row that ranks hold, with context gather or ring")
     add("--expert_dispatch", choices=("all_to_all", "all_gather"), help="fix how tokens reach their experts, with ep > 1")
     add("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage")
+    add("--dp_shard", type=positive, metavar="N", help="fix the number of data-parallel ranks over which ZeRO shards")
     add("--recompute", metavar="MODE", help="fix the recomputation: none, selective, full, every-K or budget (default)")
     add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")
     add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state is stored")

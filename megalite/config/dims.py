@@ -153,3 +153,11 @@ def block_length(part: int) -> int:
 
 def _may_double(block: int, part: int) -> bool:
     return part >= 2 * block * (FEWEST_BLOCKS if block < TILE else FEWEST_OF_LONG_ROWS)
+
+
+def rows_per_expert(factor: float, length: int, k: int, experts: int) -> int:
+    """Rows of a sequence of `length` tokens that an expert keeps at most. Exact for a factor as it is written: 1.1 is 11/10, not the
+    nearest float."""
+    from fractions import Fraction
+
+    return math.ceil(Fraction(str(factor)) * length * k / experts)

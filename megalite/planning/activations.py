@@ -6,7 +6,7 @@ recomputation, and how the loss is computed. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -64,9 +64,16 @@ class Activations:
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions depend on documents
         sizes = parallel.tp, parallel.sequence_parallel, parallel.cp, parallel.context
         self.share = Share(
-            part_length(config), train.micro_batch_size, *sizes, parallel.ep, parallel.context_inner, parallel.expert_dispatch
+            part_length(config),
+            train.micro_batch_size,
+            *sizes,
+            parallel.ep,
+            parallel.context_inner,
+            parallel.expert_dispatch,
+            parallel.context_parts,
         )
         self.units = Units(model, self.share, lora, self.flash)
+        self._layers: dict[tuple[Hashable, str], Held] = {}
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 
     @property
@@ -87,7 +94,14 @@ class Activations:
         return self.head() if number == head_unit(self.model) else self.layer(number - 1)
 
     def layer(self, index: int) -> Held:
-        unit, mode = self.units.layer(index), self.config.train.recompute_of(index)
+        mode = self.config.train.recompute_of(index)
+        key = self.units.alike(index), mode
+        if key not in self._layers:
+            self._layers[key] = self._layer(index, mode)
+        return self._layers[key]
+
+    def _layer(self, index: int, mode: str) -> Held:
+        unit = self.units.layer(index)
         if mode in MODES:
             saved = self._size(unit.kept, mode)
             recomputed = self._size(unit.kept) - saved if mode == "full" else 0  # selective recomputes probabilities one block at a time

@@ -17,7 +17,7 @@ rank computes them a block at a time: both are solved, and the better one is tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -120,20 +120,34 @@ def decide(
     device: Device = "cuda",
     costs: hardware.Device | None = None,
     schedule: Schedule | None = None,
-    exact: bool = True,
 ) -> Decision:
     """What to recompute so that every rank needs at most `budget` bytes. Raises ConfigError, naming the smallest budget, if nothing does.
 
     Args:
         costs: the device whose times are minimized; default: that of profiling.hardware, or a usual one.
         schedule: a schedule that needs as much memory as the run's, and has fewer microbatches.
-        exact: False takes a good choice in place of the best one, and is fast.
     """
-    config = settled(replace(config, train=replace(config.train, recompute="none")), world_size or ParallelDims.of(config).world)
+    config = _keeping_all(config, world_size)
     costs = costs or _costs(config.profiling.hardware, device)
     if schedule is not None:
-        return _decision(_Problem(config, device, costs, schedule, exact), budget)
+        return _decision(_Problem(config, device, costs, schedule), budget)
     return _decided(_Asked(f"{config} {costs}", config, costs), budget, device)
+
+
+def fitting(config: Config, budget: int, world_size: int, device: Device, costs: hardware.Device, schedule: Schedule) -> str | None:
+    """As `decide`, only train.recompute of a good solution in place of the best one, found fast; None if nothing fits."""
+    problem = _Problem(_keeping_all(config, world_size), device, costs, schedule, exact=False)
+    ranks = []
+    for rank in range(config.parallel.pp):
+        ranks.append(problem.rank(rank, budget))
+        if ranks[-1].everything > budget:
+            return None
+    return _modes(problem.config, ranks)
+
+
+def _keeping_all(config: Config, world_size: int | None) -> Config:
+    """The configuration without recomputation, and with its sizes filled in."""
+    return settled(replace(config, train=replace(config.train, recompute="none")), world_size or ParallelDims.of(config).world)
 
 
 @lru_cache(maxsize=8)
@@ -158,13 +172,18 @@ def _decision(problem: _Problem, budget: int) -> Decision:
     ranks = [problem.rank(rank, budget) for rank in range(config.parallel.pp)]
     if max(each.everything for each in ranks) > budget:
         raise ConfigError(_too_small(config, budget, ranks))
-    modes: dict[int, str] = {}
-    for rank in ranks:
-        modes |= rank.modes
-    recompute = written([modes[layer] for layer in range(layer_count(config.model))])
+    recompute = _modes(config, ranks)
     chosen = replace(config, train=replace(config.train, recompute=recompute))
     totals = [each.total for each in estimate(chosen, ParallelDims.of(chosen).world, problem.device, problem.schedule)]
     return Decision(budget, recompute, tuple(replace(each, total=total) for each, total in zip(ranks, totals, strict=True)))
+
+
+def _modes(config: Config, ranks: Sequence[RankDecision]) -> str:
+    """The decisions of all ranks as train.recompute has them."""
+    modes: dict[int, str] = {}
+    for rank in ranks:
+        modes |= rank.modes
+    return written([modes[layer] for layer in range(layer_count(config.model))])
 
 
 def _too_small(config: Config, budget: int, ranks: Sequence[RankDecision]) -> str:
@@ -221,6 +240,7 @@ class _Problem:
         self.splits = Pass.WEIGHT in self.schedule.passes
         self.kept = self._activations("none")
         self.operations = Operations(costs, config.model, config.train.precision, lora=config.lora)
+        self._known: dict[tuple[Hashable, bool], list[_Choice]] = {}
 
     def _activations(self, recompute: str) -> Activations:
         config = replace(self.config, train=replace(self.config.train, recompute=recompute))
@@ -259,10 +279,17 @@ class _Problem:
         return found
 
     def _has_scores(self, layers: Sequence[_Layer]) -> bool:
-        return any("scores" in operation.names for layer in layers for group in self._groups(layer.number) for operation in group)
+        units = self.kept.units
+        kinds = {units.alike(layer.number): layer.number for layer in layers}
+        return any("scores" in operation.names for number in kinds.values() for group in groups(units, number) for operation in group)
 
-    def _groups(self, layer: int) -> list[Group]:
-        return groups(self.kept.units, layer)
+    def _choices(self, layer: int, scores: bool) -> list[_Choice]:
+        """What a layer chooses from."""
+        key = self.kept.units.alike(layer), scores
+        if key not in self._known:
+            found = [self._choice(group, layer, scores) for group in groups(self.kept.units, layer)]
+            self._known[key] = [each for each in found if each.options]
+        return self._known[key]
 
     def _solved(self, stages: Sequence[int], layers: Sequence[_Layer], room: int, scores: bool) -> _Solution:
         """The best choice; `scores`: among those in which every layer recomputes the probabilities of attention a block at a time."""
@@ -276,12 +303,7 @@ class _Problem:
         for layer in layers:
             key = self.kept.units.alike(layer.number), *(layer.multiple(load) for load in loads)
             columns.setdefault(key, []).append(layer)
-        choices = [
-            (alike, group)
-            for alike in columns.values()
-            for group in (self._choice(each, alike[0].number, scores) for each in self._groups(alike[0].number))
-            if group.options
-        ]
+        choices = [(alike, group) for alike in columns.values() for group in self._choices(alike[0].number, scores)]
         kept = [sum(len(alike) * group.kept * alike[0].multiple(load) for alike, group in choices) for load in loads]
         kinds = [
             Kind(

@@ -31,6 +31,7 @@ def configured(base: Config, choice: Choice) -> Config:
         "schedule": choice.schedule,
         "context": choice.context,
         "expert_dispatch": choice.expert_dispatch,
+        "context_parts": choice.context_parts,
     }  # names already validated by a rule or the parser
     parallel = replace(
         base.parallel,
@@ -43,6 +44,7 @@ def configured(base: Config, choice: Choice) -> Config:
         context_inner=choice.context_inner,
         sequence_parallel=choice.sequence_parallel,
         zero=choice.zero,
+        dp_shard=choice.dp_shard,
         offload_parameters=choice.offload_parameters,
         virtual_stages=choice.asked_stages,
     )

@@ -31,22 +31,17 @@ UNEVEN = 1.25
 
 @dataclass(frozen=True)
 class Rows:
-    """What the time of context parallelism depends on besides the sizes.
-
-    Attributes:
-        documents: rows may hold several, which do not attend to each other.
-        parts: as parallel.context_parts.
-    """
+    """What the time of context parallelism depends on besides the layout. documents: rows may hold several, which do not attend to each
+    other."""
 
     documents: bool = False
-    parts: str = "zigzag"
 
     @staticmethod
     def of(config: Config) -> Rows:
-        return Rows(config.data.reset_positions or config.data.packing, config.parallel.context_parts)
+        return Rows(config.data.reset_positions or config.data.packing)
 
-    def imbalance(self, method: str) -> float:
-        return IMBALANCE[self.parts].get(method, 1.0) if self.documents else 1.0
+    def imbalance(self, method: str, parts: str) -> float:
+        return IMBALANCE[parts].get(method, 1.0) if self.documents else 1.0
 
 
 WHOLE = Rows()
@@ -67,7 +62,7 @@ def exposed(fabric: Fabric, units: Units, attention: tuple[float, float], width:
         ahead, back = _exchange(fabric, share, heads, stride, attention, width)
         forward, backward, stride = forward + ahead, backward + back, stride * share.cp
     # Where latents travel, the parts of a ring are computed one after the other, and nobody waits between them.
-    slower = rows.imbalance("gather" if units.heads.latent else units.share.context) - 1.0
+    slower = rows.imbalance("gather" if units.heads.latent else units.share.context, units.share.parts) - 1.0
     return forward + slower * attention[0], backward + slower * attention[1]
 
 

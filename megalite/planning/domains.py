@@ -52,18 +52,25 @@ class Parameters(NamedTuple):
 
 
 class Domain(NamedTuple):
-    """Parameters of a rank, and the ranks over which their gradients are summed and ZeRO shards them."""
+    """Parameters of a rank, and the ranks over which their gradients are summed: those of its shard group, over which ZeRO shards them, and
+    those that hold the same shard (HSDP)."""
 
     stored: float
     trained: float
     ranks: Group
+    shard: Group
+    replicate: Group
 
 
 def domains(device: Device, choice: Choice, size: Parameters) -> list[Domain]:
     """The domains of a rank's parameters: dense ones over data parallelism, experts over the ranks of a stage that hold the same."""
-    ranks = group(device, choice.data, choice.tp, choice.gpus)
-    found = [Domain(size.stored - size.expert_stored, size.trained - size.expert_trained, ranks)]
+
+    def domain(stored: float, trained: float, ranks: int, shard: int, stride: int) -> Domain:
+        sizes = (ranks, stride), (shard, stride), (ranks // shard, stride * shard)
+        return Domain(stored, trained, *(group(device, *each, choice.gpus) for each in sizes))
+
+    found = [domain(size.stored - size.expert_stored, size.trained - size.expert_trained, choice.data, choice.shard, choice.tp)]
     if size.expert_stored:
-        ranks = group(device, choice.expert_data, choice.ep, choice.gpus)
-        found.append(Domain(size.expert_stored, size.expert_trained, ranks))
+        shard = max(choice.shard * choice.tp // choice.ep, 1)
+        found.append(domain(size.expert_stored, size.expert_trained, choice.expert_data, shard, choice.ep))
     return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megalite.build import plan
+from megalite.config.dims import rows_per_expert
 from megalite.config.recomputation import operations_of
 from megalite.config.schema import Config, ModelConfig
 from megalite.model.cost.steps import Share
@@ -55,9 +56,17 @@ def exposed(fabric: Fabric, model: ModelConfig, share: Share, width: int) -> tup
 
 
 def worst_rows(config: Config) -> float:
-    """How many times the equal share of rows a rank computes if all tokens of its expert group choose its experts."""
-    model, ep = config.model, config.parallel.ep
-    return ep * min(model.num_experts_per_tok, (model.num_experts or 0) // ep) / model.num_experts_per_tok
+    """How many times the equal share of rows a rank computes if all tokens of its expert group choose its experts. A capacity limits what
+    its experts keep of each sequence of which the group has tokens."""
+    model, ep, experts = config.model, config.parallel.ep, config.model.num_experts or 0
+    most = ep * min(model.num_experts_per_tok, experts // ep) / model.num_experts_per_tok
+    if model.expert_capacity_factor is None:
+        return most
+    share, length = Activations(config).share, config.data.sequence_length
+    kept = rows_per_expert(model.expert_capacity_factor, length, model.num_experts_per_tok, experts) * experts // ep
+    ranks = config.parallel.tp * config.parallel.cp  # that share a sequence
+    sequences = share.batch * (max(ep // ranks, 1) if ep % ranks == 0 or ranks % ep == 0 else ep // ranks + 2)
+    return min(most, sequences * kept / (share.own_tokens * model.num_experts_per_tok))
 
 
 def worst_bytes(config: Config) -> int:
@@ -65,7 +74,14 @@ def worst_bytes(config: Config) -> int:
     model = config.model
     rows = Activations(config).share.own_tokens * model.num_experts_per_tok
     packed = (2 if model.gated_mlp else 1) * model.expert_width
-    return round((worst_rows(config) - 1) * rows * (model.hidden_size + packed) * Widths.of(config).compute)
+    return round(max(worst_rows(config) - 1, 0.0) * rows * (model.hidden_size + packed) * Widths.of(config).compute)
+
+
+def all_on_one_rank(config: Config) -> str:
+    """The worst load in words: its condition, and the rows that a rank then computes."""
+    factor = config.model.expert_capacity_factor
+    limited = "" if factor is None else f", within model.expert_capacity_factor = {factor:g}"
+    return f"if all tokens choose the experts of one rank{limited}, it computes {worst_rows(config):.4g} times the rows"
 
 
 def worst_total(config: Config, schedule: Schedule) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from megalite.config.recomputation import shown
 from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.constants import ALIKE, INTERVAL, interval
-from megalite.planning.experts import worst_bytes, worst_rows
+from megalite.planning.experts import all_on_one_rank, worst_bytes
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Choice, Job, StepTime
 
@@ -61,7 +61,7 @@ def described(choice: Choice) -> str:
     parts += [f"ep{choice.ep}{' by all-gather' if choice.expert_dispatch == 'all_gather' else ''}"] if choice.ep > 1 else []
     if choice.pp > 1:
         parts.append(choice.schedule + (f" with {choice.virtual_stages} stages a rank" if choice.asked_stages else ""))
-    parts += [f"ZeRO-{choice.zero}"] if choice.data > 1 or choice.zero == 3 else []
+    parts += [f"ZeRO-{zero_of(choice)}"] if choice.data > 1 or choice.zero == 3 else []
     parts.append(f"micro-batches of {choice.micro_batch_size}")
     parts += [f"recomputation {shown(choice.recompute)}"] if choice.recompute != "none" else []
     return ", ".join(parts + ([offloaded(choice)] if choice.offload != "none" else []))
@@ -69,7 +69,13 @@ def described(choice: Choice) -> str:
 
 def method(choice: Choice) -> str:
     """That of context parallelism; in a ring of groups, with their size."""
-    return choice.context if choice.context_inner == 1 else f"{choice.context}/{choice.context_inner}"
+    name = choice.context if choice.context_inner == 1 else f"{choice.context}/{choice.context_inner}"
+    return f"{name} of balanced parts" if choice.context_parts == "balanced" else name
+
+
+def zero_of(choice: Choice) -> str:
+    """The stage; where only some of the data ranks share, with their number."""
+    return str(choice.zero) if choice.dp_shard is None else f"{choice.zero} within {choice.dp_shard}"
 
 
 def offloaded(choice: Choice) -> str:
@@ -84,7 +90,7 @@ def row(job: Job, plan: Plan) -> tuple[str, ...]:
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
     cp = f"{choice.cp} {method(choice)}" if choice.cp > 1 else "1"
     ep = f"{choice.ep} {choice.expert_dispatch}" if choice.ep > 1 else "1"
-    cells = (choice.tp, cp, ep, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, choice.zero)
+    cells = (choice.tp, cp, ep, choice.pp, choice.virtual_stages, choice.schedule if choice.pp > 1 else "-", choice.dp, zero_of(choice))
     more = (choice.micro_batch_size, shown(choice.recompute), place, f"{plan.memory.total / GIB:.1f}", f"{step.total:.4g}")
     sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
     speed = f"{job.tokens_per_second_per_gpu(choice, step.total):,.0f}", f"{palm:.1%}", f"{causal:.1%}", f"{step.bubble_fraction:.1%}"
@@ -107,6 +113,7 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
         "cp": choice.cp,
         "context": choice.context if choice.cp > 1 else None,
         "context_inner": choice.context_inner,
+        "context_parts": choice.context_parts if choice.cp > 1 else None,
         "ep": choice.ep,
         "expert_dispatch": choice.expert_dispatch if choice.ep > 1 else None,
         "pp": choice.pp,
@@ -114,6 +121,7 @@ def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, An
         "schedule": choice.schedule,
         "dp": choice.dp,
         "zero": choice.zero,
+        "dp_shard": choice.dp_shard,
         "micro_batch_size": choice.micro_batch_size,
         "microbatches": job.microbatches(choice),
         "recompute": shown(choice.recompute),
@@ -149,6 +157,7 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
         f"Its fullest rank takes {amount(best.memory.total)} of {amount(room)}: {memory_parts(best)}.",
         binding(best),
         *imbalance(search, best),
+        *uneven_parts(search, best),
     ]
     if search.rejected is not None:
         rejected = search.plan(search.rejected)
@@ -165,11 +174,25 @@ def imbalance(search: Search, plan: Plan) -> list[str]:
     if search.job.model.num_experts is None or plan.choice.ep == 1:
         return []
     config, more = configured(search.base, plan.choice), search.imbalance(plan.choice)
-    room = search.job.device.memory - plan.memory.total
+    room, worst = search.job.device.memory - plan.memory.total, all_on_one_rank(config)
     return [
-        f"That is for equally loaded experts. If all tokens choose the experts of one rank, it computes {worst_rows(config):g} times the "
-        f"rows and keeps {amount(worst_bytes(config))} more for each mixture and microbatch; {amount(more)} if that happens in all at "
-        f"once: {'more than' if more > room else 'within'} the {amount(room)} that are left."
+        f"That is for equally loaded experts. {worst[0].upper()}{worst[1:]} and keeps {amount(worst_bytes(config))} more for each mixture "
+        f"and microbatch; {amount(more)} if that happens in all at once: {'more than' if more > room else 'within'} the {amount(room)} "
+        "that are left."
+    ]
+
+
+def uneven_parts(search: Search, plan: Plan) -> list[str]:
+    """What documents make of context parallelism, where ranks attend with their own positions."""
+    choice, rows = plan.choice, search.job.rows
+    zigzag = rows.imbalance(choice.context, "zigzag") if choice.cp > 1 else 1.0
+    if zigzag == 1.0:
+        return []
+    balanced, way = rows.imbalance(choice.context, "balanced"), "parallel.context_parts: balanced"
+    chosen = f"{way} makes it {balanced:.2f}" if choice.context_parts == "balanced" else f"{way} would make it {balanced:.2f}"
+    return [
+        f"Rows hold documents, so with zigzag parts attention takes {zigzag:.2f} times as long as with equal shares, if documents are as "
+        f"docs/context-parallel.md assumes; {chosen}."
     ]
 
 
@@ -239,7 +262,9 @@ def loses(best: Plan, other: Plan) -> str:
 
 def nothing_fits(search: Search) -> str:
     """Why no plan fits, explained with the layout that needs the least memory."""
-    least = min((variant for core in search.cores() for variant in search.variants(core)), key=search.memory_bound)
+    most_shared = ((core, variant) for core in search.cores() for variant in list(search.variants(core))[-1:])
+    core, _ = min(most_shared, key=lambda pair: search.bounds.memory(pair[1]))
+    least = min(search.variants(core), key=search.bounds.memory)
     memory, device = (plan := search.plan(least)).memory, search.job.device
     if memory.total > search.room:
         shorter = "a shorter --sequence_length, " if memory.total - memory.step < search.room else ""
@@ -260,6 +285,7 @@ def illegal(search: Search) -> str:
     tp, cp, pp, size, stages = (int(fixed.get(name, usual.get(name, 1))) for name in names)
     dp, recompute = int(fixed.get("dp", max(search.gpus // (tp * pp * cp), 1))), str(fixed.get("recompute", "none"))
     more: dict[str, Any] = {"micro_batch_size": size, "recompute": recompute, "cp": cp, "context": str(fixed.get("context", "ulysses"))}
+    more |= {"dp_shard": fixed.get("dp_shard"), "zero": int(fixed.get("zero", 1))}
     more |= {"ep": int(fixed.get("ep", 1)), "sequence_parallel": tp > 1 and search.job.model.num_experts is not None}
     config = configured(search.base, Choice(tp, pp, dp, schedule, stages, **more))
     if "virtual_stages" in fixed:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megalite.build.plan import staggered_end
 from megalite.config.schema import Config
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, chain, connection_bytes, edges, receive_before
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, chain, channel_of, connection_bytes, receive_before
 from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -48,8 +48,10 @@ def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
 
 def channel_bytes(config: Config, schedule: Schedule, rank: int) -> int:
     """Bytes of NCCL's connections to neighbours in the pipeline, allocated at the start: one for each channel and peer."""
+    messages = {(channel_of(each, rank), each.peer, each.is_send) for each in schedule.actions[rank] if each.peer is not None}
+    used = [(rank, peer) if sends else (peer, rank) for _, peer, sends in messages]
     totals = [chain(schedule.ranks), chain(schedule.ranks, down=True)] if staggered_end(config) else []
-    return sum(connection_bytes(used, rank) for used in [*edges(schedule).values(), *totals])
+    return sum(connection_bytes(each, rank) for each in [used, *totals])
 
 
 def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:

@@ -82,6 +82,17 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
     return tuple(reversed(counts))
 
 
+class Relaxation:
+    """A lower bound of the least cost at which items free a number of bytes of one constraint: fractions of items may take an option."""
+
+    def __init__(self, kinds: Sequence[Kind]):
+        self._bound = _Bound([[_hull(kind, 0)] for kind in kinds], 1)
+
+    def least(self, need: float) -> float:
+        """Infinite if the items can not free so much."""
+        return float(self._bound.least(np.array([need])))
+
+
 def _followed(states: _States, kind: Kind, possible: Sequence[tuple[int, ...]], after: _Bound, limit: float) -> _States:
     """The states after one more kind that can still become the best choice."""
     choices = np.array(possible, dtype=np.int64)  # [counts, options]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from megalite.planning.hardware import Device
 
@@ -34,12 +35,17 @@ def group(device: Device, size: int, stride: int, world: int = 0) -> Group:
         world: number of ranks that consecutive groups of this kind fill. If a node does not hold whole groups, some groups span two nodes,
             and all others wait for them. By default, a group that fits into a node is inside one.
     """
-    if (block := size * stride) <= device.per_node:
-        if world <= device.per_node or device.per_node % block == 0:
+    return _group(device.per_node, size, stride, world)
+
+
+@cache
+def _group(per_node: int, size: int, stride: int, world: int) -> Group:
+    if (block := size * stride) <= per_node:
+        if world <= per_node or per_node % block == 0:
             return Group(size, size, 1)
-        local = max(1, math.gcd(block, device.per_node) // stride)
+        local = max(1, math.gcd(block, per_node) // stride)
         return Group(size, local, size // local)
-    local = max(1, device.per_node // stride)
+    local = max(1, per_node // stride)
     while size % local:
         local -= 1
     return Group(size, local, size // local)

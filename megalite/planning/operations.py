@@ -103,6 +103,7 @@ class Operations:
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
         self._units: dict[Share, Units] = {}
         self._layers: dict[tuple[Share, Hashable], Passes] = {}
+        self._again: dict[tuple[Share, Hashable, str], tuple[float, float]] = {}
 
     def _gemm(self, m: float, n: float, k: float, batch: float = 1) -> float:
         return product(self.device, m, n, k, self.precision, batch)
@@ -267,7 +268,10 @@ class Operations:
             return self.attention_again(share, index), 0.0
         from megalite.planning.recomputing import seconds
 
-        return seconds(self, share, index, mode)
+        key = share, self.units(share).alike(index), mode
+        if key not in self._again:
+            self._again[key] = seconds(self, share, index, mode)
+        return self._again[key]
 
     def _written_scores(self, step: Attention) -> tuple[float, float]:
         """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked half is computed too."""

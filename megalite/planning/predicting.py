@@ -34,6 +34,8 @@ def choice_of(config: Config) -> Choice:
         context_inner=parallel.context_inner,
         ep=parallel.ep,
         expert_dispatch=parallel.expert_dispatch,
+        context_parts=parallel.context_parts,
+        dp_shard=parallel.dp_shard,
     )
 
 

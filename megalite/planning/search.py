@@ -1,9 +1,9 @@
 """Finds the fastest layouts of a job that fit, among all legal ones, without evaluating most of them in detail (best-first search).
 
 A heap orders layouts by a lower bound of their step time. The layout at the top is refined and pushed back: first the work divided by the
-ranks; then the busiest rank of the real partition, with the filling and draining of its pipeline; then the same with ZeRO and offload;
-then the simulated step; then memory, estimated for every rank, and every rule of a run. Plans therefore come out fastest first, and none
-is missed.
+ranks; then the busiest rank of the real partition, with the filling and draining of its pipeline; then the same with ZeRO and offload, and
+with what at least must be recomputed for lack of memory (`bounds`); then the simulated step; then memory, estimated for every rank, and
+every rule of a run. Plans therefore come out fastest first, and none is missed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import lru_cache
 from itertools import count
 from typing import Literal
 
@@ -21,28 +22,24 @@ from megalite.build import plan
 from megalite.config.recomputation import BUDGET, shown
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.communication import with_communication
-from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of, placement
+from megalite.parallel.pipeline.gathering import with_gathering
+from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of
 from megalite.parallel.pipeline.orders import RECIPES
-from megalite.parallel.pipeline.orders import Shape as OrderShape
-from megalite.parallel.pipeline.schedule import Schedule
-from megalite.planning.activations import Activations
-from megalite.planning.budget import decide
+from megalite.parallel.pipeline.schedule import Schedule, Unit
+from megalite.planning.bounds import Bounds, followed
+from megalite.planning.budget import decide, fitting
 from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.context import UNEVEN
-from megalite.planning.domains import Parameters, domains
 from megalite.planning.experts import worst_total
 from megalite.planning.memory import RankMemory, estimate
 from megalite.planning.pacing import schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
 from megalite.progress import Report, silent
 
-BOUND = 0.97
-"""Factor on the memory bound that keeps it below the estimate: it counts a layer's largest tensors as if they existed at once."""
 RECOMPUTE = (BUDGET,)
 """A budget keeps all that fits, so no mode is faster; other modes are followed where the user fixes them."""
 MOST_MICROBATCHES = 4096  # per step on one rank: layouts with more are skipped, as nobody would run them
 SHORTEST_PART = 8192  # tokens of a row on a cp rank: below it, data parallelism or shorter pipelines use the same ranks better
-AHEAD = 2  # a memory estimate follows this many times pp microbatches in flight: no rank holds more
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,10 @@ class Level(IntEnum):
     """How far a layout in the heap has been refined; at equal times the most refined comes first."""
 
     TIMED = 0
-    VARIED = 1
-    PARTITIONED = 2
-    DIVIDED = 3
+    FITTED = 1
+    VARIED = 2
+    PARTITIONED = 3
+    DIVIDED = 4
 
 
 Entry = tuple[float, Level, int, Choice, StepTime | None]
@@ -97,58 +95,79 @@ class Search:
 
     def __post_init__(self) -> None:
         self.stepper = Stepper(self.job)
+        self.bounds = Bounds(self.base, self.stepper)
         self.room = USABLE * self.job.device.memory
-        self._schedules: dict[tuple[object, ...], Schedule] = {}
-        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._communicating = lru_cache(maxsize=None)(_communicating)
+        self._gathering = lru_cache(maxsize=8)(self._with_gathers)
         self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and negated recomputed fractions that did not fit
 
     def plans(self) -> list[Plan]:
         """The fastest plans that fit, fastest first; at most `wanted`."""
-        number = count()
+        number, looked_at = count(), count(1)
         heap: list[Entry] = [(self.stepper.divided(core), Level.DIVIDED, next(number), core, None) for core in self.cores()]
-        shards = Counter(core.data > 1 for _, _, _, core, _ in heap)  # all that the number of variants depends on
-        self.considered = sum(count * len(list(self.variants(Choice(dp=1 + several)))) for several, count in shards.items())
+        kinds = Counter((core.data > 1, len(self._shards(core))) for _, _, _, core, _ in heap)  # all that the number of variants depends on
+        examples = {(core.data > 1, len(self._shards(core))): core for _, _, _, core, _ in heap}
+        self.considered = sum(count * len(list(self.variants(examples[kind]))) for kind, count in kinds.items())
         heapq.heapify(heap)
         found: dict[Choice, Plan] = {}
-        looked_at = count(1)
         while heap and len(found) < self.wanted:
             self.progress("searching", next(looked_at), unit="layouts")
             time, level, _, choice, step = heapq.heappop(heap)
-            if level is Level.DIVIDED:
-                heapq.heappush(heap, (max(time, self.stepper.filled(choice)), Level.PARTITIONED, next(number), choice, None))
-            elif level is Level.PARTITIONED:
-                for variant in self.variants(choice):
-                    if not self._has_no_room(variant):
-                        heapq.heappush(heap, (max(time, self.stepper.least(variant)), Level.VARIED, next(number), variant, None))
-            elif level is Level.VARIED:
-                choice = self._within_budget(choice)
-                if choice.recompute != BUDGET:
-                    step = self.stepper.step(choice)
-                    heapq.heappush(heap, (step.total, Level.TIMED, next(number), choice, step))
-                    self.timed += 1
-            elif not found.keys() & {family := _family(choice), _family(replace(choice, offload="none", offload_parameters=False))}:
-                best = self._within_budget(choice, exact=True)
-                plan = self.plan(best, step if best == choice else None)
-                if plan.fits:
-                    found[family] = plan
-                else:
-                    self.rejected = self.rejected or choice
+            if level <= Level.VARIED and found.keys() & _families(choice):
+                continue  # a faster one is among the plans
+            if level is not Level.TIMED:
+                for new_time, new_level, variant, timed in self._refined(time, level, choice):
+                    heapq.heappush(heap, (new_time, new_level, next(number), variant, timed))
+                continue
+            best = self._within_budget(choice, exact=True)
+            plan = self.plan(best, step if best == choice else None)
+            if plan.fits:
+                found[_family(choice)] = plan
+            else:
+                self.rejected = self.rejected or choice
         return list(found.values())
+
+    def _refined(self, time: float, level: Level, choice: Choice) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
+        """What takes the place of an entry that is not simulated yet."""
+        if level is Level.DIVIDED:
+            yield max(time, self.stepper.filled(choice)), Level.PARTITIONED, choice, None
+        elif level is Level.PARTITIONED:
+            for variant in self.variants(choice):
+                if self._has_no_room(variant):
+                    continue
+                again = self.bounds.recomputation(variant, self.room)
+                if math.inf in again.values():
+                    self.rejected = self.rejected or variant
+                else:
+                    yield max(time, self.stepper.least(variant, again)), Level.VARIED, variant, None
+        elif level is Level.FITTED:
+            self.timed += 1
+            step = self.stepper.step(choice)
+            yield step.total, Level.TIMED, choice, step
+        elif not self._has_no_room(choice):
+            fitted = self._within_budget(choice)
+            if fitted.recompute != BUDGET:
+                yield max(time, self.stepper.least(fitted)), Level.FITTED, fitted, None
 
     def _within_budget(self, choice: Choice, exact: bool = False) -> Choice:
         """A choice of a budget with what it must recompute to fit: of those that are listed the best, of the others a good solution. As it
         is, and rejected, if it does not fit."""
         if shown(choice.recompute) != BUDGET:
             return choice
+        config, device = self._run(choice)
+        limits = int(self.room), choice.gpus, device, self.job.device
         try:
-            config, device = self._run(choice)
-            schedule = self._schedule(choice) if choice.zero < 3 else plan.schedule(config, self._followed(choice))
-            found = decide(config, int(self.room), choice.gpus, device, self.job.device, schedule, exact)
-            return replace(choice, recompute=found.recompute)
+            if exact:
+                recompute: str | None = decide(config, *limits, self._carried_out(choice, config)).recompute
+            else:  # without messages, which take little memory and long to place
+                recompute = fitting(config, *limits, self._carried_out(choice, config, messages=False))
         except ConfigError:
-            self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
-            self.rejected = self.rejected or choice
-            return choice
+            recompute = None
+        if recompute is not None:
+            return replace(choice, recompute=recompute)
+        self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
+        self.rejected = self.rejected or choice
+        return choice
 
     @staticmethod
     def _holds(choice: Choice) -> tuple[int, float]:
@@ -159,7 +178,7 @@ class Search:
         """Whether a choice cannot fit: its memory bound exceeds the room, or a choice that holds less did not fit."""
         key, kept = self._states_of(choice), self._holds(choice)
         smaller = any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in self._too_large.get(key, ()))
-        if not smaller and self.memory_bound(choice) <= self.room:
+        if not smaller and self.bounds.memory(choice) <= self.room:
             return False
         self.rejected = self.rejected or choice
         return True
@@ -186,29 +205,31 @@ class Search:
             for tp in self._sizes("tp", _divisors(self.gpus // pp)):
                 if "tp" not in self.fixed and self._cuts_nodes(tp):
                     continue
-                for cp, context, inner in self._contexts(tp):
-                    dp, rest = divmod(self.gpus, tp * pp * cp)
+                for context in self._contexts(tp):
+                    dp, rest = divmod(self.gpus, tp * pp * context.cp)
                     if rest == 0 and dp in self._sizes("dp", [dp]):
                         for schedule, stages in self._schedules_of(pp):
-                            frame = Choice(tp, pp, dp, schedule, stages, zero=0, cp=cp, context=context, context_inner=inner)
+                            frame = replace(context, tp=tp, pp=pp, dp=dp, schedule=schedule, virtual_stages=stages, zero=0)
                             yield from self._microbatches(frame)
 
-    def _contexts(self, tp: int) -> Iterator[tuple[int, str, int]]:
-        """(cp, method, ranks that exchange heads within a ring): powers of two that leave every rank enough of a row, unless the user has
-        fixed cp. If legal, ulysses is a candidate, which is balanced whatever the documents, and one method that takes any number of heads;
-        a ring only if it is balanced, over all ranks or between the groups of a node."""
-        longest = max(1, self.job.sequence_length // SHORTEST_PART)
+    def _contexts(self, tp: int) -> Iterator[Choice]:
+        """Choices of context parallelism: powers of two that leave every rank enough of a row, unless the user has fixed cp. If legal,
+        ulysses is a candidate, which is balanced whatever the documents, and one method that takes any number of heads; a ring only if it
+        is balanced, over all ranks or between the groups of a node. Rows that hold documents have balanced parts."""
+        longest, rows = max(1, self.job.sequence_length // SHORTEST_PART), self.job.rows
+        (parts,) = self._names("context_parts", ("balanced" if rows.documents else "zigzag",))
         for cp in self._sizes("cp", [1 << power for power in range(longest.bit_length())]):
             if cp == 1:
-                yield 1, "ulysses", 1
+                yield Choice()
                 continue
             inside = tp * cp <= self.job.device.per_node  # one collective there, hops beside attention across nodes
-            gathers = inside or self.job.rows.imbalance("ring") > UNEVEN
+            gathers = inside or rows.imbalance("ring", parts) > UNEVEN
             for context in self._names("context", ("ulysses", "gather" if gathers else "ring")):
-                yield cp, context, 1
+                found = Choice(cp=cp, context=context, context_parts="zigzag" if context == "ulysses" else parts)
+                yield found
                 inner = math.gcd(cp, self.job.device.per_node // tp)
                 if context == "ring" and 1 < inner < cp:
-                    yield cp, context, inner
+                    yield replace(found, context_inner=inner)
 
     def _cuts_nodes(self, size: int) -> bool:
         """Whether some groups of consecutive ranks would span nodes unevenly, so that every layer waits for the network."""
@@ -217,11 +238,23 @@ class Search:
 
     def variants(self, core: Choice) -> Iterator[Choice]:
         """A core with each ZeRO stage and offload. On a CPU, offloading to CPU memory is left out."""
+        shards: Sequence[int | None] = self._shards(core)
+        unsharded: Sequence[int | None] = [] if "dp_shard" in self.fixed else [None]
         for offload in self._names("offload", ("none", "disk") if self.job.device.cpu else ("none", "cpu", "disk")):
+            own = shards if offload == "none" else shards[:1]
             for zero in self._sizes("zero", (1, 0, 2, 3) if core.data > 1 else (1,)):
-                yield replace(core, zero=zero, offload=offload)
+                yield from (replace(core, zero=zero, offload=offload, dp_shard=each) for each in (own if zero else unsharded))
             if offload != "none" and self.fixed.get("zero", 3) == 3:
-                yield replace(core, zero=3, offload=offload, offload_parameters=True)
+                yield from (replace(core, zero=3, offload=offload, offload_parameters=True, dp_shard=each) for each in own)
+
+    def _shards(self, core: Choice) -> Sequence[int | None]:
+        """Numbers of data ranks over which ZeRO may shard: all (None), and where they are on several nodes those of a node, whose shards
+        are replicated over the nodes. An expert group is inside a shard group."""
+        local = int(self.fixed.get("dp_shard", self.job.device.per_node // core.tp))
+        whole = local > 0 and core.data % local == 0 and local * core.tp % core.ep == 0
+        if "dp_shard" in self.fixed:
+            return [local] if whole else []
+        return [None, local] if whole and 1 < local < core.data else [None]
 
     def _sizes(self, name: str, otherwise: Sequence[int]) -> Sequence[int]:
         """The value that the user has fixed, or else all candidates."""
@@ -279,7 +312,7 @@ class Search:
         found = estimate(config, choice.gpus, device, self._schedule(choice))
         if choice.zero < 3 or max(rank.total for rank in found) > self.room:
             return found
-        return estimate(config, choice.gpus, device, plan.schedule(config, self._followed(choice)))  # with gathered weights
+        return estimate(config, choice.gpus, device, self._carried_out(choice, config))  # with gathered weights
 
     def imbalance(self, choice: Choice) -> int:
         """Bytes that the fullest rank needs in addition if all tokens choose the experts of one rank, in all mixtures and microbatches."""
@@ -291,64 +324,37 @@ class Search:
         config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)  # already known, and expensive to find
         return config, "cpu" if self.job.device.cpu else "cuda"
 
-    def _followed(self, choice: Choice) -> int:
-        """The number of microbatches after which a rank's memory no longer grows."""
-        microbatches = self.job.microbatches(choice)
-        return microbatches if choice.schedule == "gpipe" else min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
+    def _carried_out(self, choice: Choice, config: Config, messages: bool = True) -> Schedule:
+        """The schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
+        units = plan.gathered_units(config)
+        key = choice.schedule, choice.pp, followed(choice, self.job.microbatches(choice)), choice.asked_stages
+        if units:
+            return self._gathering(key, units, config.parallel.zero3_reshard == "step", messages)
+        return self._schedule(choice) if messages else schedule_of(*key)
+
+    def _with_gathers(
+        self, key: tuple[str, int, int, int | None], units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool
+    ) -> Schedule:
+        return with_gathering(self._communicating(*key) if messages else schedule_of(*key), units, keep)
 
     def _schedule(self, choice: Choice) -> Schedule:
-        key = choice.schedule, choice.pp, self._followed(choice), choice.asked_stages
-        if key not in self._schedules:
-            self._schedules[key] = with_communication(schedule_of(*key))
-        return self._schedules[key]
+        return self._communicating(choice.schedule, choice.pp, followed(choice, self.job.microbatches(choice)), choice.asked_stages)
 
-    def memory_bound(self, choice: Choice) -> float:
-        """An approximate lower bound of the first pipeline rank's memory: its weights, gradients and optimizer states, the activations of
-        its layers times the number of microbatches that its schedule holds, and the workspace of a layer's backward."""
-        _, sizes, _ = self.stepper.stages(self.stepper.without_data(choice))
-        own = [stage for stage, rank in enumerate(placement(choice.schedule, choice.pp, choice.asked_stages)) if rank == 0]
-        shape = OrderShape(choice.pp, self.job.microbatches(choice), choice.virtual_stages)
-        held = min(RECIPES[choice.schedule].activations(0, shape), shape.microbatches * shape.chunks)
-        layers = sum(self.stepper.layers_of_stages(len(sizes))[stage] for stage in own)
-        size = self.stepper.held(choice, sizes)[0]
-        saved, beside = self._layer_bytes(choice)
-        filling = 8.0 if choice.zero >= 2 and choice.data > 1 else 0.0  # two layers' gradients, filling and reduced
-        buckets = size.trained / layers * filling
-        return BOUND * (self._state_bytes(choice, size) + buckets + held * layers / len(own) * saved + beside)
 
-    def _state_bytes(self, choice: Choice, held: Parameters) -> float:
-        """Bytes on the device: weights, and of those that are trained gradients, master weights and moments, sharded by the choice's ZeRO
-        stage."""
-        size = self.stepper.operations.size
-        master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
-        total = 0.0
-        for domain in domains(self.job.device, choice, held):
-            shared = [domain.ranks.size if choice.zero >= level else 1 for level in (3, 2, 1)]
-            weights = 0.0 if choice.offload_parameters else size / shared[0]
-            state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
-            total += domain.stored * weights + domain.trained * (max(size, 4) / shared[1] + state)
-        return total
-
-    def _layer_bytes(self, choice: Choice) -> tuple[float, float]:
-        """Bytes a layer keeps per microbatch, averaged over recomputed and other layers, and bytes its backward needs in addition."""
-        split = choice.tp, choice.cp, choice.context, choice.context_inner, choice.sequence_parallel
-        if choice.recompute == BUDGET:
-            choice = replace(choice, recompute="full")
-        key = *split, choice.ep, choice.expert_dispatch, choice.micro_batch_size, choice.recompute, choice.splits
-        if key not in self._kept:
-            config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1))
-            activations = Activations(config, "cpu" if self.job.device.cpu else "cuda", choice.splits, config.lora)
-            layers = [activations.layer(index) for index in range(min(4, self.job.model.num_hidden_layers))]
-            saved = sum(layer.saved for layer in layers) / len(layers)
-            self._kept[key] = saved, min(layer.recomputed + layer.workspace for layer in layers)
-        return self._kept[key]
+def _communicating(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Schedule:
+    return with_communication(schedule_of(name, ranks, microbatches, virtual_stages))
 
 
 def _family(choice: Choice) -> Choice:
-    """The key by which listed plans differ: plans that differ only in their schedule, their method of context parallelism or their
-    dispatcher count as one, as do those that offload needlessly."""
-    plain = replace(choice, schedule="", virtual_stages=0, context="", context_inner=1, expert_dispatch="")
-    return replace(plain, recompute=shown(choice.recompute))
+    """The key by which listed plans differ: plans that differ only in their schedule, their method of context parallelism, their dispatcher
+    or what they must recompute count as one, as do those that offload needlessly."""
+    plain = replace(choice, context="", context_inner=1, context_parts="", expert_dispatch="")
+    return replace(plain, schedule="", virtual_stages=0, recompute="")
+
+
+def _families(choice: Choice) -> set[Choice]:
+    """The families of a choice, and of the one without its offload."""
+    return {_family(choice), _family(replace(choice, offload="none", offload_parameters=False))}
 
 
 def _divisors(number: int) -> list[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 
 from megalite.config.dims import equal_part
 from megalite.config.optimizers import MuonConfig
@@ -13,6 +15,7 @@ from megalite.config.recomputation import mode_of, operations_of
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Share
+from megalite.model.cost.units import Units
 from megalite.model.parameters import layer_count
 from megalite.optimizer.table import ADAMW
 from megalite.parallel.pipeline.generator import placement
@@ -37,8 +40,8 @@ OFFLOAD_WIRE = (4.0, 2.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout of a model over ranks. virtual_stages: stages per rank; context and expert_dispatch: as in `parallel`, they count with
-    cp > 1 and with ep > 1."""
+    """One layout of a model over ranks. virtual_stages: stages per rank; the names of methods are as in `parallel`, those of context count
+    with cp > 1 and that of experts with ep > 1; dp_shard: as there, too."""
 
     tp: int = 1
     pp: int = 1
@@ -56,6 +59,8 @@ class Choice:
     context_inner: int = 1
     ep: int = 1
     expert_dispatch: str = "all_to_all"
+    context_parts: str = "zigzag"
+    dp_shard: int | None = None
 
     @property
     def gpus(self) -> int:
@@ -65,6 +70,11 @@ class Choice:
     def data(self) -> int:
         """Ranks over which gradients are summed, and ZeRO shards."""
         return self.dp * self.cp
+
+    @property
+    def shard(self) -> int:
+        """Data ranks over which ZeRO shards."""
+        return self.dp_shard or self.data
 
     @property
     def expert_data(self) -> int:
@@ -153,9 +163,13 @@ class Stepper:
     def __init__(self, job: Job):
         self.job, self.device = job, job.device
         self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora, job.rows)
+        units = Units(job.model, Share(job.sequence_length))
+        self.kinds = [units.alike(index) for index in range(layer_count(job.model))]
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
-        self.stages = functools.lru_cache(maxsize=None)(self._stages)
+        self._stage = functools.lru_cache(maxsize=None)(self._stage_of)
+        self._all_stages = functools.lru_cache(maxsize=None)(self._stages)
         self.filled = functools.lru_cache(maxsize=None)(self._filled)
+        self._alike = functools.lru_cache(maxsize=None)(self._alike_layers)
         self._pace = functools.lru_cache(maxsize=None)(pace)
         self._learns = job.model.num_experts is not None and job.model.router_balance != "sequence"  # a step's load decides the next step
 
@@ -166,7 +180,7 @@ class Stepper:
 
     def step(self, choice: Choice) -> StepTime:
         """The time of one step under a choice, which is not validated."""
-        passes, sizes, _ = self.stages(self.without_data(choice))
+        passes, sizes, _ = self.stages(choice)
         passes, waits = self._with_data(choice, passes, sizes)
         slow, message = self._slow(choice), self._message(choice)
         blocking = 0.0 if self.job.software.hides_messages and not self.device.cpu else message
@@ -186,26 +200,32 @@ class Stepper:
         """A cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""
         share, again = self._share(choice), recomputed_share(choice.recompute)
         work = 0.0
-        for index, count in self._alike(share, range(self.job.model.num_hidden_layers)):
+        for index, count in self._alike(0, self.job.model.num_hidden_layers):
             layer = self.operations.layer(share, index)
             work += count * (layer.total + again * layer.forward)
         return self._slow(choice) * self.job.microbatches(choice) * work / choice.pp
 
-    def _alike(self, share: Share, layers: Sequence[int]) -> list[tuple[int, int]]:
-        """(first index, count) of each kind of layer."""
-        units = self.operations.units(share)
-        kinds = [units.alike(index) for index in layers]
-        return [(layers[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
+    def _alike_layers(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """(first index, count) of each kind of layer of a stage."""
+        own = self.own(start, stop)
+        kinds = [self.kinds[index] for index in own]
+        return [(own[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
-    def least(self, choice: Choice) -> float:
-        """A lower bound of the step time: the pipeline's bound (`filled`), then the optimizer."""
-        _, sizes, _ = self.stages(self.without_data(choice))
-        alike = replace(choice, offload="none", zero=0 if choice.zero < 2 else choice.zero)
-        return self.filled(alike) + self._optimizer(choice, self.held(choice, sizes))
+    def least(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
+        """A lower bound of the step time: the pipeline's bound (`filled`), then the optimizer. again: pipeline rank → seconds per
+        microbatch that it recomputes at least, besides what the choice names."""
+        passes, sizes, _ = self.stages(choice)
+        plain = replace(choice, offload="none")
+        pipeline = self.filled(plain if choice.zero >= 2 else replace(plain, zero=0, dp_shard=None))
+        if again:
+            busy = self._by_rank(choice, [each.total for each in passes])
+            longest = max(busy[rank] + seconds for rank, seconds in again.items())
+            pipeline = max(pipeline, self._slow(choice) * self.job.microbatches(choice) * longest)
+        return pipeline + self._optimizer(choice, self.held(choice, sizes))
 
     def _filled(self, choice: Choice) -> float:
         """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and before their backwards."""
-        passes, sizes, _ = self.stages(self.without_data(choice))
+        passes, sizes, _ = self.stages(choice)
         passes, _ = self._with_data(choice, passes, sizes)
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         busy = self._by_rank(choice, [each.total for each in passes])
@@ -225,45 +245,49 @@ class Stepper:
 
     def _share(self, choice: Choice) -> Share:
         unit = choice.tp if choice.sequence_parallel else 1
-        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit, self.job.rows.parts)
+        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit, choice.context_parts)
         sizes = choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context
-        return Share(part, *sizes, ep=choice.ep, context_inner=choice.context_inner, dispatch=choice.expert_dispatch)
+        own = choice.ep, choice.context_inner, choice.expert_dispatch, choice.context_parts
+        return Share(part, *sizes, *own)
 
     # --- stages ------------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def without_data(choice: Choice) -> Choice:
-        """The part of a choice that determines a microbatch's passes through the stages; the rest is set to fixed values."""
-        return replace(choice, dp=1, zero=0, offload="none", offload_parameters=False)
-
-    def _stages(self, choice: Choice) -> tuple[list[Passes], list[Parameters], list[float]]:
+    def stages(self, choice: Choice) -> tuple[list[Passes], list[Parameters], list[float]]:
         """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are recomputed forward kernels."""
-        model, share = self.job.model, self._share(choice)
-        split = self.layers_of_stages(choice.pp * choice.virtual_stages)
-        recomputed, last = recomputed_share(choice.recompute), len(split) - 1
-        passes, sizes, again = [], [], []
-        for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
-            own = self._own(start, stop)
-            layers = [self.operations.layer(share, index).times(count) for index, count in self._alike(share, own)]
-            total = functools.reduce(Passes.plus, layers)
-            kernels, wait = recomputed * (total.forward - total.forward_wait), recomputed * total.forward_wait
-            if not recomputed:  # not whole layers
-                times = [self.operations.again(share, index, mode_of(choice.recompute, index)) for index in own]
-                kernels, wait = (sum(each) for each in zip(*times, strict=True))
-            again.append(kernels)
-            total = total._replace(backward=total.backward + again[-1] + wait, backward_wait=total.backward_wait + wait)
-            if stage == 0:
-                total = total.plus(self.operations.embedding(share))
-            if stage == last:
-                total = total.plus(self.operations.head(share, choice.splits))
-            passes.append(total)
-            alone = stage == last and (not model.tie_word_embeddings or last > 0)
-            copied = stage == last > 0 and model.mtp_layers > 0 and not model.tie_word_embeddings  # its embedding, which modules look up
-            modules = model.mtp_layers if stage == last else 0
-            sizes.append(Parameters.of(self.operations.units(share), own, stage == 0 or copied, alone, modules))
-        return passes, sizes, again
+        return self._all_stages(self._share(choice), choice.pp * choice.virtual_stages, choice.recompute, choice.splits)
 
-    def _own(self, start: int, stop: int) -> list[int]:
+    def _stages(self, share: Share, stages: int, recompute: str, splits: bool) -> tuple[list[Passes], list[Parameters], list[float]]:
+        split, whole = self.layers_of_stages(stages), recomputed_share(recompute)
+        found = []
+        for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
+            own = self.own(start, stop)
+            modes = [recompute if whole else mode_of(recompute, index) for index in own]
+            layers = tuple(zip((self.kinds[index] for index in own), modes, strict=True))
+            found.append(self._stage(share, layers, whole, stage == 0, stage == stages - 1, splits))
+        passes, sizes, again = zip(*found, strict=True)
+        return list(passes), list(sizes), list(again)
+
+    def _stage_of(
+        self, share: Share, layers: Sequence[tuple[Hashable, str]], whole: float, first: bool, last: bool, splits: bool
+    ) -> tuple[Passes, Parameters, float]:
+        """One stage, given the kind of each of its layers and what it recomputes. whole: as `recomputed_share`."""
+        model, own = self.job.model, [self.kinds.index(kind) for kind, _ in layers]  # layers of the model that are alike
+        total = functools.reduce(Passes.plus, [self.operations.layer(share, index).times(count) for index, count in Counter(own).items()])
+        kernels, wait = whole * (total.forward - total.forward_wait), whole * total.forward_wait
+        if not whole:
+            times = [self.operations.again(share, index, mode) for index, (_, mode) in zip(own, layers, strict=True)]
+            kernels, wait = (sum(each) for each in zip(*times, strict=True))
+        total = total._replace(backward=total.backward + kernels + wait, backward_wait=total.backward_wait + wait)
+        if first:
+            total = total.plus(self.operations.embedding(share))
+        if last:
+            total = total.plus(self.operations.head(share, splits))
+        alone = last and (not model.tie_word_embeddings or not first)
+        copied = last and not first and model.mtp_layers > 0 and not model.tie_word_embeddings  # its embedding, which modules look up
+        modules = model.mtp_layers if last else 0
+        return total, Parameters.of(self.operations.units(share), own, first or copied, alone, modules), kernels
+
+    def own(self, start: int, stop: int) -> list[int]:
         """The layers of a stage: the last one has those of modules of multi-token prediction too."""
         layers = self.job.model.num_hidden_layers
         return [*range(start, stop), *(range(layers, layer_count(self.job.model)) if stop == layers else ())]
@@ -292,9 +316,11 @@ class Stepper:
         """Passes with the exposed communication of ZeRO-2 and 3 per microbatch added, and its seconds per stage."""
         if choice.zero < 2 or (choice.data == 1 and choice.expert_data == 1 and not choice.offload_parameters):
             return passes, [0.0] * len(passes)
-        slowed, waits = [], []
+        slowed, waits, uses = [], [], dict[tuple[Parameters, int], tuple[float, float]]()
         for each, size, layers in zip(passes, sizes, self.layers_of_stages(len(passes)), strict=True):
-            reduce, gather = self._for_each_use(choice, size, layers)
+            if (size, layers) not in uses:
+                uses[size, layers] = self._for_each_use(choice, size, layers)
+            reduce, gather = uses[size, layers]
             forward = self._beside(each.forward, gather)
             backward = self._beside(each.backward + each.weight, gather + reduce)
             waits.append(forward + backward - each.total)
@@ -306,11 +332,11 @@ class Stepper:
         fabric, width = self.operations.fabric, self.operations.size
         reduce = gather = 0.0
         for domain in domains(self.device, choice, size):
-            reduce += layers * fabric.half(domain.trained / layers * self.job.gradient_bytes, domain.ranks)
-            if choice.zero == 3 and choice.data > 1:
-                gather += layers * fabric.half(domain.stored / layers * width, domain.ranks)
+            reduce += layers * fabric.half(domain.trained / layers * self.job.gradient_bytes, domain.shard)
+            if choice.zero == 3 and choice.shard > 1:
+                gather += layers * fabric.half(domain.stored / layers * width, domain.shard)
             if choice.offload_parameters:  # its shard comes from the host first
-                gather += domain.stored * width / domain.ranks.size / self.device.host.bandwidth
+                gather += domain.stored * width / domain.shard.size / self.device.host.bandwidth
         return reduce, gather
 
     def _beside(self, computation: float, communication: float) -> float:
@@ -321,17 +347,19 @@ class Stepper:
         return max(computation + taken, communication)
 
     def _reduction(self, choice: Choice, size: Parameters) -> tuple[float, float]:
-        """Seconds of the step's gradient reduction and of the all-gather of updated weights, for a rank's parameters."""
+        """Seconds of the step's gradient reduction and of the all-gather of updated weights, for a rank's parameters. Ranks that hold the
+        same shard sum it once a step."""
         fabric = self.operations.fabric
         reduce = gather = 0.0
         for domain in domains(self.device, choice, size):
             gradients = domain.trained * self.job.gradient_bytes
-            if choice.zero == 0:
+            if choice.zero == 0 or domain.shard.size == 1:
                 reduce += fabric.all_reduce(gradients, domain.ranks)
-            elif choice.zero == 1:
-                reduce += fabric.half(gradients, domain.ranks)
+            else:
+                reduce += fabric.half(gradients, domain.shard) if choice.zero == 1 else 0.0
+                reduce += fabric.all_reduce(gradients / domain.shard.size, domain.replicate)
             if choice.zero in (1, 2):
-                gather += fabric.half(domain.trained * self.operations.size, domain.ranks)
+                gather += fabric.half(domain.trained * self.operations.size, domain.shard)
         return reduce, gather
 
     def _tied(self, choice: Choice) -> float:
@@ -341,7 +369,7 @@ class Stepper:
         if not (model.tie_word_embeddings or model.mtp_layers) or own[0] == own[-1]:
             return 0.0
         head = Parameters.of(self.operations.units(self._share(choice)), (), embedding=False, head=True)
-        table = head.trained / (choice.data if choice.zero else 1)
+        table = head.trained / (choice.shard if choice.zero else 1)
         nodes = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
@@ -372,6 +400,10 @@ class Stepper:
         found[0] = max(found[0], Parameters.of(units, (), embedding=True, head=False).trained / held[0].trained)
         return found
 
+    def parameters(self, choice: Choice, layers: Sequence[int]) -> Parameters:
+        """Those of some layers on one rank."""
+        return Parameters.of(self.operations.units(self._share(choice)), layers, embedding=False, head=False)
+
     def held(self, choice: Choice, sizes: list[Parameters]) -> list[Parameters]:
         """The parameters of each pipeline rank, from those of the stages."""
         kinds = (self._by_rank(choice, kind) for kind in zip(*sizes, strict=True))
@@ -379,7 +411,7 @@ class Stepper:
 
     def _closed(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]) -> StepTime:
         """The step's time from the pipeline's, broken down for the busiest rank."""
-        _, sizes, again = self.stages(self.without_data(choice))
+        _, sizes, again = self.stages(choice)
         held = self.held(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
         optimizer = self._optimizer(choice, held)
@@ -414,10 +446,10 @@ class Stepper:
             return [0.0] * len(split)
         found = []
         for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False):
-            own = self._own(start, stop)
+            own = self.own(start, stop)
             named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in own)
             again = recomputed_share(choice.recompute) or named / len(own)
-            times = [(count, layer(share, index)) for index, count in self._alike(share, own)]
+            times = [(count, layer(share, index)) for index, count in self._alike(start, stop)]
             found.append(sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times))
         return found
 
@@ -428,8 +460,8 @@ class Stepper:
     def _optimizer(self, choice: Choice, held: list[Parameters]) -> float:
         """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient norm."""
         device = self.device
-        split = [domains(device, choice, size) for size in held]
-        own = max(sum(domain.trained / (domain.ranks.size if choice.zero else 1) for domain in each) for each in split)
+        split = [domains(device, choice, size) for size in dict.fromkeys(held)]
+        own = max(sum(domain.trained / (domain.shard.size if choice.zero else 1) for domain in each) for each in split)
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
         if choice.offload == "none":
             return stream(device, own * self.job.software.adam_bytes) + norm + self._matrices(choice)

@@ -23,7 +23,7 @@ from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
 from megalite.planning.budget import bytes_of, decide, resolved
 from megalite.planning.budget import table as budget_table
-from megalite.planning.experts import worst_bytes, worst_rows
+from megalite.planning.experts import all_on_one_rank, worst_bytes
 from megalite.planning.memory import estimate, settled
 from megalite.planning.predicting import estimated_costs, stage_sums
 from megalite.planning.states import Device
@@ -113,9 +113,8 @@ def experts(config: Config, rows: list[dict[str, Any]]) -> list[str]:
         return []
     most = max(row["bytes_sent"]["ep"] for row in rows)
     return [
-        f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per step and rank; if all "
-        f"tokens choose the experts of one rank, it computes {worst_rows(config):g} times the rows, and keeps "
-        f"{worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer and microbatch"
+        f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per step and rank; "
+        f"{all_on_one_rank(config)}, and keeps {worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer and microbatch"
     ]
 
 

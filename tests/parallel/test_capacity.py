@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.dims import rows_per_expert
 from megalite.mesh import MeshAxis
 from megalite.parallel.context.parts import Run, zigzag
 from megalite.parallel.expert import capacity
-from megalite.parallel.expert.capacity import Capacity, pieces_of, rows_per_expert
+from megalite.parallel.expert.capacity import Capacity, pieces_of
 from megalite.parallel.expert.choice import Choice, choose, combine, spread
 
 LENGTH, BATCH, EXPERTS, K, FACTOR = 13, 3, 5, 2, 0.8

@@ -17,7 +17,7 @@ from megalite.model.cost.recomputed import groups
 from megalite.planning.activations import Activations
 from megalite.planning.budget import CPU, bytes_of, decide, resolved, table
 from megalite.planning.hardware import find, read_device
-from megalite.planning.keeping import Kind, Option, solve
+from megalite.planning.keeping import Kind, Option, Relaxation, solve
 from megalite.planning.memory import estimate
 from megalite.planning.operations import Operations
 from megalite.planning.states import Device
@@ -72,6 +72,9 @@ def test_the_programme_is_solved_as_by_trying_everything(seed):
     if found is not None:
         assert found in enough
         assert cost_of(kinds, found) == pytest.approx(min(cost_of(kinds, counts) for counts in enough))
+    for i, need in enumerate(needs):
+        alone = [Kind(kind.items, tuple(Option(each.cost, (each.frees[i],)) for each in kind.options)) for kind in kinds]
+        assert Relaxation(alone).least(need) <= (float("inf") if found is None else cost_of(kinds, found) + 1e-9)
 
 
 # ---- decisions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +14,7 @@ from megalite.config.presets import preset
 from megalite.config.schema import Config, ModelConfig
 from megalite.planning import links
 from megalite.planning.configuring import configured
-from megalite.planning.experts import worst_bytes
+from megalite.planning.experts import all_on_one_rank, worst_bytes, worst_rows
 from megalite.planning.hardware import Link, find
 from megalite.planning.links import Fabric, Group
 from megalite.planning.operations import Software
@@ -26,6 +27,7 @@ CHOICES = [
     Choice(dp=8, ep=8),
     Choice(dp=8, ep=2, zero=3, recompute="full"),
     Choice(dp=8, ep=2, zero=2, expert_dispatch="all_gather"),
+    Choice(dp=8, ep=2, zero=3, dp_shard=4),
     Choice(tp=2, dp=4, ep=4, sequence_parallel=True, recompute="full"),
     Choice(cp=2, context="gather", dp=4, ep=4, zero=3),
     Choice(cp=2, context="ulysses", tp=2, dp=2, ep=4, sequence_parallel=True, expert_dispatch="all_gather"),
@@ -114,7 +116,7 @@ def test_the_search_finds_what_trying_everything_finds():
     (best,) = found.plans()
     assert best.step.total == pytest.approx(min(plan.step.total for plan in fitting))
     for plan in every:
-        assert found.memory_bound(plan.choice) <= plan.memory.total * 1.02, plan.choice
+        assert found.bounds.memory(plan.choice) <= plan.memory.total * 1.02, plan.choice
 
 
 def test_fixed_sizes_stay():
@@ -130,6 +132,27 @@ def test_the_worst_imbalance_is_counted_for_what_is_in_flight():
     assert kept.imbalance(choice) == 2 * one
     assert kept.imbalance(replace(choice, recompute="full")) == one
     assert kept.imbalance(Choice(dp=4, ep=4)) == 3 * worst_bytes(configured(kept.base, Choice(dp=4, ep=4)))
+
+
+@pytest.mark.parametrize(("ep", "tp", "cp", "factor"), [(2, 1, 1, 1.1), (4, 1, 1, 1.0), (2, 2, 1, 1.5), (2, 2, 2, 1.0), (4, 1, 2, 0.5)])
+def test_a_capacity_limits_what_all_tokens_make_of_one_rank(ep, tp, cp, factor):
+    """Counted: each token of an expert group chooses those of the first rank's experts that have the most room left for its sequence."""
+    length, k, experts = 48, SMALL["num_experts_per_tok"], SMALL["num_experts"]
+    choice = Choice(tp=tp, cp=cp, dp=8 // (tp * cp), ep=ep, sequence_parallel=tp > 1, context="gather")
+    config = configured(base(8, SMALL | {"expert_capacity_factor": factor}, length), choice)
+    part = length // (tp * cp)  # tokens of a rank
+    room = {sequence: [math.ceil(factor * length * k / experts)] * (experts // ep) for sequence in range(8)}
+    rows = 0
+    for rank in range(ep):
+        for _ in range(part):
+            left = room[rank // (tp * cp)]
+            for expert in sorted(range(len(left)), key=left.__getitem__)[-k:]:
+                rows += left[expert] > 0
+                left[expert] -= left[expert] > 0
+    assert worst_rows(config) == pytest.approx(rows / (part * k))
+    dropless = replace(config, model=replace(config.model, expert_capacity_factor=None))
+    assert worst_rows(config) <= worst_rows(dropless) == ep and worst_bytes(config) <= worst_bytes(dropless)
+    assert f"within model.expert_capacity_factor = {factor:g}, it computes" in all_on_one_rank(config)
 
 
 def test_the_tool_explains_a_mixture(capsys):

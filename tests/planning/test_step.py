@@ -25,6 +25,7 @@ from megalite.planning import links
 from megalite.planning.configuring import configured
 from megalite.planning.constants import ALIKE, CONSTANTS, INTERVAL
 from megalite.planning.context import Rows
+from megalite.planning.explaining import uneven_parts
 from megalite.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
 from megalite.planning.kernels import TILE_START, attention, computed_pairs, product, stream
 from megalite.planning.links import START, Fabric, Group, group
@@ -190,6 +191,8 @@ CHOICES = [
     Choice(tp=8, dp=2, sequence_parallel=True),
     Choice(tp=2, pp=4, dp=2, zero=0),
     Choice(tp=2, dp=2, cp=4, context="ring", zero=3),
+    Choice(dp=16, zero=1, dp_shard=8),
+    Choice(tp=2, dp=8, zero=3, dp_shard=4, recompute="full"),
     Choice(tp=4, pp=4, schedule="interleaved", virtual_stages=4, sequence_parallel=True, recompute="every-2"),
     Choice(pp=8, dp=2, schedule="zb-h1", zero=2),
     Choice(pp=8, dp=2, schedule="zb-v", virtual_stages=2, offload="cpu"),
@@ -223,6 +226,9 @@ def test_what_each_choice_costs():
     assert all(seconds(a) < seconds(b) for a, b in pairwise(longer))
     assert seconds(Choice(dp=16, zero=1)) < seconds(Choice(dp=16, zero=2)) < seconds(Choice(dp=16, zero=3))
     assert seconds(base) < seconds(replace(base, offload="cpu")) < seconds(replace(base, offload="disk"))
+    slow = replace(A100, between=replace(A100.between, bandwidth=A100.between.bandwidth / 8))
+    whole, shared = (seconds(Choice(dp=16, zero=3, dp_shard=shard), slow) for shard in (None, 8))
+    assert shared < 0.7 * whole, "weights stay in the node, and gradients leave it once a step"
     pipelines = [Choice(pp=8, dp=2), Choice(pp=8, dp=2, schedule="interleaved", virtual_stages=2), Choice(pp=8, dp=2, schedule="zb-h2")]
     assert seconds(pipelines[0]) > seconds(pipelines[1]) > seconds(pipelines[2])
     assert seconds(Choice(tp=16)) > 1.3 * seconds(Choice(tp=8, dp=2)), "tp across nodes"
@@ -231,22 +237,44 @@ def test_what_each_choice_costs():
 def test_where_rows_hold_documents_ranks_wait_for_the_slowest():
     for context in ("gather", "ring"):
         choice = Choice(tp=2, cp=8, context=context)
-        whole, zigzag, balanced = (seconds(choice, rows=rows) for rows in (Rows(), Rows(True), Rows(True, "balanced")))
-        assert whole <= balanced < zigzag
+        whole, zigzag = (seconds(choice, rows=Rows(documents)) for documents in (False, True))
+        assert whole <= seconds(replace(choice, context_parts="balanced"), rows=Rows(True)) < zigzag
     assert seconds(Choice(tp=2, cp=8), rows=Rows(True)) == seconds(Choice(tp=2, cp=8)), "ulysses"
 
 
 LONG = {"max_position_embeddings": 131072}
 
 
-@pytest.mark.parametrize(("parts", "methods"), [("zigzag", {("gather", 1)}), ("balanced", {("ring", 1), ("ring", 2)})])
-def test_a_ring_between_nodes_is_considered_only_where_it_is_balanced(parts, methods):
-    """Over all ranks, and with the two ranks that share a node exchanging heads."""
+def long_search(**fixed: int | str) -> Search:
+    """Long rows of documents on two nodes."""
     sizes = {"data": {"sequence_length": 131072, "reset_positions": True}, "train": {"global_batch_size": 16, "precision": "bf16"}}
-    base = from_dict({"model": preset("llama-3-8b") | LONG, "parallel": {"context_parts": parts}, **sizes})
-    fixed = {"tp": 4, "cp": 4, "pp": 1, "micro_batch_size": 1, "recompute": "none"}
-    search = Search(Job(base.model, A100, 131072, 16, rows=Rows.of(base)), base, 16, fixed, 1)
-    assert {(choice.context, choice.context_inner) for choice in search.cores()} == {("ulysses", 1), *methods}
+    base = from_dict({"model": preset("llama-3-8b") | LONG, **sizes})
+    return Search(Job(base.model, A100, 131072, 16, rows=Rows.of(base)), base, 16, {"pp": 1, "micro_batch_size": 1, **fixed}, 1)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "methods"),
+    [
+        ({"context_parts": "zigzag"}, {("gather", 1, "zigzag")}),
+        ({}, {("ring", 1, "balanced"), ("ring", 2, "balanced")}),
+    ],
+)
+def test_a_ring_between_nodes_is_considered_only_where_it_is_balanced(fixed, methods):
+    """Over all ranks, and with the two ranks that share a node exchanging heads."""
+    search = long_search(tp=4, cp=4, recompute="none", **fixed)
+    found = {(choice.context, choice.context_inner, choice.context_parts) for choice in search.cores()}
+    assert found == {("ulysses", 1, "zigzag"), *methods}
+
+
+def test_parts_that_documents_make_unequal_are_balanced_and_said():
+    """Inside a node keys and values are gathered; balanced parts take two thirds of the time of attention."""
+    search = long_search(tp=1, cp=8, context="gather", recompute="full", zero=3, offload="none")
+    (plan,) = search.plans()
+    assert plan.choice.context_parts == "balanced" and configured(search.base, plan.choice).parallel.context_parts == "balanced"
+    assert plan.step.total < 0.8 * search.plan(replace(plan.choice, context_parts="zigzag")).step.total
+    (said,) = uneven_parts(search, plan)
+    assert "1.50 times" in said and "parallel.context_parts: balanced makes it 1.00" in said
+    assert uneven_parts(search, replace(plan, choice=replace(plan.choice, context="ulysses"))) == []
 
 
 def test_one_device_is_its_kernels_and_its_optimizer():
@@ -272,6 +300,7 @@ def test_muon_adds_its_iterations_which_ranks_share():
 
 WAITING = [
     Choice(tp=4, dp=2),
+    Choice(dp=8, dp_shard=4),
     Choice(tp=4, dp=2, sequence_parallel=True),
     Choice(tp=2, dp=4, zero=0),
     Choice(tp=2, cp=4),

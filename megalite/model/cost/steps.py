@@ -29,6 +29,7 @@ class Share:
         context: how attention exchanges the parts of a row, with more than one cp rank.
         context_inner: neighbouring cp ranks that exchange heads; the others are a ring.
         dispatch: how rows reach their experts, with more than one ep rank.
+        parts: which parts of a row the cp ranks hold.
     """
 
     sequence: int
@@ -40,6 +41,7 @@ class Share:
     ep: int = 1
     context_inner: int = 1
     dispatch: str = "all_to_all"
+    parts: str = "zigzag"
 
     @property
     def row(self) -> int:

@@ -11,22 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import ceil
 
 import torch
 from megalite_kernels.permutation import choice_groups, count, inverse_order, places_among_equals, sums_before
 from torch import Tensor
 
+from megalite.config.dims import rows_per_expert
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.context.parts import Part, Run
 from megalite.parallel.expert.choice import Choice
-
-
-def rows_per_expert(factor: float, length: int, k: int, experts: int) -> int:
-    """C of a sequence of `length` tokens. Exact for a factor as it is written: 1.1 is 11/10, not the nearest float."""
-    return ceil(Fraction(str(factor)) * length * k / experts)
 
 
 def pieces_of(runs: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[Run]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from megalite.parallel.pipeline.orders import RECIPES, Shape
 from megalite.parallel.pipeline.schedule import Costs, Kind, Schedule, ScheduleError
@@ -26,6 +27,7 @@ def chunks_of(name: str, virtual_stages: int | None = None) -> int:
     return virtual_stages or own or 2
 
 
+@lru_cache(maxsize=256)
 def placement(name: str, ranks: int, virtual_stages: int | None = None) -> tuple[int, ...]:
     """The rank of each stage. Raises ScheduleError as `build` does."""
     return RECIPES[name].placement(Shape(ranks, 1, chunks_of(name, virtual_stages)))

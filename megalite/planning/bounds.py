@@ -1,0 +1,217 @@
+"""Lower bounds of what a layout needs on a few of its pipeline ranks, before it is looked at in detail: memory, and the time to recompute
+what does not fit. Part of the search, which rules out or puts off layouts by them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from megalite.config.recomputation import BUDGET, shown
+from megalite.config.schema import Config
+from megalite.model.cost.recomputed import groups
+from megalite.model.parameters import head_unit
+from megalite.parallel.pipeline.generator import placement
+from megalite.parallel.pipeline.orders import RECIPES
+from megalite.parallel.pipeline.orders import Shape as OrderShape
+from megalite.parallel.pipeline.schedule import Kind as Pass
+from megalite.planning.activations import Activations
+from megalite.planning.configuring import configured
+from megalite.planning.domains import Parameters, domains
+from megalite.planning.keeping import Kind, Option, Relaxation
+from megalite.planning.pacing import schedule_of
+from megalite.planning.recomputing import of_operation
+from megalite.planning.states import Widths
+from megalite.planning.step import Choice, Stepper
+
+BOUND = 0.97
+"""Factor on the memory bound that keeps it below the estimate: it counts a layer's largest tensors as if they existed at once."""
+AHEAD = 2  # memory is followed for this many times pp microbatches in flight: no rank holds more
+
+
+class _Stage(NamedTuple):
+    """Bytes of a stage and one microbatch: kept until its backward, kept until its weight pass, and at most needed during a layer's
+    backward."""
+
+    saved: float
+    stash: float
+    largest: float
+
+
+class _Peak(NamedTuple):
+    """The largest load of a rank: bytes, and of how many microbatches each of its stages then holds what its backward needs."""
+
+    bytes: float
+    held: tuple[int, ...]
+
+
+class _Rank(NamedTuple):
+    """A pipeline rank: its number, its parameters, those of its layers, the layers of each of its stages, and the peak of its activations
+    if it recomputes as the choice says (a budget: everything)."""
+
+    number: int
+    parameters: Parameters
+    of_layers: Parameters
+    stages: tuple[tuple[int, ...], ...]
+    peak: _Peak
+
+    @property
+    def layers(self) -> int:
+        return sum(map(len, self.stages))
+
+
+class Bounds:
+    """Lower bounds for the choices of one job, on the first and the last pipeline rank and on that with the most parameters.
+
+    Args:
+        base: the configuration that all choices share.
+    """
+
+    def __init__(self, base: Config, stepper: Stepper):
+        self.base, self.stepper, self.job = base, stepper, stepper.job
+        self._units: dict[tuple[object, ...], Activations] = {}
+        self._options: dict[tuple[object, ...], tuple[tuple[Option, ...], ...] | None] = {}
+        self._known: dict[tuple[object, ...], list[_Rank]] = {}
+        self._kept: dict[tuple[object, ...], tuple[float, Relaxation | None]] = {}
+        self._orders = lru_cache(maxsize=None)(_order)
+
+    def memory(self, choice: Choice) -> float:
+        """Bytes of states and activations; a budget recomputes everything."""
+        return BOUND * max(self._states(choice, rank) + rank.peak.bytes for rank in self._ranks(choice))
+
+    def recomputation(self, choice: Choice, room: float) -> dict[int, float]:
+        """Pipeline rank → seconds per microbatch that it recomputes at least to need at most `room` bytes; infinite if that is not enough.
+
+        The relaxation of the programme that `budget` solves, with fractions of layers; empty for choices that do not leave it to a budget.
+        """
+        found: dict[int, float] = {}
+        for rank in self._ranks(choice) if shown(choice.recompute) == BUDGET else ():
+            key = *self._key(choice), choice.schedule, choice.pp, choice.virtual_stages, self.job.microbatches(choice), rank.number
+            if key not in self._kept:
+                peak = self._peak(choice, rank.number, rank.stages, "none")
+                self._kept[key] = peak.bytes, self._relaxation(choice, rank, peak)
+            kept, relaxation = self._kept[key]
+            needed = BOUND * (self._states(choice, rank) + kept) - room
+            if needed > 0 and relaxation is not None:
+                found[rank.number] = relaxation.least(needed / BOUND)
+        return found
+
+    def _relaxation(self, choice: Choice, rank: _Rank, peak: _Peak) -> Relaxation | None:
+        """What the layers of a rank can recompute: what it frees at the peak. None if these bytes do not add up."""
+        counts = Counter((self.stepper.kinds[index], held) for layers, held in zip(rank.stages, peak.held, strict=True) for index in layers)
+        found: list[Kind] = []
+        for (kind, held), count in counts.items():
+            groups = self._groups(choice, kind)
+            if groups is None:
+                return None
+            found += [Kind(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group)) for group in groups]
+        return Relaxation(found)
+
+    def _ranks(self, choice: Choice) -> list[_Rank]:
+        recompute = "full" if choice.recompute == BUDGET else choice.recompute
+        key = *self._key(choice), choice.schedule, choice.pp, choice.virtual_stages, self.job.microbatches(choice), recompute
+        if key not in self._known:
+            _, sizes, _ = self.stepper.stages(choice)
+            split, placed = self.stepper.layers_of_stages(len(sizes)), placement(choice.schedule, choice.pp, choice.asked_stages)
+            starts, parameters = [0, *accumulate(split)], self.stepper.held(choice, sizes)
+            found = []
+            largest = max(range(choice.pp), key=lambda rank: parameters[rank].stored)
+            for number in sorted({0, largest, choice.pp - 1}):
+                own = [stage for stage, rank in enumerate(placed) if rank == number]
+                stages = tuple(tuple(self.stepper.own(starts[stage], starts[stage + 1])) for stage in own)
+                layers = self.stepper.parameters(choice, [index for stage in stages for index in stage])
+                peak = self._peak(choice, number, stages, recompute)
+                found.append(_Rank(number, parameters[number], layers, stages, peak))
+            self._known[key] = found
+        return self._known[key]
+
+    def _peak(self, choice: Choice, number: int, layers: Sequence[tuple[int, ...]], recompute: str) -> _Peak:
+        """The largest load along a rank's list of actions, as `memory.Profile` follows it."""
+        microbatches = self.job.microbatches(choice)
+        own = [stage for stage, rank in enumerate(placement(choice.schedule, choice.pp, choice.asked_stages)) if rank == number]
+        stages = [self._stage(choice, recompute, indices) for indices in layers]
+        held, now, peak = [0] * len(own), 0.0, _Peak(0.0, ())
+        for kind, place in self._orders(choice.schedule, choice.pp, followed(choice, microbatches), choice.asked_stages, number):
+            stage = stages[place]
+            if kind is Pass.FORWARD:
+                now, held[place] = now + stage.saved, held[place] + 1
+                peak = max(peak, _Peak(now, tuple(held)))
+            elif kind is Pass.BACKWARD:
+                peak = max(peak, _Peak(now - stage.saved + stage.largest, tuple(held)))
+                now, held[place] = now - stage.saved + stage.stash, held[place] - 1
+                peak = max(peak, _Peak(now, tuple(held)))
+            else:
+                now -= stage.stash
+        return peak
+
+    def _stage(self, choice: Choice, recompute: str, layers: tuple[int, ...]) -> _Stage:
+        count, numbers = self.job.model.num_hidden_layers, [index + 1 for index in layers if index < self.job.model.num_hidden_layers]
+        ends = [0] * (layers[0] == 0), [head_unit(self.job.model)] * (count in numbers)
+        units = self._activations(choice, recompute).stage([*ends[0], *numbers, *ends[1]])
+        saved, stash = sum(unit.saved + unit.logits for unit in units), sum(unit.stash + unit.logits_stash for unit in units)
+        return _Stage(saved, stash, max(unit.saved + unit.logits + unit.recomputed + unit.workspace for unit in units))
+
+    def _states(self, choice: Choice, rank: _Rank) -> float:
+        """Bytes on the device: weights, and of those that are trained gradients, master weights and moments, sharded by the choice's ZeRO
+        stage; the gradients that fill until they are reduced, of two layers, or of all whose weight passes are deferred; and the weights of
+        two layers that are gathered."""
+        size, width = self.stepper.operations.size, Widths.of(self.base).gradient
+        master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
+        two = min(2 / rank.layers, 1.0)
+        total = 0.0
+        for domain, layers in zip(*(domains(self.job.device, choice, each) for each in (rank.parameters, rank.of_layers)), strict=False):
+            shared = [domain.shard.size if choice.zero >= level else 1 for level in (3, 2, 1)]
+            weights = 0.0 if choice.offload_parameters else size / shared[0]
+            state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
+            total += domain.stored * weights + domain.trained * (width / shared[1] + state)
+            total += layers.trained * width * (1.0 if choice.splits else two) if shared[1] > 1 else 0.0
+            total += layers.stored * size * two if shared[0] > 1 else 0.0
+        return total
+
+    @staticmethod
+    def _key(choice: Choice) -> tuple[object, ...]:
+        split = choice.tp, choice.cp, choice.context, choice.context_inner, choice.context_parts, choice.sequence_parallel
+        return *split, choice.ep, choice.expert_dispatch, choice.micro_batch_size, choice.splits
+
+    def _activations(self, choice: Choice, recompute: str) -> Activations:
+        """Of a choice's share, on one stage."""
+        key = *self._key(choice), recompute
+        if key not in self._units:
+            config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1, recompute=recompute))
+            self._units[key] = Activations(config, "cpu" if self.job.device.cpu else "cuda", choice.splits, config.lora)
+        return self._units[key]
+
+    def _groups(self, choice: Choice, kind: Hashable) -> tuple[tuple[Option, ...], ...] | None:
+        """What a layer of a kind can recompute: each group of alternatives with their seconds and the bytes that they free."""
+        key = *self._key(choice), kind
+        if key not in self._options:
+            activations, operations = self._activations(choice, "none"), self.stepper.operations
+            index = self.stepper.kinds.index(kind)
+            found = groups(activations.units, index)
+            options = [
+                tuple(
+                    Option(sum(of_operation(operations, activations.share, index, each)), (activations.bytes_of(each.buffers),))
+                    for each in group
+                )
+                for group in found
+            ]
+            self._options[key] = None if any(each.scores for group in found for each in group) else tuple(options)
+        return self._options[key]
+
+
+def _order(name: str, ranks: int, microbatches: int, virtual_stages: int | None, rank: int) -> list[tuple[Pass, int]]:
+    """The passes of a rank in order, each with the place of its stage on the rank."""
+    recipe, own = RECIPES[name], [stage for stage, each in enumerate(placement(name, ranks, virtual_stages)) if each == rank]
+    if recipe.splits:
+        actions = schedule_of(name, ranks, microbatches, virtual_stages).compute(rank)
+    else:
+        actions = recipe.order(rank, OrderShape(ranks, microbatches, len(own)))
+    return [(action.kind, own.index(action.stage)) for action in actions]
+
+
+def followed(choice: Choice, microbatches: int) -> int:
+    """The number of microbatches after which a rank's memory no longer grows."""
+    return microbatches if choice.schedule == "gpipe" else min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
