@@ -3,7 +3,8 @@ of the ring's hops runs under attention.
 
 Memory is the most bytes of tensors that exist at a time in a step, above those that exist before it: activations, and temporaries such as
 gathered keys. It is counted from the allocator, and does not depend on load. Steps have equal tokens: four rows, one on each rank of dp 4,
-or a quarter of each of them. `hidden` is the part of the hops' time, measured alone, in which the rank does not wait for one.
+or a quarter of each of them. `hidden` is the part of the hops' time, measured alone, in which the rank does not wait for one that both
+neighbours have posted. It is measured on two ranks, where each has a core.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from benchmarks import report
 from benchmarks.step import SMOKE_MODEL
 
 RANKS = 4
+PAIR = 2
+"""Ranks that measure how much of the ring's hops is hidden."""
 MODEL = {
     **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 8192},
@@ -63,11 +66,13 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
         split = _measured({"memory": parts}, ranks=ranks)["memory"]
         compared: list[dict[str, Any]] = [{"dp": ranks, "zero": 0}, *layouts.values()]
         timed = [config(RECOMPUTE[0], ranks, **parallel) for parallel in compared]
-        found = []
+        ring = config(RECOMPUTE[0], 1, cp=PAIR, context="ring")
+        found, pairs = [], []
         for number in range(1, rounds + 1):
             progress(f"steps, round {number} of {rounds}")
-            found.append(_measured({**protocol, "steps_of": timed}, ranks=ranks))
-    rows = memory_rows(one, split, ranks) + time_rows(found, ranks)
+            found.append(_measured({**protocol, "steps_of": timed}, ranks=ranks)["seconds"])
+            pairs.append(_measured({**protocol, "steps_of": [ring]}, ranks=PAIR))
+    rows = memory_rows(one, split, ranks) + time_rows(found, pairs, ranks)
     return {"threads": 1, "config": {"model": model}, "protocol": protocol, "results": rows, "targets": targets(rows)}
 
 
@@ -84,20 +89,22 @@ def memory_rows(one: list[int], split: list[int], ranks: int) -> list[dict[str, 
     return rows
 
 
-def time_rows(rounds: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """Rows of dp, then of each method: the median over steps and rounds."""
+def time_rows(rounds: list[list[list[float]]], pairs: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """Rows of dp, of each method, and of the ring of two: the median over steps and rounds."""
     names = [f"dp {ranks}", *(f"cp {ranks}, {method}" for method in METHODS)]
     rows: list[dict[str, Any]] = []
     if not rounds:  # memory alone, which load does not change
         return rows
     for index, name in enumerate(names):
-        seconds = [value for each in rounds for value in each["seconds"][index]]
-        row = {"layout": name, "recompute": RECOMPUTE[0], "ms_per_step": 1e3 * median(seconds), "step_ms": [1e3 * each for each in seconds]}
-        hidden = [each["hidden"][index] for each in rounds if each["hidden"][index] is not None]
-        if rows:
-            row["of_dp"] = row["ms_per_step"] / rows[0]["ms_per_step"]
-        rows.append(row | ({"hidden": median(hidden)} if hidden else {}))
-    return rows
+        row = _timed_row(name, [each[index] for each in rounds])
+        rows.append(row | ({"of_dp": row["ms_per_step"] / rows[0]["ms_per_step"]} if rows else {}))
+    alone = _timed_row(f"cp {PAIR}, ring, one row", [each["seconds"][0] for each in pairs])
+    return [*rows, alone | {"hidden": median(each["hidden"][0] for each in pairs)}]
+
+
+def _timed_row(layout: str, seconds: list[list[float]]) -> dict[str, Any]:
+    step_ms = [1e3 * value for each in seconds for value in each]
+    return {"layout": layout, "recompute": RECOMPUTE[0], "ms_per_step": median(step_ms), "step_ms": step_ms}
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ and to the root.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,16 +23,31 @@ from megalite.config.schema import Config
 from megalite.huggingface.config_json import to_hf_config
 
 
+class Peer:
+    """A run of another project's model on gloo ranks: what it is asked, and how it is measured."""
+
+    def __init__(self) -> None:
+        self.spec = read_spec()
+        self._memory = Memory()
+        self.config = from_dict(self.spec["config"])
+        torch.set_num_threads(self.spec["threads"])
+        torch.set_float32_matmul_precision(self.spec["matmul"])
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+
+    def measure(self, step: Callable[[], None]) -> None:
+        """Time the steps, and report on rank 0."""
+        seconds = timed(step, self.spec["warmup_steps"], self.spec["steps"])
+        peak, matmul = self._memory.peak_above(), torch.get_float32_matmul_precision()
+        result = {"seconds": seconds, "peak_rss_above_import": peak, "matmul": matmul}
+        finish(self.spec, result if dist.get_rank() == 0 else None)
+
+
 def main() -> None:
-    spec = read_spec()
-    memory = Memory()
-    config = from_dict(spec["config"])
-    torch.set_num_threads(spec["threads"])
-    torch.set_float32_matmul_precision(spec["matmul"])
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
+    peer = Peer()
+    config = peer.config
     model: Any = LlamaForCausalLM(LlamaConfig.from_dict(to_hf_config(config.model, "llama")))
-    model, optimizer = (ddp if spec["peer"] == "ddp" else fsdp2)(model, config)
+    model, optimizer = (ddp if peer.spec["peer"] == "ddp" else fsdp2)(model, config)
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length))
 
@@ -41,9 +57,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds = timed(step, spec["warmup_steps"], spec["steps"])
-    result = {"seconds": seconds, "peak_rss_above_import": memory.peak_above(), "matmul": torch.get_float32_matmul_precision()}
-    finish(spec, result if dist.get_rank() == 0 else None)
+    peer.measure(step)
 
 
 def adamw_options(config: Config) -> dict[str, Any]:

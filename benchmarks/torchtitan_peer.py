@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.measure import Memory, finish, read_spec, timed
-from benchmarks.sharded_peer import adamw_options
-from megalite.config.load import from_dict
+from benchmarks.sharded_peer import Peer, adamw_options
 from megalite.config.schema import ModelConfig
 
 
@@ -97,13 +95,8 @@ def sharded(model: Llama) -> Llama:
 
 
 def main() -> None:
-    spec = read_spec()
-    memory = Memory()
-    config = from_dict(spec["config"])
-    torch.set_num_threads(spec["threads"])
-    torch.set_float32_matmul_precision(spec["matmul"])
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
+    peer = Peer()
+    config = peer.config
     model = sharded(Llama(config.model, config.data.sequence_length))
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(config))
     torch.manual_seed(dist.get_rank())
@@ -115,9 +108,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip, foreach=True)
         optimizer.step()
 
-    seconds = timed(step, spec["warmup_steps"], spec["steps"])
-    result = {"seconds": seconds, "peak_rss_above_import": memory.peak_above(), "matmul": torch.get_float32_matmul_precision()}
-    finish(spec, result if dist.get_rank() == 0 else None)
+    peer.measure(step)
 
 
 if __name__ == "__main__":

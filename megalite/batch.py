@@ -16,6 +16,11 @@ Runs = Sequence[tuple[int, int]]
 IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convention)
 
 
+def positions_of(runs: Runs, device: torch.device) -> Tensor:
+    """The positions of runs, [seq, 1] int64."""
+    return torch.cat([torch.arange(start, start + length, device=device) for start, length in runs]).unsqueeze(1)
+
+
 class Boundaries(NamedTuple):
     """The documents of a microbatch, as attention kernels for documents of any length read them.
 
@@ -27,6 +32,20 @@ class Boundaries(NamedTuple):
 
     offsets: Tensor
     longest: int
+
+
+class Ahead(NamedTuple):
+    """What the modules of multi-token prediction read (`data.ahead`), the k-th module what is at index k − 1.
+
+    Attributes:
+        tokens: [modules, seq, batch] int64, the token k positions after each token.
+        targets: the same of the targets, IGNORE_INDEX where the loss is not counted.
+        factors: tokens of the global batch whose loss counts, divided by those whose loss of the k-th module does; empty until known.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    factors: tuple[float, ...] = ()
 
 
 @dataclass
@@ -43,6 +62,7 @@ class Microbatch:
             the host the positions without reading the device: rotary tables are cached by it.
         boundaries: the same as `document_start`, of whole rows only; may be None where that is not.
         part: the rank's part of the rows under context parallelism; None: these are whole rows.
+        ahead: further tokens and targets, if the model has modules that predict them.
     """
 
     tokens: Tensor
@@ -53,6 +73,7 @@ class Microbatch:
     runs: Runs = ()
     boundaries: Boundaries | None = None
     part: Part | None = None
+    ahead: Ahead | None = None
 
     @staticmethod
     def of(
@@ -60,8 +81,7 @@ class Microbatch:
     ) -> Microbatch:
         """A microbatch in which every row consists of these runs of positions; by default of one, from position 0 on. others: fields."""
         runs = tuple(runs or [(0, len(tokens))])
-        positions = torch.cat([torch.arange(start, start + length, device=tokens.device) for start, length in runs])
-        return Microbatch(tokens, targets, positions.unsqueeze(1), samples, document_start, runs, **others)
+        return Microbatch(tokens, targets, positions_of(runs, tokens.device), samples, document_start, runs, **others)
 
     def to(self, device: torch.device) -> Microbatch:
         """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the device's work."""

@@ -44,6 +44,18 @@ def test_command_prints_every_rank(capsys):
     assert "8 ranks" in out and "stage 1  replica 1  tp ranks [6, 7]" in out
 
 
+def test_command_prints_the_groups_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that docs/experts.md draws."""
+    main(["--tp", "2", "--dp", "4", "--ep", "4"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "8 ranks: pp 1 × dp 4 × cp 1 × tp 2, ep 4"
+    groups = dict(line.strip().split(": ") for line in lines[4:])
+    assert groups["ep"] == "[0, 1, 2, 3] [4, 5, 6, 7]" and groups["expert_data"] == "[0, 4] [1, 5] [2, 6] [3, 7]"
+    with pytest.raises(SystemExit):
+        main(["--dp", "4", "--ep", "3"])
+    assert "--ep = 3 does not divide the 4 ranks of a stage" in capsys.readouterr().err
+
+
 # ---- the order of groups: on NCCL each is split off the world's communicator, in which every rank takes part
 
 GROUPS: dict[str, dict[str, Any]] = {

@@ -36,6 +36,7 @@ from megalite_kernels.dropout import AttentionDropout
 
 BLOCK = 64  # queries per block: of 32, 64, 128 and 256 the fastest or nearly so at every sequence length from 64 to 2,048
 WIDEST = 256  # most channels of a head that the Triton kernels support
+OWN = ("triton", "reference")  # implementations whose values may have another width than keys
 Boundaries = tuple[Tensor, int]
 """Offsets of the documents in the tokens of all rows, row after row, [documents + 1] int32, and the length of the longest document."""
 
@@ -131,17 +132,14 @@ class _Problem:
 def _route(q: Tensor, k: Tensor, v: Tensor, window: int | None, document_start: Tensor | None, softcap: float | None,
            dropout: AttentionDropout | None, boundaries: Boundaries | None) -> str:  # fmt: skip
     """The name of the implementation: triton, reference, or one of `attention_routes`."""
+    width = max(q.shape[-1], v.shape[-1])
     if not q.is_cuda:
-        return "triton" if takes_triton(q) and q.shape[-1] <= WIDEST else "reference"
+        return "triton" if takes_triton(q) and width <= WIDEST else "reference"
     from megalite_kernels.attention_routes import Call, choose
 
     given = (option is not None for option in (window, document_start, boundaries, softcap, dropout))
-    return choose(Call(q, k, v, *given)).name
-
-
-def _takes_kernel(q: Tensor) -> bool:
-    """Whether something else than the reference may compute the call."""
-    return q.is_cuda or takes_triton(q)
+    as_padded = (x if x.shape[-1] == width else x.new_empty(*x.shape[:-1], width) for x in (q, k, v))  # as libraries would get them
+    return choose(Call(*as_padded, *given)).name
 
 
 def _library(route: str, *options: Any) -> tuple[Any, Any]:
@@ -186,12 +184,11 @@ def attention(
     q [S, B, hq, D]; k [S, B, hk, D]; v [S, B, hk, Dv], hq a multiple of hk; document_start [S, B] is the index in the row of the first
     token of the token's document; `boundaries` says the same, and without it some implementations cannot run. Any strides.
     """
-    widths = q.shape[-1], v.shape[-1]
-    if widths[0] != widths[1] and _takes_kernel(q):
+    widths, route = (q.shape[-1], v.shape[-1]), _route(q, k, v, window, document_start, softcap, dropout, boundaries)
+    if widths[0] != widths[1] and route not in OWN:
         others: dict[str, Any] = {"window": window, "document_start": document_start, "softcap": softcap, "dropout": dropout}
         out, kept = attention(*padded(max(widths), q, k, v), scale=scale, recompute=recompute, boundaries=boundaries, **others)
         return out[..., : widths[1]].contiguous(), kept
-    route = _route(q, k, v, window, document_start, softcap, dropout, boundaries)
     if route == "triton":
         from megalite_kernels import attention_triton
 
@@ -235,13 +232,12 @@ def attention_backward(
     The reference does not read `out`; a kernel, which never holds a whole row of probabilities, computes Σ_keys p∘dp = Σ_dim dout∘out from
     it.
     """
-    widths = q.shape[-1], v.shape[-1]
-    if widths[0] != widths[1] and _takes_kernel(q):
+    widths, route = (q.shape[-1], v.shape[-1]), _route(q, k, v, window, document_start, softcap, dropout, boundaries)
+    if widths[0] != widths[1] and route not in OWN:
         others: dict[str, Any] = {"window": window, "document_start": document_start, "softcap": softcap, "dropout": dropout}
         dout, q, k, v, out = padded(max(widths), dout, q, k, v, out)
         dq, dk, dv = attention_backward(dout, q, k, v, out, saved, scale=scale, recompute=recompute, boundaries=boundaries, **others)
         return dq[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
-    route = _route(q, k, v, window, document_start, softcap, dropout, boundaries)
     if route == "triton":
         from megalite_kernels import attention_triton
 

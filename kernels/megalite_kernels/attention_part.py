@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows, padded
+from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows
 from megalite_kernels.dispatch import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
@@ -120,9 +120,9 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _takes_flash(q: Tensor) -> bool:
+def _takes_flash(q: Tensor, v: Tensor) -> bool:
     """As in `attention`: not in fp32, whose products would not use tensor cores."""
-    return takes_triton(q) and q.shape[-1] <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
+    return takes_triton(q) and max(q.shape[-1], v.shape[-1]) <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
 
 
 def attention_part(
@@ -143,12 +143,10 @@ def attention_part(
     q [Sq, B, hq, D] at the positions of `queries`; k [Sk, B, hk, D] and v [Sk, B, hk, Dv] at those of `keys`; document_start [Sq, B] is the
     position of the first token of each query's document. The position offset of `dropout` is added to all positions.
     """
-    if _takes_flash(q):
+    if _takes_flash(q, v):
         from megalite_kernels.attention_part_triton import flash_attention_part
 
-        tensors, options = padded(max(q.shape[-1], v.shape[-1]), q, k, v), (scale, window, document_start, softcap, dropout)
-        found, log_sum = flash_attention_part(*tensors, tuple(queries), tuple(keys), *options)
-        return found[..., : v.shape[-1]], log_sum
+        return flash_attention_part(q, k, v, tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout)
     problem = _Problem(q, k, scale, softcap, dropout)
     value, query = _rows(v, problem.kv_heads), problem.query
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -188,13 +186,11 @@ def attention_part_backward(
 
     lse, delta [Sq, B, hq]: of all keys that the queries see. Other arguments as in `attention_part`.
     """
-    if _takes_flash(q):
+    if _takes_flash(q, v):
         from megalite_kernels.attention_part_triton import flash_attention_part_backward
 
         options = tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout
-        dout, *tensors = padded(max(q.shape[-1], v.shape[-1]), dout, q, k, v)
-        dq, dk, dv = flash_attention_part_backward(dout, *tensors, lse, delta, *options)
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        return flash_attention_part_backward(dout, q, k, v, lse, delta, *options)
     problem = _Problem(q, k, scale, softcap, dropout)
     kv_heads, query, key = problem.kv_heads, problem.query, problem.key
     value, grad = _rows(v, kv_heads), _rows(dout, kv_heads)

@@ -34,11 +34,14 @@ from megalite_kernels.attention_triton import (
     _load,
     _mix,
     _place,
+    _products,
+    _rest,
     _row_hash,
     _tables,
     _target,
     _visible,
     _with_queries,
+    tile_width,
 )
 from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.launch import Variant, architecture
@@ -118,7 +121,8 @@ def _forward(
     q, k, v, out, lse, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
     key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))  # tiles that see the most keys start first
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -127,6 +131,7 @@ def _forward(
     query = first + query_lane
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
     q_tile = _load(q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
+    q_rest = _rest(q_tile, q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False)
     first_key = _first_key(starts + row * d_b, first_row + query_lane, limit, d_s, DOCUMENTS)
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
@@ -134,7 +139,7 @@ def _forward(
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
     largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
     total = tl.zeros([QUERIES], tl.float32)
-    result = tl.zeros([QUERIES, WIDTH], tl.float32)
+    result = tl.zeros([QUERIES, VWIDTH], tl.float32)
     for run in range(count):
         start, base, length = _row_of(runs, run)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
@@ -142,7 +147,8 @@ def _forward(
             for step in range(0, _length(edges, masked), KEYS):
                 at = _place(edges, step, masked)
                 k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
-                x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
+                k_rest = _rest(k_tile, k, base + at, k_s, base + length, KEYS, DIM, WIDTH, REST, not masked)
+                x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
                 if masked:
                     seen = _visible(query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS)
                     x = tl.where(seen & (at + lane < length)[None, :], x, -float("inf"))
@@ -153,13 +159,13 @@ def _forward(
                 if P > 0:
                     key_hash = _mix((first_position + start + at + lane) * _C + head_hash)
                     p = tl.where(_keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), p, 0.0)
-                v_tile = _load(v, base + at, v_s, base + length, KEYS, DIM, WIDTH, not masked)
+                v_tile = _load(v, base + at, v_s, base + length, KEYS, VDIM, VWIDTH, not masked)
                 result = tl.dot(p.to(v_tile.dtype), v_tile, result * shrink[:, None])
                 largest = larger
     sees = total > 0
     total = tl.where(sees, total, 1.0)
     result = result / (total * (1 - P))[:, None]
-    to, exists = _target(out + (row * heads + head) * DIM, first_row, batch * heads * DIM, limit, QUERIES, DIM, WIDTH)
+    to, exists = _target(out + (row * heads + head) * VDIM, first_row, batch * heads * VDIM, limit, QUERIES, VDIM, VWIDTH)
     tl.store(to, result, mask=exists)
     log_sum = tl.where(sees, (largest + tl.log2(total)) * _LN2, -float("inf"))
     at_query = (row * heads + head) * size + first_row + query_lane
@@ -171,17 +177,19 @@ def _backward_queries(
     q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
     key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads, batch = tl.num_programs(1), tl.num_programs(2)
-    line, own = batch * heads * DIM, (row * heads + head) * DIM  # of dout and dq
+    line, own = batch * heads, row * heads + head  # of out, dout and dq, in rows of a head
     query_lane, lane = tl.arange(0, QUERIES), tl.arange(0, KEYS)
     query = first + query_lane
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
     q_tile = _load(q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
-    grad = _load(dout + own, first_row, line, limit, QUERIES, DIM, WIDTH, False)
+    q_rest = _rest(q_tile, q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False)
+    grad = _load(dout + own * VDIM, first_row, line * VDIM, limit, QUERIES, VDIM, VWIDTH, False)
     at_query, exists_query = (row * heads + head) * size + first_row + query_lane, first_row + query_lane < limit
     shift = tl.load(lse + at_query, mask=exists_query, other=0.0) * _LOG2E
     inner = tl.load(delta + at_query, mask=exists_query, other=0.0)
@@ -191,6 +199,7 @@ def _backward_queries(
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
+    rest = tl.zeros(q_rest.shape, tl.float32)
     for run in range(count):
         start, base, length = _row_of(runs, run)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
@@ -198,8 +207,9 @@ def _backward_queries(
             for step in range(0, _length(edges, masked), KEYS):
                 at = _place(edges, step, masked)
                 k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
-                v_tile = _load(v, base + at, v_s, base + length, KEYS, DIM, WIDTH, not masked)
-                x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
+                k_rest = _rest(k_tile, k, base + at, k_s, base + length, KEYS, DIM, WIDTH, REST, not masked)
+                v_tile = _load(v, base + at, v_s, base + length, KEYS, VDIM, VWIDTH, not masked)
+                x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
                 p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[:, None])
                 if masked:
                     seen = _visible(query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS)
@@ -212,8 +222,13 @@ def _backward_queries(
                 if SOFTCAP > 0:
                     ds = ds * (1.0 - x * x)
                 result = tl.dot(ds.to(k_tile.dtype), k_tile, result)
-    to, exists = _target(dq + own, first_row, line, limit, QUERIES, DIM, WIDTH)
+                if REST:
+                    rest = tl.dot(ds.to(k_rest.dtype), k_rest, rest)
+    to, exists = _target(dq + own * DIM, first_row, line * DIM, limit, QUERIES, DIM, WIDTH)
     tl.store(to, result * SCALE, mask=exists)
+    if REST:
+        to, exists = _target(dq + own * DIM + WIDTH, first_row, line * DIM, limit, QUERIES, DIM - WIDTH, REST)
+        tl.store(to, rest * SCALE, mask=exists)
 
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
@@ -221,18 +236,21 @@ def _backward_keys(
     q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
     key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.program_id(0))
     kv_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads, batch = tl.num_programs(1) * GROUP, tl.num_programs(2)
     keys, lane = first + tl.arange(0, KEYS), tl.arange(0, QUERIES)
     k_tile = _load(k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, False)
-    v_tile = _load(v + row * v_b + kv_head * v_h, first_row, v_s, limit, KEYS, DIM, WIDTH, False)
+    k_rest = _rest(k_tile, k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, REST, False)
+    v_tile = _load(v + row * v_b + kv_head * v_h, first_row, v_s, limit, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
-    dv_tile = tl.zeros([KEYS, WIDTH], tl.float32)
+    dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
+    dk_rest = tl.zeros(k_rest.shape, tl.float32)
     sample = tl.load(samples + row) if P > 0 else 0
     for run in range(count):
         start, base, length = _row_of(runs, run)
@@ -243,23 +261,31 @@ def _backward_keys(
                 head, at = kv_head * GROUP + step // visits, _place(edges, step % visits * QUERIES, masked)
                 query, its_row = start + at + lane, base + at + lane
                 q_tile = _load(q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, False)
-                grad = _load(dout + (row * heads + head) * DIM, base + at, batch * heads * DIM, base + length, QUERIES, DIM, WIDTH, False)
-                at_query = (row * heads + head) * size + its_row
+                q_rest = _rest(q_tile, q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, REST, False)
+                own = row * heads + head
+                grad = _load(dout + own * VDIM, base + at, batch * heads * VDIM, base + length, QUERIES, VDIM, VWIDTH, False)
+                at_query = own * size + its_row
                 shift = tl.load(lse + at_query, mask=at + lane < length, other=0.0) * _LOG2E
                 inner = tl.load(delta + at_query, mask=at + lane < length, other=0.0)
-                x = _capped(tl.dot(k_tile, tl.trans(q_tile)), SCALE, SOFTCAP)
+                x = _capped(_products(k_tile, k_rest, q_tile, q_rest, REST), SCALE, SOFTCAP)
                 p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[None, :])
                 if masked:
                     first_key = _first_key(starts, its_row, base + length, d_s, DOCUMENTS)
                     p = tl.where(_visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0)
-                dk_tile, dv_tile = _with_queries(
-                    dk_tile, dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, q_tile, grad,
+                ds, dv_tile = _with_queries(
+                    dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, grad,
                     sample, key, first_head + head.to(tl.int32), first_position + query, first_position + keys, SOFTCAP, P, THRESHOLD,
                 )  # fmt: skip
-    line, own_key = batch * tl.num_programs(1) * DIM, (row * tl.num_programs(1) + kv_head) * DIM  # of dk and dv
-    to, exists = _target(dk + own_key, first_row, line, limit, KEYS, DIM, WIDTH)
+                dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
+                if REST:
+                    dk_rest = tl.dot(ds.to(q_rest.dtype), q_rest, dk_rest)
+    line, own_key = batch * tl.num_programs(1), row * tl.num_programs(1) + kv_head  # of dk and dv, in rows of a head
+    to, exists = _target(dk + own_key * DIM, first_row, line * DIM, limit, KEYS, DIM, WIDTH)
     tl.store(to, dk_tile * SCALE, mask=exists)
-    to, exists = _target(dv + own_key, first_row, line, limit, KEYS, DIM, WIDTH)
+    if REST:
+        to, exists = _target(dk + own_key * DIM + WIDTH, first_row, line * DIM, limit, KEYS, DIM - WIDTH, REST)
+        tl.store(to, dk_rest * SCALE, mask=exists)
+    to, exists = _target(dv + own_key * VDIM, first_row, line * VDIM, limit, KEYS, VDIM, VWIDTH)
     tl.store(to, dv_tile * (1 / (1 - P)), mask=exists)
 
 
@@ -276,7 +302,7 @@ def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
 def _variant(kernel: str, target: str, *shape) -> Variant:
     """`attention_triton._variant` with the kernel of this file."""
     constants = attention_triton._variant(kernel, target, *shape).constants
-    tile = _tile(target, kernel, constants["WIDTH"], bool(constants["SOFTCAP"] or constants["P"]))
+    tile = _tile(target, kernel, tile_width(constants), bool(constants["SOFTCAP"] or constants["P"]))
     return Variant(_KERNELS[kernel], {**constants, "QUERIES": tile.queries, "KEYS": tile.keys}, tile.warps, tile.stages)
 
 
@@ -319,7 +345,8 @@ def _launcher(
     used = dropout if dropout is not None and dropout.p else AttentionDropout(0, some, 0.0)
     shared = starts, used.samples.to(torch.int64).contiguous() if used.p else some
     strides = [stride for x in matrices for stride in x.stride()[:3]]
-    kind = architecture(q.device), dim, heads // kv_heads, scale, softcap or 0.0, window or 0, document_start is not None, used.p
+    masks = softcap or 0.0, window or 0, document_start is not None, used.p
+    kind = architecture(q.device), dim, v.shape[-1], heads // kv_heads, scale, *masks
 
     def launch(kernel: str, *tensors: Tensor) -> None:
         variant, by_key = _variant(kernel, *kind), kernel == "dk dv"
@@ -332,9 +359,10 @@ def _launcher(
 
 
 def flash_attention_part(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
-    """out [Sq, B, hq, D] and lse [Sq, B, hq], fp32. Options as `attention_part`'s, in order."""
+    """out [Sq, B, hq, Dv] and lse [Sq, B, hq], fp32. Options as `attention_part`'s, in order."""
     sequence, batch, heads, _ = q.shape
-    out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, (batch, heads, sequence)))
+    shapes = (*q.shape[:3], v.shape[-1]), (batch, heads, sequence)
+    out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     if out.numel():
         _launcher(q, k, v, lse, *options)("forward", out, lse)
     return out, lse.permute(2, 0, 1)

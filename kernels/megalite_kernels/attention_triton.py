@@ -15,6 +15,9 @@ and the code is half as long.) The kernel reads where documents begin, without h
 the sequence, so its minimum and maximum in a tile of queries bound the keys, and for a tile of keys the tiles of queries that see it are
 counted.
 
+Queries and keys may be wider than values (`REST`): with 192 and 128 channels, those of latent attention, tiles have 128 channels of queries
+and keys and 64 more, as a tile's width is a power of two, and 256 would be a third more than there are.
+
 Dropout hashes (head, key position) and (sample, query position) as `dropout.AttentionDropout` does, with the same bits.
 """
 
@@ -22,7 +25,7 @@ Dropout hashes (head, key position) and (sample, query position) as `dropout.Att
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,8 +72,26 @@ def _load(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, W
     row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + row * stride + channel
     if WHOLE:
-        return tl.load(pointers) if DIM == WIDTH else tl.load(pointers, mask=channel < DIM, other=0.0)
+        return tl.load(pointers) if DIM >= WIDTH else tl.load(pointers, mask=channel < DIM, other=0.0)
     return tl.load(pointers, mask=(first + row < limit) & (channel < DIM), other=0.0)
+
+
+@triton.jit
+def _rest(
+    tile, matrix, first, stride, limit,
+    ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The channels after the first WIDTH, which are in `tile`; without any `tile` itself, which nobody reads then."""
+    return _load(matrix + WIDTH, first, stride, limit, ROWS, DIM - WIDTH, REST, WHOLE) if REST else tile
+
+
+@triton.jit
+def _products(one, its_rest, other, others_rest, REST: tl.constexpr):
+    """The products of each row of one matrix with each row of the other."""
+    x = tl.dot(one, tl.trans(other))
+    if REST:
+        x = tl.dot(its_rest, tl.trans(others_rest), x)
+    return x
 
 
 @triton.jit
@@ -177,7 +198,8 @@ def _place(edges, step, masked: tl.constexpr):
 def _forward(
     q, k, v, out, lse, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # tiles that see the most keys start first
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -185,6 +207,7 @@ def _forward(
     query, lane = first + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
     q_tile = _load(q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, False)
+    q_rest = _rest(q_tile, q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, REST, False)
     first_key = _first_key(starts + row * d_b, query, sequence, d_s, DOCUMENTS)
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
@@ -193,12 +216,13 @@ def _forward(
     edges = _key_edges(first, sequence, first_key, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
     total = tl.zeros([QUERIES], tl.float32)
-    result = tl.zeros([QUERIES, WIDTH], tl.float32)
+    result = tl.zeros([QUERIES, VWIDTH], tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
         for step in range(0, _length(edges, masked), KEYS):
             at = _place(edges, step, masked)
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
-            x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
+            k_rest = _rest(k_tile, k, at, k_s, sequence, KEYS, DIM, WIDTH, REST, not masked)
+            x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
             if masked:
                 x = tl.where(_visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS), x, -float("inf"))
             larger = tl.maximum(largest, _exponent(tl.max(x, 1), SCALE, SOFTCAP))
@@ -208,11 +232,11 @@ def _forward(
             if P > 0:
                 key_hash = _mix((first_position + at + lane) * _C + head_hash)
                 p = tl.where(_keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), p, 0.0)
-            v_tile = _load(v, at, v_s, sequence, KEYS, DIM, WIDTH, not masked)
+            v_tile = _load(v, at, v_s, sequence, KEYS, VDIM, VWIDTH, not masked)
             result = tl.dot(p.to(v_tile.dtype), v_tile, result * shrink[:, None])
             largest = larger
     result = result / (total * (1 - P))[:, None]
-    to, exists = _target(out + (row * heads + head) * DIM, first, tl.num_programs(2) * heads * DIM, sequence, QUERIES, DIM, WIDTH)
+    to, exists = _target(out + (row * heads + head) * VDIM, first, tl.num_programs(2) * heads * VDIM, sequence, QUERIES, VDIM, VWIDTH)
     tl.store(to, result.to(out.dtype.element_ty), mask=exists)
     tl.store(lse + (row * heads + head) * sequence + query, largest + tl.log2(total), mask=query < sequence)
 
@@ -222,17 +246,19 @@ def _backward_queries(
     q, k, v, dout, out, lse, delta, dq, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head,
     first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
-    line, own = tl.num_programs(2) * heads * DIM, (row * heads + head) * DIM  # of out, dout and dq
+    line, own = tl.num_programs(2) * heads, row * heads + head  # of out, dout and dq, in rows of a head
     query, lane = first + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
     q_tile = _load(q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, False)
-    grad = _load(dout + own, first, line, sequence, QUERIES, DIM, WIDTH, False)
-    out_tile = _load(out + own, first, line, sequence, QUERIES, DIM, WIDTH, False)
+    q_rest = _rest(q_tile, q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, REST, False)
+    grad = _load(dout + own * VDIM, first, line * VDIM, sequence, QUERIES, VDIM, VWIDTH, False)
+    out_tile = _load(out + own * VDIM, first, line * VDIM, sequence, QUERIES, VDIM, VWIDTH, False)
     at_query = (row * heads + head) * sequence + query
     shift = tl.load(lse + at_query, mask=query < sequence, other=0.0)
     inner = tl.sum(grad.to(tl.float32) * out_tile.to(tl.float32), 1)
@@ -244,12 +270,14 @@ def _backward_queries(
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
     edges = _key_edges(first, sequence, first_key, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
+    rest = tl.zeros(q_rest.shape, tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
         for step in range(0, _length(edges, masked), KEYS):
             at = _place(edges, step, masked)
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
-            v_tile = _load(v, at, v_s, sequence, KEYS, DIM, WIDTH, not masked)
-            x = _capped(tl.dot(q_tile, tl.trans(k_tile)), SCALE, SOFTCAP)
+            k_rest = _rest(k_tile, k, at, k_s, sequence, KEYS, DIM, WIDTH, REST, not masked)
+            v_tile = _load(v, at, v_s, sequence, KEYS, VDIM, VWIDTH, not masked)
+            x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
             p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[:, None])
             if masked:
                 p = tl.where(_visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS), p, 0.0)
@@ -261,16 +289,22 @@ def _backward_queries(
             if SOFTCAP > 0:
                 ds = ds * (1.0 - x * x)
             result = tl.dot(ds.to(k_tile.dtype), k_tile, result)
-    to, exists = _target(dq + own, first, line, sequence, QUERIES, DIM, WIDTH)
+            if REST:
+                rest = tl.dot(ds.to(k_rest.dtype), k_rest, rest)
+    to, exists = _target(dq + own * DIM, first, line * DIM, sequence, QUERIES, DIM, WIDTH)
     tl.store(to, (result * SCALE).to(dq.dtype.element_ty), mask=exists)
+    if REST:
+        to, exists = _target(dq + own * DIM + WIDTH, first, line * DIM, sequence, QUERIES, DIM - WIDTH, REST)
+        tl.store(to, (rest * SCALE).to(dq.dtype.element_ty), mask=exists)
 
 
 @triton.jit
 def _with_queries(
-    dk_tile, dv_tile, p, x, dp, inner, q_tile, grad, sample, key, head, query, keys,
+    dv_tile, p, x, dp, inner, grad, sample, key, head, query, keys,
     SOFTCAP: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys with what a tile of queries adds to them. p, x and dp are [keys, queries]; x is from `_capped`."""
+    """The gradient of the scores of a tile of keys with one of queries, and dv of these keys with what the queries add to it.
+    p, x and dp are [keys, queries]; x is from `_capped`."""
     kept = p
     if P > 0:
         key_hash = _mix(keys * _C + (head + 1) * _A)
@@ -281,7 +315,7 @@ def _with_queries(
     ds = p * (dp - inner[None, :])
     if SOFTCAP > 0:
         ds = ds * (1.0 - x * x)
-    return tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile), dv_tile
+    return ds, dv_tile
 
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
@@ -289,19 +323,22 @@ def _backward_keys(
     q, k, v, dout, lse, delta, dk, dv, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head,
     first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * KEYS
     kv_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads, batch = tl.num_programs(1) * GROUP, tl.num_programs(2)
     keys, lane = first + tl.arange(0, KEYS), tl.arange(0, QUERIES)
     k_tile = _load(k + row * k_b + kv_head * k_h, first, k_s, sequence, KEYS, DIM, WIDTH, False)
-    v_tile = _load(v + row * v_b + kv_head * v_h, first, v_s, sequence, KEYS, DIM, WIDTH, False)
+    k_rest = _rest(k_tile, k + row * k_b + kv_head * k_h, first, k_s, sequence, KEYS, DIM, WIDTH, REST, False)
+    v_tile = _load(v + row * v_b + kv_head * v_h, first, v_s, sequence, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
     APART: tl.constexpr = SOFTCAP == 0 and P == 0
     edges = _query_edges(first, sequence, starts, d_s, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
-    dv_tile = tl.zeros([KEYS, WIDTH], tl.float32)
+    dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
+    dk_rest = tl.zeros(k_rest.shape, tl.float32)
     sample = tl.load(samples + row) if P > 0 else 0
     for masked in tl.static_range(0 if APART else 1, 2):
         tiles = tl.cdiv(_length(edges, masked), QUERIES)
@@ -309,22 +346,29 @@ def _backward_keys(
             head, at = kv_head * GROUP + step // tiles, _place(edges, step % tiles * QUERIES, masked)
             query, own = at + lane, row * heads + head
             q_tile = _load(q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, False)
-            grad = _load(dout + own * DIM, at, batch * heads * DIM, sequence, QUERIES, DIM, WIDTH, False)
+            q_rest = _rest(q_tile, q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, REST, False)
+            grad = _load(dout + own * VDIM, at, batch * heads * VDIM, sequence, QUERIES, VDIM, VWIDTH, False)
             shift = tl.load(lse + own * sequence + query, mask=query < sequence, other=0.0)
             inner = tl.load(delta + own * sequence + query, mask=query < sequence, other=0.0)
-            x = _capped(tl.dot(k_tile, tl.trans(q_tile)), SCALE, SOFTCAP)
+            x = _capped(_products(k_tile, k_rest, q_tile, q_rest, REST), SCALE, SOFTCAP)
             p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[None, :])
             if masked:
                 first_key = _first_key(starts, query, sequence, d_s, DOCUMENTS)
                 p = tl.where(_visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0)
-            dk_tile, dv_tile = _with_queries(
-                dk_tile, dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, q_tile, grad,
+            ds, dv_tile = _with_queries(
+                dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, grad,
                 sample, key, first_head + head.to(tl.int32), first_position + query, first_position + keys, SOFTCAP, P, THRESHOLD,
             )  # fmt: skip
-    line, own_key = batch * tl.num_programs(1) * DIM, (row * tl.num_programs(1) + kv_head) * DIM  # of dk and dv
-    to, exists = _target(dk + own_key, first, line, sequence, KEYS, DIM, WIDTH)
+            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
+            if REST:
+                dk_rest = tl.dot(ds.to(q_rest.dtype), q_rest, dk_rest)
+    line, own_key = batch * tl.num_programs(1), row * tl.num_programs(1) + kv_head  # of dk and dv, in rows of a head
+    to, exists = _target(dk + own_key * DIM, first, line * DIM, sequence, KEYS, DIM, WIDTH)
     tl.store(to, (dk_tile * SCALE).to(dk.dtype.element_ty), mask=exists)
-    to, exists = _target(dv + own_key, first, line, sequence, KEYS, DIM, WIDTH)
+    if REST:
+        to, exists = _target(dk + own_key * DIM + WIDTH, first, line * DIM, sequence, KEYS, DIM - WIDTH, REST)
+        tl.store(to, (dk_rest * SCALE).to(dk.dtype.element_ty), mask=exists)
+    to, exists = _target(dv + own_key * VDIM, first, line * VDIM, sequence, KEYS, VDIM, VWIDTH)
     tl.store(to, (dv_tile * (1 / (1 - P))).to(dv.dtype.element_ty), mask=exists)
 
 
@@ -342,28 +386,43 @@ _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_key
 
 @functools.cache
 def _tables() -> dict[str, dict[str, list[list[int]]]]:
-    """Architecture → kernel → its tiles for heads of up to 64, 128 and 256 channels."""
+    """Architecture → kernel → its tiles for heads of up to 64, 128 and 256 channels, and for 192 with values of 128."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("attention_tiles.yaml").read_text())
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
-    """The tile from the table; `heavy` kernels have a soft-cap or dropout."""
+    """The tile from the table; `heavy` kernels have a soft-cap or dropout. width: that of `tile_width`."""
     tables = _tables()[target]
     tiles = tables.get(f"{kernel} heavy", tables[kernel]) if heavy else tables[kernel]
-    return Tile(*tiles[(width > 64) + (width > 128)])
+    return Tile(*tiles[3 if 128 < width < 256 else (width > 64) + (width > 128)])
+
+
+def _widths(dim: int, value_dim: int) -> dict[str, int]:
+    """The channels of keys and of values, and the widths of their tiles: of keys in two parts where that is less than a power of two."""
+    width, value_width = (max(triton.next_power_of_2(channels), 16) for channels in (dim, value_dim))
+    rest = 0
+    if value_width <= 128 < dim <= 192:
+        width, rest = 128, max(triton.next_power_of_2(dim - 128), 16)
+    return {"DIM": dim, "WIDTH": width, "REST": rest, "VDIM": value_dim, "VWIDTH": value_width}
+
+
+def tile_width(constants: Mapping[str, Any]) -> int:
+    """Channels of a tile of keys, or of values if these are wider: what the tables go by."""
+    width: int = max(constants["WIDTH"] + constants["REST"], constants["VWIDTH"])
+    return width
 
 
 @functools.cache
 def _variant(
-    kernel: str, target: str, dim: int, group: int, scale: float, softcap: float, window: int, documents: bool, p: float
+    kernel: str, target: str, dim: int, value_dim: int, group: int, scale: float, softcap: float, window: int, documents: bool, p: float
 ) -> Variant:
-    width = max(triton.next_power_of_2(dim), 16)
-    tile = _tile(target, kernel, width, bool(softcap or p))
+    widths = _widths(dim, value_dim)
+    tile = _tile(target, kernel, tile_width(widths), bool(softcap or p))
     constants = {
         "SCALE": scale, "SOFTCAP": softcap, "WINDOW": window, "DOCUMENTS": documents, "P": p, "THRESHOLD": dropout.threshold(p),
-        "GROUP": group, "DIM": dim, "WIDTH": width, "QUERIES": tile.queries, "KEYS": tile.keys,
+        "GROUP": group, **widths, "QUERIES": tile.queries, "KEYS": tile.keys,
     }  # fmt: skip
     return Variant(_KERNELS[kernel], constants, tile.warps, tile.stages)
 
@@ -379,7 +438,8 @@ def _launcher(
     origin = (0, 0) if document_start is None else starts.stride()
     shared = starts, lse if samples is None else samples.to(torch.int64).contiguous()
     strides = [stride for x in matrices for stride in x.stride()[:3]]
-    kind = architecture(q.device), dim, heads // kv_heads, scale, softcap or 0.0, window or 0, document_start is not None, p
+    masks = softcap or 0.0, window or 0, document_start is not None, p
+    kind = architecture(q.device), dim, v.shape[-1], heads // kv_heads, scale, *masks
 
     def launch(kernel: str, *tensors: Tensor) -> None:
         variant = _variant(kernel, *kind)
@@ -392,7 +452,7 @@ def _launcher(
 
 def _like_out_and_lse(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     sequence, batch, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, sequence), dtype=torch.float32)
+    return q.new_empty(sequence, batch, heads, v.shape[-1]), q.new_empty((batch, heads, sequence), dtype=torch.float32)
 
 
 @operation(fake=_like_out_and_lse)
@@ -400,7 +460,7 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, document_start: Tensor | None, softcap: float | None,
     samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [S, B, hq, D], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq, S], with which context parallelism
+    """out [S, B, hq, Dv], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq, S], with which context parallelism
     combines results for parts of the keys. Arguments are those of `attention.attention`, with the fields of its dropout; p = 0: none.
     """
     out, lse = _like_out_and_lse(q, k, v)

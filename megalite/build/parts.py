@@ -35,6 +35,7 @@ from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import Rectangle, parameter_count
 
 if TYPE_CHECKING:
+    from megalite.model.multi_token import MultiTokenStatistics
     from megalite.model.routers import Routers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -66,7 +67,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
     plan = schedule(config, layout(config).microbatches)
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
-        "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings else None,
+        "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings or config.model.mtp_layers else None,
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
         "stage_axis": OPTIMIZERS[config.optimizer.name].over == "stage",
@@ -82,11 +83,16 @@ def make_mesh(config: Config) -> Mesh:
 
 def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
     """What makes microbatches of whole rows: with more than one cp rank, of this rank's part of them."""
-    if cp.size == 1:
-        return Microbatch.of
-    from megalite.parallel.context.rows import Cut
+    make: Callable[..., Microbatch] = Microbatch.of
+    if cp.size > 1:
+        from megalite.parallel.context.rows import Cut
 
-    return Cut.of(config, cp)
+        make = Cut.of(config, cp)
+    if config.model.mtp_layers:
+        from megalite.data.ahead import WithAhead
+
+        return WithAhead(make, config.model.mtp_layers)
+    return make
 
 
 @dataclass
@@ -96,7 +102,7 @@ class Parts:
     store: ParameterStore
     stages: dict[int, Stage]
     runtime: Runtime
-    routers: Routers | None  # None: no mixtures of experts
+    routers: Routers | MultiTokenStatistics | None  # None: no mixtures of experts, and no modules of multi-token prediction
 
     def to_load(self) -> list[Rectangle]:
         """What a trained model computes with: its weights, and what a choice of experts adds to the probabilities."""
@@ -139,12 +145,17 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         for stage, rank in enumerate(own)
         if rank == mesh.pp.rank
     }
-    routers = None
+    found = None
     if config.model.num_experts:
         from megalite.model.routers import Routers
 
         # Biases are frozen with the weights: PEFT's files of adapters have no place for them.
         rate = 0.0 if config.lora.rank else config.model.router_bias_rate
-        routers = Routers(replace(config.model, router_bias_rate=rate), stages.values(), store.device)
+        found = Routers(replace(config.model, router_bias_rate=rate), stages.values(), store.device)
+    routers: Routers | MultiTokenStatistics | None = found
+    if config.model.mtp_layers:
+        from megalite.model.multi_token import MultiTokenStatistics
+
+        routers = MultiTokenStatistics(config.model.mtp_layers, found, mesh, store.device)
     runtime = Runtime(stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer)
     return Parts(store, stages, runtime, routers)

@@ -110,8 +110,8 @@ def _validated(
 
 
 def counts_tokens(config: Config) -> bool:
-    """Whether the number of valid tokens differs from step to step, so that the ranks must sum it before each backward."""
-    return config.data.eod_mask_loss or any(map(is_chat, prefixes(config.data.train)))
+    """Whether the ranks sum the number of valid tokens before each backward: it may differ from step to step, or is one of several."""
+    return config.data.eod_mask_loss or config.model.mtp_layers > 0 or any(map(is_chat, prefixes(config.data.train)))
 
 
 def staggered_end(config: Config) -> bool:

@@ -1,6 +1,6 @@
 """Import and export Hugging Face models, and check that both sides compute the same logits.
 
-    megalite convert import HF_DIR CHECKPOINT_DIR
+    megalite convert import HF_DIR CHECKPOINT_DIR [--drop_mtp]
     megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB] [--ema]
     megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
     megalite convert check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 if the logits differ
@@ -51,7 +51,8 @@ def parser() -> Parser:
             added.add_argument(path.lower(), type=as_name, metavar=path)
         return added.add_argument
 
-    command("import", "Hugging Face directory to checkpoint (weights only)", "HF_DIR", "CHECKPOINT_DIR")
+    add = command("import", "Hugging Face directory to checkpoint (weights only)", "HF_DIR", "CHECKPOINT_DIR")
+    add("--drop_mtp", action="store_true", help="leave out the modules of multi-token prediction (num_nextn_predict_layers)")
     add = command("export", "checkpoint to Hugging Face directory", "CHECKPOINT_DIR", "HF_DIR")
     add(
         "--like",
@@ -98,7 +99,7 @@ def bring_in(options: argparse.Namespace) -> Answer:
 
     source = hf_directory(options.hf_dir, "weights", "HF_DIR")
     with progress_of(options.json) as progress:
-        content = import_model(source, Path(options.checkpoint_dir), progress)
+        content = import_model(source, Path(options.checkpoint_dir), progress, ahead=not options.drop_mtp)
     return _written(content, options.checkpoint_dir)
 
 

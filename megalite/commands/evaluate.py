@@ -5,7 +5,7 @@
 
 MODEL is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model: its
 directory, or org/name on the Hub. With --tp, --pp and --cp it is distributed over ranks, started by torchrun or else by this
-command. docs/evaluation.md describes what is computed.
+command. --ema takes the average of a run's weights. docs/evaluation.md describes what is computed.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def parser() -> Parser:
     add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model to evaluate")
     add("--tokenizer", type=as_tokenizer, metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
     add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
+    add("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay) in place of the weights")
     add("--batch_size", type=count, default=8, metavar="N", help="rows per forward pass (default 8)")
     add("--tp", type=count, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=count, default=1, help="pipeline stages (default 1)")
@@ -103,7 +104,7 @@ def check_ranks(options: argparse.Namespace) -> int:
     if ranks > 1:
         from megalite.generation.sources import check_layout, for_inference, open_source
 
-        check_layout(for_inference(open_source(options.model).config, **layout))
+        check_layout(for_inference(open_source(options.model, options.ema).config, **layout))
     return ranks
 
 
@@ -118,7 +119,7 @@ def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel
     configure_process(device)
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
-    model = LanguageModel(options.model, device, **layout_of(options), precision=precision)
+    model = LanguageModel(options.model, device, **layout_of(options), precision=precision, average=options.ema)
     return model, tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
 
 
@@ -141,7 +142,7 @@ def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
         for each in found
     ]
     settings: dict[str, Any] = {"sequence_length": length, "stride": stride, "tokenizer": tokenizer.name, "document_start": start}
-    return described(model) | settings | {"texts": found}, lines
+    return described(model, options) | settings | {"texts": found}, lines
 
 
 def read(path: Path) -> str:
@@ -185,7 +186,7 @@ def tasks(options: argparse.Namespace, progress: Report) -> Answer:
     kept: dict[str, Any] = {
         key: found[key] for key in ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better") if key in found
     }
-    return described(model) | {"tokenizer": tokenizer.name, **kept}, table(found["results"])
+    return described(model, options) | {"tokenizer": tokenizer.name, **kept}, table(found["results"])
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -202,5 +203,6 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def described(model: LanguageModel) -> dict[str, Any]:
-    return {"model": model.source.name, "step": model.step, "precision": model.config.train.precision}
+def described(model: LanguageModel, options: argparse.Namespace) -> dict[str, Any]:
+    found = {"model": model.source.name, "step": model.step, "precision": model.config.train.precision}
+    return found | ({"ema": True} if options.ema else {})

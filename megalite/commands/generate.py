@@ -7,7 +7,7 @@
 The model is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model:
 its directory, or org/name on the Hub. Prints only the continuation, which ends after --tokens tokens, before a --stop text, or where the
 model ends the document. With --tp, --pp and --cp the model is distributed over ranks,
-started by torchrun or else by this command. --cp splits the reading of long prompts.
+started by torchrun or else by this command. --cp splits the reading of long prompts. --ema takes the average of a run's weights.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def parser() -> Parser:
         help="Jinja source that replaces the template of the training data or the tokenizer",
     )
     add("--system", metavar="TEXT", help="the system message of a chat")
+    add("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay) in place of the weights")
     add("--tokens", type=int, default=100, help="maximum number of new tokens (default 100)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)")
     add("--top_k", type=int, default=50, help="sample from the K most likely tokens; 0: from all (default 50)")
@@ -113,7 +114,7 @@ def check_source(options: argparse.Namespace) -> None:
     """Raise CheckpointError or ConfigError for errors that every rank would hit, before any rank is started."""
     from megalite.generation.sources import check_layout, for_inference, open_source
 
-    check_layout(for_inference(open_source(options.model).config, **layout_of(options)))
+    check_layout(for_inference(open_source(options.model, options.ema).config, **layout_of(options)))
     prompts_of(options)
 
 
@@ -132,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         with progress_of(options.json) as progress:
             progress(f"opening {options.model}")
-            model = LanguageModel(options.model, device, **layout_of(options), precision=precision)
+            model = LanguageModel(options.model, device, **layout_of(options), precision=precision, average=options.ema)
         tokenizer = tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.chat:
@@ -187,7 +188,8 @@ def write(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenize
     shown = {"show": show} if streams else {}
     replies = reply_to(model, tokenizer, rows, options.tokens, sampling, ends=ends, stops=options.stop, **shown)
     seconds = perf_counter() - started
-    results = [described(model, *each, seconds) for each in zip(prompts, replies, strict=True)]
+    average = {"ema": True} if options.ema else {}
+    results = [described(model, *each, seconds) | average for each in zip(prompts, replies, strict=True)]
     if options.json:
         show(json.dumps(results[0] if len(results) == 1 else results) + "\n")
     elif streams:

@@ -101,7 +101,7 @@ def _megabytes(text: str) -> float | None:
 def _size_or_share(text: str) -> float | None:
     """Bytes; or a share, a percentage or a number up to 1."""
     if (share := percentage(text)) is not None:
-        return float(share)
+        return float(share) if share <= 1 else None
     size = byte_size(text)
     number = float(text) if size is not None and text.strip()[-1] not in "bB" else None
     return number if number is not None and number <= 1 else None if size is None else float(size)

@@ -155,13 +155,10 @@ def _without_rope(given: dict[str, Any]) -> list[int]:
 
 
 def _clamped_swiglu(given: dict[str, Any]) -> str:
-    """gpt-oss's activation, of which other numbers are refused, and so are experts in another format than it publishes."""
+    """gpt-oss's activation, of which other numbers are refused."""
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if given[name] != only:
             raise _refuse(name, given[name], f"is not handled. Legal value: {only}.")
-    method = (given["quantization_config"] or {}).get("quant_method", "mxfp4")
-    if method != "mxfp4":
-        raise _refuse("quantization_config.quant_method", method, "is not handled. Legal value: 'mxfp4'.")
     return "clamped_swiglu"
 
 
@@ -181,6 +178,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shared_expert_intermediate_size": latents.shared_width,
     "n_group": latents.groups,
     "topk_group": latents.topk_group,
+    "mtp_layers": latents.modules_ahead,
     "router_scores=softmax": functools.partial(latents.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(latents.scores, "sigmoid"),
     "hidden_act=clamped_swiglu": _clamped_swiglu,
@@ -310,7 +308,12 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
 
 def _refuse_unhandled(config: dict[str, Any], family: Family) -> None:
     known = families()
-    handled = {*family.fields, *known.window_fields[family.window], "layer_types", *known.ignored, *family.own.split()}
+    if config.get("quantization_config") is not None:
+        from megalite.config.quantization import check_quantization  # few files have one
+
+        check_quantization(config["quantization_config"], family.model_type)
+    handled = {*family.fields, *known.window_fields[family.window], "layer_types", "quantization_config"}
+    handled |= {*known.ignored, *family.own.split()}
     if family.rope:
         handled |= {"rope_theta", "rope_scaling", "rope_parameters"}
     for name, value in config.items():

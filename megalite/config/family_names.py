@@ -6,7 +6,7 @@ order, and a transposed module stores its matrix as [in, out]. `theirs` is a Hug
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megalite.config.schema import ModelConfig
 
@@ -27,7 +27,7 @@ class Names:
         expert: modules of one expert that `mlp.experts.in` holds, in this order; their names follow a name that ends in {}.{}.
         bare: modules whose tensors have no .weight at the end of their names, and _bias instead of .bias.
         router_bias: the tensor of a mixture that is added to the scores when experts are chosen; empty if files have none.
-        predicts_ahead: files have layers after the last one, which predict further tokens and are not read.
+        ahead: modules of the layers after the last one, which predict further tokens, besides those of a layer; empty: files have none.
         multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other parts, which are not read.
     """
 
@@ -42,7 +42,7 @@ class Names:
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
     bare: tuple[str, ...] = ()
     router_bias: str = ""
-    predicts_ahead: bool = False
+    ahead: dict[str, str] = field(default_factory=dict)
     multimodal: tuple[str, tuple[str, ...]] | None = None
 
 
@@ -83,6 +83,9 @@ _LATENT |= {f"self_attn.{part}_layernorm": f"attention.{part}_norm" for part in 
 _LATENT |= {"self_attn.kv_a_proj_with_mqa": "attention.kv_a"}
 _SHARED_EXPERTS = {f"mlp.shared_experts.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
 _DEEPSEEK = _LATENT | _GATE_UP | _OUT | _BEFORE | _MIXTURE | _SHARED_EXPERTS
+_AHEAD = {"enorm": "mtp.enorm", "hnorm": "mtp.hnorm", "eh_proj": "mtp.eh_proj", "shared_head.norm": "mtp.norm"}
+AHEAD_COPIES = {"embed_tokens": "embedding", "shared_head.head": "head"}
+"""Modules of a layer that predicts a further token which repeat one of ours outside the layers."""
 _MIXTRAL = {
     "block_sparse_moe.gate": "mlp.router",
     "block_sparse_moe.experts.{}.{}": "mlp.experts.in",
@@ -137,15 +140,13 @@ FAMILY_NAMES = {
     "qwen2_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED),
     "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
     "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True),
-    "deepseek_v3": Names(
-        _ENDS, "model.layers", _DEEPSEEK, interleaved=True, router_bias="mlp.gate.e_score_correction_bias", predicts_ahead=True
-    ),
+    "deepseek_v3": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, router_bias="mlp.gate.e_score_correction_bias", ahead=_AHEAD),
     "glm4_moe": Names(
         _ENDS,
         "model.layers",
         _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
         router_bias="mlp.gate.e_score_correction_bias",
-        predicts_ahead=True,
+        ahead=_AHEAD,
     ),
     "gpt_oss": Names(
         _ENDS,

@@ -69,6 +69,11 @@ def shared_width(given: dict[str, Any]) -> int:
     return int(given["n_shared_experts"] * given["moe_intermediate_size"])
 
 
+def modules_ahead(given: dict[str, Any]) -> int:
+    """Modules of multi-token prediction, under either of transformers' names."""
+    return int(given.get("num_nextn_predict_layers") or given.get("num_mtp_layers") or 0)
+
+
 def groups(given: dict[str, Any]) -> int | None:
     number = given["n_group"]
     return None if given["topk_method"] == "greedy" or number in (None, 1) else int(number)
@@ -96,7 +101,7 @@ def scores(kind: str, given: dict[str, Any]) -> str:
 def router_fields(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     """The fields of a router, from those of a ModelConfig."""
     method = METHODS[kind][-1 if values["n_group"] else 0]
-    normalised = {"num_nextn_predict_layers": 0} if kind == "sigmoid" else {"norm_topk_prob": False}
+    normalised = {} if kind == "sigmoid" else {"norm_topk_prob": False}
     return {"scoring_func": kind, "topk_method": method, **normalised}
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 USAGE = (
-    "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --zero N] [--section.key VALUE ...], "
+    "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --ep N --zero N] [--section.key VALUE ...], "
     "or: torchrun --nproc-per-node N -m megalite train --config ..."
 )
 LAUNCH = {

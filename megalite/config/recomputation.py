@@ -46,7 +46,7 @@ def layers_of(recompute: str) -> tuple[str, ...] | str:
     for entry in recompute.split(","):
         match = _ENTRY.fullmatch(entry.strip())
         if match is None or not is_mode(match[2]):
-            raise ValueError(f"{entry!r} is not a recomputation mode")
+            raise ValueError(f"has {entry.strip()}, which is not a recomputation mode")
         if match[1] is None and "," not in recompute:
             return match[2]
         modes += [match[2]] * int(match[1] or 1)

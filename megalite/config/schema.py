@@ -72,6 +72,9 @@ class ModelConfig:
     """Inner width of the feed-forward block."""
     num_hidden_layers: int = 4
     """Number of transformer layers."""
+    mtp_layers: int = 0
+    """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training predicts one token further ahead.
+    Evaluation and generation do not use them."""
     num_attention_heads: int = 4
     """Number of query heads."""
     num_key_value_heads: int | None = None
@@ -158,9 +161,9 @@ class ModelConfig:
     """Indices (0-based) of further layers that are dense. null: none."""
     router_balance: Literal["global", "sequence", "bias"] = "global"
     """How the experts are kept equally loaded: by an auxiliary loss from the load of the previous step (global) or of each sequence
-    (sequence), or by a bias on the choice, which each step moves against the load (bias). The layout of ranks does not change any."""
+    (sequence), or by a bias on the choice, which each step moves against the load (bias). The layout of ranks changes none of them."""
     router_aux_loss_coef: float = 0.0
-    """Coefficient of the auxiliary loss of router_balance, averaged over tokens and layers. 0: no loss."""
+    """Coefficient of the auxiliary loss of router_balance (bias: that of each sequence), averaged over tokens and layers. 0: no loss."""
     router_z_loss_coef: float = 0.0
     """Coefficient of the mean squared log-sum-exp of the router's logits, which keeps them small. 0: no loss."""
     router_bias_rate: float = 0.001
@@ -404,11 +407,14 @@ class TrainConfig:
     """Maximum global gradient norm. 0: no clipping."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights, average = ema_decay * average + (1 - ema_decay) * weights after each applied step,
-    for example 0.999. It is saved in checkpoints; validation.ema and megalite convert export --ema use it. null: no average."""
+    for example 0.999. It is saved in checkpoints; validation.ema and --ema of megalite convert export, generate and evaluate use it.
+    null: no average."""
     label_smoothing: float = 0.0
     """Label smoothing, over the whole vocabulary."""
     z_loss: float = 0.0
     """Coefficient of the z-loss, the squared log-partition function of the logits, which is added to the loss."""
+    mtp_weight: float = 0.3
+    """With model.mtp_layers, weight of the mean of their losses, which is added to the loss."""
     stop_after: str | None = None
     """Save a checkpoint and exit after this duration, for example 3h50m, 90m or 30s. null: no limit."""
     early_stopping_patience: int | None = None

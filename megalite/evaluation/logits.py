@@ -92,7 +92,9 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
     """The logits of transformers, [rows, tokens, vocabulary] for each input."""
     progress(f"opening {hf} with transformers")
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # `progress` is enough
     try:
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
         opened: Any = AutoModelForCausalLM.from_pretrained(str(hf), local_files_only=True, **options)

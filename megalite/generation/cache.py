@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from megalite_kernels.attention import attention
 from megalite_kernels.attention_part import attention_part
-from megalite_kernels.attention_sinks import join
 from torch import Tensor, nn
 
 from megalite.generation.latent_cache import LatentReader
@@ -28,6 +27,7 @@ from megalite.model.forward_state import ForwardState
 from megalite.model.latent_attention import LatentAttention
 from megalite.model.stage import Stage
 from megalite.parallel.context.gathered import whole
+from megalite.parallel.context.sinks import with_sinks
 
 ROUND_UP = 64
 
@@ -142,7 +142,7 @@ class KeyValueCache:
             return attention(q, k, v, **options)[0]
         asked = {name: options[name] for name in ("scale", "window", "softcap")}
         out, lse = attention_part(q, k, v, [(0, len(q))] if part is None else part.runs[part.rank], [(0, len(k))], **asked)
-        return (out if sinks is None else join(out, lse, sinks.tensor)[0]).to(q.dtype)
+        return with_sinks(out, lse, sinks)[0].to(q.dtype)
 
     @property
     def reads_prompts(self) -> bool:

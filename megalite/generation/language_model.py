@@ -53,6 +53,7 @@ class LanguageModel:
         name: a checkpoint written by any topology, a run's directory (its newest checkpoint), or hf:DIR.
         tp, pp, cp: the layout; tp · pp · cp must be the number of ranks.
         precision: fp32, bf16 or fp64, of the weights and of the computation.
+        average: load the moving average of the weights (`train.ema_decay`) in their place.
         mesh: an existing mesh of that layout (`build.make_mesh`).
 
     Raises:
@@ -69,9 +70,10 @@ class LanguageModel:
         pp: int = 1,
         cp: int = 1,
         precision: str = "fp32",
+        average: bool = False,
         mesh: Mesh | None = None,
     ):
-        self.source = open_source(name)
+        self.source = open_source(name, average)
         self.step = self.source.step
         self.config = for_inference(self.source.config, tp=tp, pp=pp, cp=cp, precision=precision)
         check_layout(self.config)

@@ -1,7 +1,8 @@
 """Latent attention with a cache of latents: kv_lora_rank + qk_rope_head_dim numbers a token instead of keys and values of all heads.
 
-Prompts are read as in training. The next token of a row reads the cache without computing keys and values from it: the product with the
-matrices that would make them moves to the query and to the output (DeepSeek-V2, 2.1.2), each head h having [Kₕ; Vₕ] = Wᵇₕ:
+Prompts are read as in training: their keys and values are computed from the latents, whole rows of them under context parallelism too. The
+next token of a row reads the cache without computing keys and values from it: the product with the matrices that would make them moves to
+the query and to the output (DeepSeek-V2, 2.1.2), each head h having [Kₕ; Vₕ] = Wᵇₕ:
 
     qₕ · (Kₕ c) = (Kₕᵀ qₕ) · c          Σ p (Vₕ c) = Vₕ (Σ p c)
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from megalite_kernels.rotary import rotate
 from torch import Tensor
 
 from megalite.model.latent_attention import LatentAttention
@@ -37,23 +37,19 @@ class LatentReader:
         """The output of this rank's heads, [seq, batch, heads/tp, value_size], of x [seq, batch, hidden]."""
         layer, cache = self.layer, state.cache
         queries, (latent, key) = layer.queries(x, state), layer.latent(x, state)
-        options, tables = layer.operation(state), layer.rotary(state)
-        rotated = key.unsqueeze(2) if tables is None else rotate(key.unsqueeze(2), *tables)
-        kept = torch.cat((latent.unsqueeze(2), rotated), -1)  # [seq, batch, 1, kv_lora_rank + qk_rope_head_dim]
-        kept = cache.whole(kept, options)
-        cache.store(layer.layer, kept, kept)
+        options = layer.operation(state)
+        kept = cache.whole(torch.cat((latent, key), -1), options)  # [seq, batch, kv_lora_rank + qk_rope_head_dim]
+        cache.store(layer.layer, kept.unsqueeze(2), kept.unsqueeze(2))
         if cache.reads_prompts:
-            q, k, v = layer.heads_of(queries, latent, key, state)
-            return cache.within_prompts(q, cache.whole(k, options), cache.whole(v, options), options)
-        found = cache.look_up(layer.layer, self._absorbed(queries, tables), options)  # [1, batch, heads, kv_lora_rank]
+            k, v = layer.keys_and_values(*kept.split((latent.shape[-1], key.shape[-1]), -1), None)
+            return cache.within_prompts(queries, k, v, options)
+        found = cache.look_up(layer.layer, self._absorbed(queries), options)  # [1, batch, heads, kv_lora_rank]
         return torch.einsum("sbhr,hvr->sbhv", found, self.matrix[:, self.plain :])
 
-    def _absorbed(self, queries: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Queries for the shared key: [seq, batch, heads · head_size] -> [seq, batch, heads, kv_lora_rank + qk_rope_head_dim]."""
-        by_head = queries.unflatten(-1, (self.layer.heads, -1))
-        turning = by_head[..., self.plain :]
-        absorbed = torch.einsum("sbhn,hnr->sbhr", by_head[..., : self.plain], self.matrix[:, : self.plain])
-        return torch.cat((absorbed, turning if tables is None else rotate(turning, *tables)), -1)
+    def _absorbed(self, queries: Tensor) -> Tensor:
+        """Queries for the shared key: [seq, batch, heads, head_size] -> [seq, batch, heads, kv_lora_rank + qk_rope_head_dim]."""
+        absorbed = torch.einsum("sbhn,hnr->sbhr", queries[..., : self.plain], self.matrix[:, : self.plain])
+        return torch.cat((absorbed, queries[..., self.plain :]), -1)
 
     @property
     def matrix(self) -> Tensor:

@@ -62,10 +62,14 @@ class ModelSource:
         return self.config.data.train is not None and not _began_elsewhere(self.config)
 
 
-def open_source(name: Path | str) -> ModelSource:
-    """The model of a checkpoint, a run's directory (its newest checkpoint) or hf:DIR. Reads no weights. Raises CheckpointError or
-    ConfigError."""
+def open_source(name: Path | str, average: bool = False) -> ModelSource:
+    """The model of a checkpoint, a run's directory (its newest checkpoint) or hf:DIR. Reads no weights.
+
+    average: with the moving average of the weights (`train.ema_decay`) in their place. Raises CheckpointError or ConfigError.
+    """
     if str(name).startswith(HF):
+        if average:
+            raise ConfigError(f"--ema: {name} is a Hugging Face model, which has no average of its weights. Leave out --ema.")
         directory = Path(str(name).removeprefix(HF))
         model = replace(Source.of(directory).model, init_from=str(name))
         read = starting_weights(model)
@@ -73,6 +77,7 @@ def open_source(name: Path | str) -> ModelSource:
         return ModelSource(str(name), Config(model=model), 0, read, directory, of_tokenizer(directory))
     directory = find(Path(name))
     manifest = checkpoint.manifest_of(directory)
+    manifest = manifest.averaged() if average else manifest
     if "config" not in manifest.state:
         raise CheckpointError(f"{directory} holds no configuration. Give one that megalite train or megalite convert wrote.")
     config = from_dict(manifest.state["config"])
@@ -96,7 +101,8 @@ def _began_elsewhere(config: Config) -> bool:
 
 
 def for_inference(config: Config, *, tp: int = 1, pp: int = 1, cp: int = 1, precision: str = "fp32") -> Config:
-    """The configuration of the same model for forward passes only, on its own layout, independent of the layout of training.
+    """The configuration of the same model for forward passes only, on its own layout, independent of the layout of training. Modules of
+    multi-token prediction, which only training uses, are left out.
 
     cp ranks gather keys and values: the key-value cache needs them whole in any case.
     """
@@ -105,7 +111,8 @@ def for_inference(config: Config, *, tp: int = 1, pp: int = 1, cp: int = 1, prec
     saving = replace(config.checkpoint, async_save=False)
     ep = gcd(tp, config.model.num_experts or 1)  # experts too are split over tp ranks
     parallel = ParallelConfig(tp=tp, pp=pp, cp=cp, dp=1, context="gather", zero=0, ep=ep)
-    return replace(config, run=replace(config.run, timeout=TIMEOUT), parallel=parallel, train=train, checkpoint=saving)
+    model = replace(config.model, mtp_layers=0)
+    return replace(config, run=replace(config.run, timeout=TIMEOUT), model=model, parallel=parallel, train=train, checkpoint=saving)
 
 
 def check_layout(config: Config) -> None:

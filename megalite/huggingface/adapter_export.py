@@ -15,9 +15,9 @@ from megalite import checkpoint
 from megalite.checkpoint import directories
 from megalite.checkpoint.chunks import name_of
 from megalite.config.hub import repository
-from megalite.config.schema import ModelConfig
+from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.huggingface import convert as converting
-from megalite.huggingface.convert import HF, head_of, model_of, places_of
+from megalite.huggingface.convert import HF, family_of, head_of, model_of, places_of
 from megalite.huggingface.files import ConversionError, NewFile
 from megalite.huggingface.merging import Adapters, saved
 from megalite.huggingface.model_card import write_card
@@ -45,19 +45,20 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     head = head_of(model, directory)
     tensors |= dict(_saved(adapters, found, head))
     base = _base(model)
+    settings = _settings(modules, found, adapters, head, base, family_of(model, directory))
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
     parameters, dtypes = sum(value.numel() for value in tensors.values()), {name_of(value.dtype) for value in tensors.values()}
     with converting.new_directory(target) as temporary:
         with closing(NewFile(temporary / FILES[0], {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})) as file:
             for name, value in tensors.items():
                 file.write(name, value)
-        directories.write_synced(temporary / SETTINGS, json.dumps(_settings(modules, found, adapters, head, base), indent=2) + "\n")
+        directories.write_synced(temporary / SETTINGS, json.dumps(settings, indent=2) + "\n")
         identity = write_tokenizer(temporary, tokenizer, manifest.state["step"])
         facts = {"adapter": f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}", "parameters": f"{parameters:,}"}
         write_card(temporary, manifest, identity, facts | {"dtype": ", ".join(sorted(dtypes))}, base=base or "")
     return {"rank": lora.rank, "parameters": parameters, "dtypes": sorted(dtypes), "modules": [each.name for each in modules]} | {
         "tokenizer": tokenizer.name,
-        "notes": tokenizer.notes,
+        "notes": [*tokenizer.notes, *_without_dropout(lora, settings)],
     }
 
 
@@ -108,18 +109,25 @@ def _saved(adapters: Adapters, found: dict[str, Place], head: str) -> Iterator[t
             yield key, piece.contiguous()
 
 
-def _settings(modules: Sequence[Module], found: dict[str, Place], adapters: Adapters, head: str, base: str | None) -> dict[str, Any]:
-    """PEFT's adapter_config.json."""
+def _settings(
+    modules: Sequence[Module], found: dict[str, Place], adapters: Adapters, head: str, base: str | None, family: str
+) -> dict[str, Any]:
+    """PEFT's adapter_config.json. Raises ConversionError if PEFT can not apply the adapters."""
     lora, model = adapters.lora, adapters.model
     others = {module_of(place) for place in found.values()} - {module.name for module in modules}
     numbers = {module.name: _numbers(module, adapters) for module in modules}
+    weights = _as_weights(modules, family, lora.dora)
+
+    def target(name: str, others: set[str]) -> str:
+        return _target(name, others) + (".weight" if name in weights else "")
 
     def pattern(index: int, default: float) -> dict[str, float]:
         """The modules where a number is not the default, by the shortest name that matches no module with another number."""
         given = {name: own[index] for name, own in numbers.items()}
-        return {_target(name, {each for each in given if given[each] != own}): own for name, own in given.items() if own != default}
+        return {target(name, {each for each in given if given[each] != own}): own for name, own in given.items() if own != default}
 
-    fused = sorted({".".join(module.name.split(".")[-3:]) for module in modules if isinstance(module, Experts)})
+    experts = {module.name for module in modules if isinstance(module, Experts)}
+    parameters = sorted({".".join(name.split(".")[-3:]) for name in experts} | {target(name, others) for name in weights})
     full = {key.removeprefix(PREFIX).rpartition(".")[0] for keys in saved_keys(model, lora, found, head).values() for key in keys}
     return {
         "peft_type": "LORA",
@@ -131,15 +139,33 @@ def _settings(modules: Sequence[Module], found: dict[str, Place], adapters: Adap
         "alpha_pattern": pattern(1, lora.alpha),
         "use_rslora": lora.scaling == "rslora",
         "use_dora": lora.dora,
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted({_target(module.name, others) for module in modules if not isinstance(module, Experts)}),
+        "lora_dropout": 0.0 if parameters else lora.dropout,  # PEFT has none on parameters
+        "target_modules": sorted({target(module.name, others) for module in modules if module.name not in weights | experts}),
         "modules_to_save": sorted({_target(name, set(numbers) | others - full) for name in full}) or None,
         "ensure_weight_tying": model.tie_word_embeddings and EMBEDDING in saved(model, lora),
         "fan_in_fan_out": any(module.transposed for module in modules),
         "bias": "none",
         "inference_mode": True,
-        **({"target_parameters": fused} if fused else {}),
+        **({"target_parameters": parameters} if parameters else {}),
     }
+
+
+def _as_weights(modules: Sequence[Module], family: str, dora: bool) -> set[str]:
+    """The modules of which PEFT is given the weight. Raises ConversionError with DoRA, which PEFT does not have on parameters."""
+    found = {module.name for module in modules if module.as_weight(family)}
+    if dora and found:
+        raise ConversionError(
+            f"PEFT can not apply DoRA to {min(found)} of a {family} model, whose weight it has to be given instead of the module. "
+            "Export the merged model with megalite convert export, or leave gate, up and down out of lora.targets."
+        )
+    return found
+
+
+def _without_dropout(lora: LoraConfig, settings: dict[str, Any]) -> list[str]:
+    """A line if the settings do not have the run's dropout."""
+    if settings["lora_dropout"] == lora.dropout:
+        return []
+    return [f"lora_dropout is 0, and the run had {lora.dropout}: PEFT has no dropout with target_parameters. It matters in training only"]
 
 
 def _numbers(module: Module, adapters: Adapters) -> tuple[int, float]:

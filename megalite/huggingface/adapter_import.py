@@ -166,7 +166,10 @@ class PeftAdapter:
 
     def _scale(self, module: Module, rank: int) -> float:
         """PEFT's factor on a module's B A."""
-        alpha = _by_pattern(self.settings.get("alpha_pattern"), module.name, self.settings["lora_alpha"])
+        weight = f"{module.name}.weight"
+        by_weight = any(f".{weight}".endswith(f".{each}") for each in self.settings.get("target_parameters") or ())
+        name = weight if by_weight else module.name
+        alpha = _by_pattern(self.settings.get("alpha_pattern"), name, self.settings["lora_alpha"])
         return float(alpha / (rank**0.5 if self.settings.get("use_rslora") else rank))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -197,7 +200,7 @@ class PeftAdapter:
 
 
 def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of the module's name, as in PEFT."""
+    """The value of the first pattern that matches the end of the name of a module or parameter, as in PEFT."""
     return next((value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
 
 

@@ -11,7 +11,7 @@ from megalite.config.schema import ConfigError, ModelConfig
 
 _TRAINING_ONLY = (
     *("embedding_dropout", "attention_dropout", "residual_dropout"),
-    *("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor"),
+    *("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor", "mtp_layers"),
 )
 _MIXTURE = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size"),
@@ -135,6 +135,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "shared_expert_intermediate_size": latents.shared_fields,
     "n_group": lambda values: {"n_group": values["n_group"] or 1},
     "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},
+    "mtp_layers": lambda values: {"num_nextn_predict_layers": values["mtp_layers"]},
     "router_scores=softmax": partial(latents.router_fields, "softmax"),
     "router_scores=sigmoid": partial(latents.router_fields, "sigmoid"),
     "hidden_act=clamped_swiglu": lambda values: {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},

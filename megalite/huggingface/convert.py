@@ -38,7 +38,7 @@ from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
-from megalite.huggingface.names import Place, places
+from megalite.huggingface.names import Place, copies, places
 from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
@@ -73,18 +73,32 @@ class Source:
     weights: Weights
     places: dict[str, Place]
     biases: dict[int, str]
+    copies: dict[str, list[str]]
+    """Our tensor → those that repeat it."""
 
     @staticmethod
-    def of(directory: Path) -> Source:
-        """Open it without reading weights. Raises ConfigError if its model is not supported, ConversionError if a file is damaged."""
+    def of(directory: Path, ahead: bool = True) -> Source:
+        """Open it without reading weights. Raises ConfigError if its model is not supported, ConversionError if a file is damaged.
+
+        ahead: with its modules of multi-token prediction, if it has them: transformers keeps their number and drops their weights.
+        """
         config = hf_config(directory)
         model, family = ModelConfig(**from_hf_config(config)), str(config["model_type"])
         if model.vocab_size is None:
             raise ConfigError(f"{directory}: config.json gives no vocab_size.")
         _check(model)
-        weights = _opened(directory)
-        stored, biases = _prefix(weights, FAMILY_NAMES[family]), bias_names(model, family)
-        return Source(directory, model, family, weights, _bound(weights, model, family), {at: stored(name) for at, name in biases.items()})
+        weights, names = _opened(directory), FAMILY_NAMES[family]
+        stored = _prefix(weights, names)
+        further = tuple(stored(f"{names.layers}.{model.num_hidden_layers + index}.") for index in range(max(model.mtp_layers, 1)))
+        if not ahead or not any(name.startswith(further) for name in weights):
+            model = replace(model, mtp_layers=0)
+        found = _bound(weights, model, family, further if names.ahead and not model.mtp_layers else ())
+        biases = {at: stored(name) for at, name in bias_names(model, family).items()}
+        repeated: dict[str, list[str]] = {}
+        for theirs, ours in copies(model, family).items():
+            if stored(theirs) in weights:
+                repeated.setdefault(ours, []).append(stored(theirs))
+        return Source(directory, model, family, weights, found, biases, repeated)
 
     @cached_property
     def states(self) -> dict[str, Tensor]:
@@ -92,8 +106,12 @@ class Source:
         return states(self.model, self.biases, self.weights)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A rectangle of one of our tensors; only its bytes are read."""
+        """A rectangle of one of our tensors; only its bytes are read, and those of tensors that should repeat it."""
         place = self.places[name]
+        for theirs in self.copies.get(name, ()):
+            own, other = (place.read(self.weights[each], offsets, sizes) for each in (place.theirs, theirs))
+            if not torch.equal(own, other):
+                raise ConversionError(f"{self.directory}: {theirs} is not equal to {place.theirs}, which the model shares with that module")
         if number := len(place.pieces) or place.experts:  # a layer's experts are large: only those in the rectangle are read
             length = place.shape[0] // number
             first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
@@ -107,12 +125,17 @@ class Source:
 
 
 def _opened(directory: Path) -> Weights:
+    """The weights of a directory, quantised ones in bf16."""
     weights = Weights(directory)
-    if not any(name.endswith("_blocks") for name in weights):
-        return weights
-    from megalite.huggingface.mxfp4 import Dequantized
+    if any(name.endswith("_blocks") for name in weights):
+        from megalite.huggingface import mxfp4
 
-    return Dequantized(weights)
+        return mxfp4.Dequantized(weights)
+    if any(name.endswith("_scale_inv") for name in weights):
+        from megalite.huggingface import fp8
+
+        return fp8.Dequantized(weights)
+    return weights
 
 
 def _check(model: ModelConfig) -> None:
@@ -123,19 +146,19 @@ def _check(model: ModelConfig) -> None:
             raise ConfigError(rule.describe(facts))
 
 
-def _bound(weights: Weights, model: ModelConfig, family: str) -> dict[str, Place]:
-    """The places with the stored names. Raises ConversionError naming tensors that are missing, of another shape, or unknown."""
+def _bound(weights: Weights, model: ModelConfig, family: str, unread: tuple[str, ...]) -> dict[str, Place]:
+    """The places with the stored names. Raises ConversionError naming tensors that are missing, of another shape, or unknown. unread: how
+    names of tensors begin that have no place."""
     names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
     found, tied = places(model, family), model.tie_word_embeddings
     if any(name.endswith("experts.gate_up_proj") for name in weights):
         found = {name: _fused(place) for name, place in found.items()}
     head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
-    other_parts = names.multimodal[1] if names.multimodal and stored("") else ()  # of a file in which names have a prefix
-    if names.predicts_ahead:
-        other_parts = (*other_parts, stored(f"{names.layers}.{model.num_hidden_layers}."))
+    other_parts = (*unread, *(names.multimodal[1] if names.multimodal and stored("") else ()))  # of a file in which names have a prefix
     expected = {stored(theirs): shape for place in found.values() for theirs, shape in place.tensors.items()}
     expected |= {stored(theirs): (model.num_experts or 0,) for theirs in bias_names(model, family).values()}
     problems = [f"{name} is missing" for name in expected if name not in weights]
+    expected |= {stored(theirs): found[ours].shape for theirs, ours in copies(model, family).items()}
     for name in weights:
         shape = weights.shape(name)
         if name in expected and shape != expected[name]:
@@ -182,6 +205,11 @@ def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) 
         raise ConversionError(f"model.init_from = {HF}{directory}: {error}") from None
     ours, theirs = meaning(model), meaning(source.model)
     different = [name for name in ours if ours[name] != theirs[name] and name not in FREE_TO_CHANGE]
+    if ours["mtp_layers"] < theirs["mtp_layers"]:  # some are left out
+        different.remove("mtp_layers")
+    if different == ["mtp_layers"]:
+        has = f"has the weights of {theirs['mtp_layers'] or 'no'} modules. Set it to {theirs['mtp_layers']}"
+        raise ConversionError(f"model.mtp_layers = {ours['mtp_layers']}, but model.init_from = {HF}{directory} {has}.")
     if different:
         listed = ", ".join(f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED])
         raise ConversionError(f"model.init_from = {HF}{directory} is another model: {listed}. Set model.from_hf = {directory}.")
@@ -195,14 +223,15 @@ def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) 
 # ---- import
 
 
-def import_model(source: Path, directory: Path, progress: Report = silent) -> dict[str, Any]:
-    """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for display.
+def import_model(source: Path, directory: Path, progress: Report = silent, ahead: bool = True) -> dict[str, Any]:
+    """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for display. ahead: with those of its
+    modules of multi-token prediction, if it has them.
 
     Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
     """
     if directory.exists():
         raise ConversionError(f"{directory} exists already. Give another name, or remove it.")
-    theirs = Source.of(source)
+    theirs = Source.of(source, ahead)
     check_vocabulary(source, theirs.model.vocabulary)
     temporary = directories.begin(directory)
     try:
@@ -276,8 +305,12 @@ def export_model(
     base = hf_config(like) if like else {}
     family = family or _family_like(model, base)
     config = to_hf_config(model, family)
+    left_out = model.mtp_layers > 0 and not names_of(model, config["model_type"]).ahead
+    model = replace(model, mtp_layers=0) if left_out else model
     found = places(model, config["model_type"])
     stored = _stored(manifest, found)
+    for theirs, ours in copies(model, config["model_type"]).items():
+        found[theirs], stored[theirs] = replace(found[ours], theirs=theirs), stored[ours]
     dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
     ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
@@ -291,7 +324,8 @@ def export_model(
         write_generation(temporary, found_tokenizer, like, ids)
         identity = write_tokenizer(temporary, found_tokenizer, manifest.state["step"])
         write_card(temporary, manifest, identity, _shown(summary, config["architectures"][0]), reader=found_tokenizer.reader)
-    notes = [*found_tokenizer.notes, *_rounded(from_dict(manifest.state["config"]), dtypes.values(), like, base)]
+    without = [f"without modules of multi-token prediction, which {config['model_type']} models do not have"] if left_out else []
+    notes = [*without, *found_tokenizer.notes, *_rounded(from_dict(manifest.state["config"]), dtypes.values(), like, base)]
     return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": notes}
 
 
@@ -347,16 +381,17 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
 
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, Place]:
-    """The places of a model's tensors in the family that it came from, or in the first that can express it. directory: the checkpoint's."""
-    return places(model, _family_of(model, directory))
+    """The places of a model's tensors in its family."""
+    return places(model, family_of(model, directory))
 
 
 def head_of(model: ModelConfig, directory: Path) -> str:
     """The name of the head's module in that family."""
-    return next(theirs for theirs, ours in names_of(model, _family_of(model, directory)).ends.items() if ours == "head")
+    return next(theirs for theirs, ours in names_of(model, family_of(model, directory)).ends.items() if ours == "head")
 
 
-def _family_of(model: ModelConfig, directory: Path) -> str:
+def family_of(model: ModelConfig, directory: Path) -> str:
+    """The family that a model came from, or the first that can express it. directory: the checkpoint's."""
     like = origin(directory, model)
     return str(to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
 

@@ -17,7 +17,9 @@ from megalite.checkpoint import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
-STORED = DTYPES | {"U8": torch.uint8}  # the last one in parts of quantised tensors (`megalite.huggingface.mxfp4`)
+QUANTISED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+"""Types of the parts of quantised tensors (`megalite.huggingface.mxfp4`, `fp8`)."""
+STORED = DTYPES | QUANTISED
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -66,6 +68,9 @@ class SafetensorsFile:
     def _bytes(self) -> Tensor:
         return torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return STORED[self._entries[name][0]]
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name][1]
 
@@ -99,6 +104,9 @@ class PickledFile:
     @property
     def names(self) -> list[str]:
         return list(self._tensors)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)

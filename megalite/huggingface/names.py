@@ -12,10 +12,10 @@ from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from megalite.config.family_names import EACH_HEAD, Names, names_of
+from megalite.config.family_names import AHEAD_COPIES, EACH_HEAD, Names, names_of
 from megalite.config.schema import ModelConfig
 from megalite.huggingface.head_order import decoupled_channels, grouped_heads, rotated_channels, rows_of
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import layer_count, model_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
     names = names_of(model, family)
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
     found: dict[str, Place] = {}
-    for theirs, parts in _modules(names, model.num_hidden_layers):
+    for theirs, parts in _modules(names, model):
         for suffix in ("weight", "bias"):
             own = [f"{part}.{suffix}" for part in parts if f"{part}.{suffix}" in shapes]
             if own:
@@ -138,12 +138,22 @@ def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) ->
     return {ours: Place(name, shape, rows, False, experts=experts, each_transposed=len(shape) == 2)}
 
 
-def _modules(names: Names, layers: int) -> Iterator[tuple[str, list[str]]]:
+def copies(model: ModelConfig, family: str) -> dict[str, str]:
+    """Tensors that repeat a whole one of ours → its global name: what the modules of multi-token prediction share with the model."""
+    names = names_of(model, family)
+    layers = range(model.num_hidden_layers, layer_count(model)) if names.ahead else ()
+    head = "embedding" if model.tie_word_embeddings else "head"
+    shared = {theirs: head if ours == "head" else ours for theirs, ours in AHEAD_COPIES.items()}
+    return {f"{names.layers}.{layer}.{theirs}.weight": f"{ours}.weight" for layer in layers for theirs, ours in shared.items()}
+
+
+def _modules(names: Names, model: ModelConfig) -> Iterator[tuple[str, list[str]]]:
     """Each Hugging Face module with our modules in it."""
     for theirs, ours in names.ends.items():
         yield theirs, [ours]
-    for layer in range(layers):
-        for theirs, ours in names.layer.items():
+    for layer in range(layer_count(model)):
+        more = names.ahead if layer >= model.num_hidden_layers else {}
+        for theirs, ours in (names.layer | more).items():
             yield f"{names.layers}.{layer}.{theirs}", [f"layers.{layer}.{part}" for part in ours.split()]
 
 

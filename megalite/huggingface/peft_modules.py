@@ -10,10 +10,15 @@ If a module fuses n of our projections (Phi-3's qkv_proj, GPT-2's c_attn), the r
 concatenated by rows, and B is block-diagonal with our B's. An import also accepts a single A for all of them, which each of our projections
 copies.
 
-The experts of a layer are two fused parameters there, gate and up together and down, each with an adapter of its own (target_parameters):
+The experts of a layer are two fused parameters there, gate and up together and down, each with an adapter of its own (target_parameters).
+Rows of B are those of the parameter, in gpt-oss gate and up in turns:
 
     base_model.model.MODULE.base_layer.lora_A.weight  [experts · rank, in]      …lora_B.weight  [out, rank · experts], a column an expert
     base_model.model.MODULE.lora_A.weight             the same of down, or of the only parameter that has an adapter
+
+In families whose experts transformers 5 fuses, PEFT takes gate_proj, up_proj and down_proj in target_modules for those experts, whatever
+is before them, and adapts no module of these names (`_convert_peft_config_moe` in peft.utils.transformers_weight_conversion). Those of
+dense layers and of shared experts are therefore given as target_parameters, MODULE.weight: the tensors and their names are the same.
 """
 
 from __future__ import annotations
@@ -21,16 +26,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megalite.config.schema import LoraConfig, ModelConfig
-from megalite.huggingface.files import ConversionError
 from megalite.huggingface.merging import saved
 from megalite.huggingface.names import Place
 
 PREFIX = "base_model.model."
 SETTINGS, FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 EMBEDDING = "embedding.weight"
+FUSED_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe")
+"""Families with dense layers or shared experts whose modules PEFT can not find by these names."""
+_TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,10 @@ class Module:
     def transposed(self) -> bool:
         return any(place.transposed for place in self.weights.values())
 
+    def as_weight(self, family: str) -> bool:
+        """Whether PEFT must be given the module's weight, since it takes the module's name for that of experts."""
+        return family in FUSED_FAMILIES and self.name.rpartition(".")[2] in _TAKEN
+
     def rows(self, weight: str) -> list[int]:
         """The module's outputs that belong to one of our weights, in our order."""
         return list(self.weights[weight].rows)
@@ -70,29 +82,38 @@ class Experts(Module):
 
     inner: bool
 
+    @property
+    def _place(self) -> Place:
+        return next(iter(self.weights.values()))
+
     def keys(self, dora: bool) -> list[str]:
         stem = self.name.rpartition(".")[0] + (".base_layer" if self.inner else "")
         return [f"{PREFIX}{stem}.{part}" for part in ("lora_A.weight", "lora_B.weight")]
 
+    def as_weight(self, family: str) -> bool:
+        return False
+
     @property
     def number(self) -> int:
         """Number of experts."""
-        place = next(iter(self.weights.values()))
-        return len({piece[0] for piece in place.pieces})
+        return self._place.experts or len({piece[0] for piece in self._place.pieces})
 
     @property
     def shape(self) -> tuple[int, int]:
         """Number of outputs and inputs of one expert."""
-        rows, columns = next(iter(self.weights.values())).shape
+        rows, columns = self._place.shape
         return rows // self.number, columns
 
     def to_peft(self, b: Tensor) -> Tensor:
         """Our B [experts · out, rank] as [out, rank · experts]."""
-        return b.view(self.number, -1, b.shape[1]).permute(1, 2, 0).flatten(1)
+        theirs = torch.empty_like(b)
+        self._place.write(theirs, (0, 0), b)
+        return theirs.view(self.number, -1, b.shape[1]).permute(1, 2, 0).flatten(1)
 
     def from_peft(self, b: Tensor) -> Tensor:
         """The inverse."""
-        return b.view(len(b), -1, self.number).permute(2, 0, 1).flatten(0, 1)
+        theirs = b.view(len(b), -1, self.number).permute(2, 0, 1).flatten(0, 1)
+        return self._place.read(theirs, (0, 0), theirs.shape)
 
 
 def modules_of(found: dict[str, Place], weights: Iterable[str]) -> list[Module]:
@@ -100,16 +121,19 @@ def modules_of(found: dict[str, Place], weights: Iterable[str]) -> list[Module]:
     grouped: dict[str, dict[str, Place]] = {}
     weights = list(weights)
     for name in weights:
-        if found[name].experts is not None:
-            raise ConversionError(f"adapters of {name} can not be in PEFT's format: this family's files have its experts transposed.")
         grouped.setdefault(module_of(found[name]), {})[name] = found[name]
-    return [_experts(own, weights) if "experts.{}" in name else Module(name, own) for name, own in grouped.items()]
+    return [_experts(own, weights) if _stacked(own) else Module(name, own) for name, own in grouped.items()]
+
+
+def _stacked(own: dict[str, Place]) -> bool:
+    return any(place.pieces or place.experts for place in own.values())
 
 
 def _experts(own: dict[str, Place], weights: Collection[str]) -> Experts:
     """own: one of our weights."""
     (name, place), *_ = own.items()
-    return Experts(place.fused().theirs, own, name.replace(".in.", ".down.") in weights and ".in." in name)
+    theirs = (place if place.experts else place.fused()).theirs
+    return Experts(theirs, own, name.replace(".in.", ".down.") in weights and ".in." in name)
 
 
 def module_of(place: Place) -> str:

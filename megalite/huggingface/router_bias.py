@@ -1,7 +1,7 @@
 """What routers add to their scores when they choose, in Hugging Face's files one tensor a mixture, in ours a state of all routers.
 
-A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each; files have the first in fp32, and the second is
-equal at the start of a run. See `megalite.model.routers`.
+A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each, and with modules of multi-token prediction the
+same of these; files have the first in fp32, and the second is equal at the start of a run. See `megalite.model.routers`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from megalite.checkpoint import Manifest
 from megalite.checkpoint.inspect import whole
 from megalite.config.family_names import names_of
 from megalite.config.schema import ModelConfig
+from megalite.model.parameters import layer_count
 
 PREFIX = "router/"
 BIAS, LOAD = f"{PREFIX}bias", f"{PREFIX}load"
+AHEAD_BIAS, AHEAD_LOAD = f"{PREFIX}mtp_bias", f"{PREFIX}mtp_load"
 
 
 def bias_names(model: ModelConfig, family: str) -> dict[int, str]:
     """Layer → its tensor in Hugging Face's files; empty for a family that has none."""
     names = names_of(model, family)
-    layers = range(model.num_hidden_layers) if names.router_bias else ()
+    layers = range(layer_count(model)) if names.router_bias else ()
     return {layer: f"{names.layers}.{layer}.{names.router_bias}" for layer in layers if model.is_mixture(layer)}
 
 
@@ -32,10 +34,13 @@ def states(model: ModelConfig, biases: Mapping[int, str], tensors: Mapping[str, 
     if not biases:
         return {}
     experts = model.num_experts or 0
-    bias = torch.zeros(model.num_hidden_layers, experts, dtype=torch.float64)
+    bias = torch.zeros(layer_count(model), experts, dtype=torch.float64)
     for layer, name in biases.items():
         bias[layer] = tensors[name]
-    return {BIAS: bias, LOAD: torch.full_like(bias, model.num_experts_per_tok / experts)}
+    own, ahead = bias.split((model.num_hidden_layers, model.mtp_layers))
+    found = {BIAS: own, LOAD: own} | ({AHEAD_BIAS: ahead, AHEAD_LOAD: ahead} if len(ahead) else {})
+    equal = model.num_experts_per_tok / experts
+    return {name: torch.full_like(each, equal) if name in (LOAD, AHEAD_LOAD) else each for name, each in found.items()}
 
 
 def fill(tensor: Tensor, values: Tensor | None, offsets: Sequence[int]) -> None:
@@ -49,5 +54,6 @@ def to_export(manifest: Manifest, biases: Mapping[int, str]) -> dict[str, Tensor
     if not biases or BIAS not in manifest.tensors:
         experts = manifest.state["config"]["model"].get("num_experts") or 0
         return {name: torch.zeros(experts) for name in biases.values()}
-    bias = torch.from_numpy(whole(manifest, manifest.tensors[BIAS])).view(torch.float64).squeeze(-1)
+    stored = [manifest.tensors[name] for name in (BIAS, AHEAD_BIAS) if name in manifest.tensors]
+    bias = torch.cat([torch.from_numpy(whole(manifest, each)).view(torch.float64).squeeze(-1) for each in stored])
     return {name: bias[layer].float() for layer, name in biases.items()}

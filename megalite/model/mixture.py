@@ -18,6 +18,7 @@ from megalite.config.schema import ModelConfig
 from megalite.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.options import LayerOptions
+from megalite.model.parameters import layer_count
 from megalite.model.transformer import FeedForward
 from megalite.parallel.expert.balance import Balance, RouterState
 from megalite.parallel.expert.choice import Choice, choose, in_best_groups
@@ -81,7 +82,7 @@ class Mixture(nn.Module):
     def _report(self, state: ForwardState, statistics: Tensor) -> None:
         """Enter the layer's statistics into those of all layers, [layers, experts + 3]."""
         if "router" not in state.statistics:
-            state.statistics["router"] = statistics.new_zeros(self.model.num_hidden_layers, len(statistics))
+            state.statistics["router"] = statistics.new_zeros(layer_count(self.model), len(statistics))
         state.statistics["router"][self.layer] = statistics
 
     def _choice(self, scores: Tensor, targets: Tensor | None, state: ForwardState) -> Choice:

@@ -1,7 +1,9 @@
 """The model's stored parameters as specs, unit by unit: computed only from the configuration. Imports no torch.
 
-Units: 0 is the embedding, 1 … L the layers, L + 1 the final norm and the head.
-Global names: `embedding.weight`, `layers.3.attention.q.weight`, `layers.3.mlp.up.weight`, `norm.weight`, `head.weight`.
+Units: 0 is the embedding, 1 … L the layers, L + 1 the final norm and the head, with the modules of multi-token prediction.
+Global names: `embedding.weight`, `layers.3.attention.q.weight`, `layers.3.mlp.up.weight`, `norm.weight`, `head.weight`. The
+modules of multi-token prediction have the layers after the last one; what else is theirs is `layers.61.mtp.enorm.weight`, `….hnorm`,
+`….eh_proj` and `….norm`.
 Those of adapters follow from these: `model.adapters`.
 Stored names differ where segments are fused: `layers.3.attention.qkv.weight` holds q, k and v, `layers.3.mlp.in.weight` gate and up.
 """
@@ -32,6 +34,17 @@ def kv_replicas(model: ModelConfig, tp: int) -> int:
 def head_unit(model: ModelConfig) -> int:
     """The last unit: final norm and head."""
     return model.num_hidden_layers + 1
+
+
+def layer_count(model: ModelConfig) -> int:
+    """Number of layers, those of the modules of multi-token prediction included, which are the last ones."""
+    return model.num_hidden_layers + model.mtp_layers
+
+
+def layers_in(model: ModelConfig, unit: int) -> range:
+    """The layers (0-based) of a unit: one, none in the embedding, in the last unit those of modules of multi-token prediction."""
+    last = head_unit(model)
+    return range(model.num_hidden_layers, layer_count(model)) if unit == last else range(unit - 1, unit) if unit else range(0)
 
 
 def stage_units(partition: Sequence[int], stage: int) -> range:
@@ -101,16 +114,23 @@ class _Specs:
         return _each_alone(unit, weight, addend) if bias else _each_alone(unit, weight)
 
     def embedding(self, both_ends: bool) -> list[ParamSpec]:
-        """Token embedding and learned positions. `both_ends`: the rank has the head, too: a tied table then gets two contributions."""
+        """Token embedding and learned positions. `both_ends`: the rank has the last stage, too, which may use the table."""
         model = self.model
         table = self._vocabulary("embedding.weight")
-        tied = model.tie_word_embeddings
-        specs = [ParamSpec(table.name, 0, (table,), tied=tied, contributions=2 if tied and both_ends else 1)]
+        later = self.embedding_uses
+        shared = both_ends and later > 0
+        specs = [ParamSpec(table.name, 0, (table,), tied=later > 0, both_ends=shared, contributions=1 + (later if shared else 0))]
         if model.position == "learned":
             shape = (model.max_position_embeddings, model.hidden_size)
             positions = Segment("positions.weight", shape, grad_partial_axis=self.partial_axis, init_std=self.std)
             specs += _each_alone(0, positions)
         return specs
+
+    @property
+    def embedding_uses(self) -> int:
+        """How often the last stage uses the embedding in a microbatch: each module looks up tokens; tied, it is the head of all losses."""
+        modules = self.model.mtp_layers
+        return modules + (1 + modules if self.model.tie_word_embeddings else 0)
 
     def _vocabulary(self, name: str, copy: bool = False) -> Segment:
         """A table [vocabulary, hidden], split along dim 0, in memory padded to equal parts."""
@@ -120,7 +140,7 @@ class _Specs:
 
     def layer(self, index: int) -> list[ParamSpec]:
         """Attention and feed-forward of layer `index`, each with its norms, in the order of the forward."""
-        model, unit, name = self.model, index + 1, f"layers.{index}"
+        model, unit, name = self.model, min(index + 1, head_unit(self.model)), f"layers.{index}"
         head, copies = model.head_size, kv_replicas(model, self.tp)
         specs = []
         for block, before, after in (("attention", "input_norm", "attention.output_norm"), ("mlp", "mlp_norm", "mlp.output_norm")):
@@ -195,20 +215,27 @@ class _Specs:
             specs += self._of_own_tokens(f"{name}.shared_gate.weight", unit, 1) if model.shared_expert_gate else []
         return specs
 
-    def _of_own_tokens(self, name: str, unit: int, outputs: int, role: str = "") -> list[ParamSpec]:
-        """A matrix [outputs, hidden] that every tp rank multiplies its own part of the sequence with."""
-        shape = (outputs, self.model.hidden_size)
+    def _of_own_tokens(self, name: str, unit: int, outputs: int, role: str = "", wider: int = 1) -> list[ParamSpec]:
+        """A matrix [outputs, wider · hidden] that every tp rank multiplies its own part of the sequence with."""
+        shape = (outputs, wider * self.model.hidden_size)
         return _each_alone(unit, Segment(name, shape, grad_partial_axis=self.partial_axis, init_std=self.std, role=role))
 
     def head(self, holds_embedding: bool) -> list[ParamSpec]:
-        """Final norm and head. A tied head on a rank without the embedding stores a copy, which is neither counted nor saved."""
-        unit = head_unit(self.model)
+        """Final norm, head, and modules of multi-token prediction. Where these or a tied head use the embedding on a rank without it, the
+        rank stores a copy, which is neither counted nor saved."""
+        model, unit = self.model, head_unit(self.model)
         specs = self.norm("norm", unit)
-        if not self.model.tie_word_embeddings:
-            specs += _each_alone(unit, self._vocabulary("head.weight"))
-        elif not holds_embedding:
+        if not model.tie_word_embeddings:
+            weight = self._vocabulary("head.weight")
+            specs.append(ParamSpec(weight.name, unit, (weight,), contributions=1 + model.mtp_layers))
+        if self.embedding_uses and not holds_embedding:
             weight = self._vocabulary("embedding.weight", copy=True)
-            specs.append(ParamSpec(weight.name, unit, (weight,), tied=True))
+            specs.append(ParamSpec(weight.name, unit, (weight,), tied=True, contributions=self.embedding_uses))
+        for index in range(model.num_hidden_layers, layer_count(model)):
+            name = f"layers.{index}.mtp"
+            specs += self.norm(f"{name}.enorm", unit) + self.norm(f"{name}.hnorm", unit)
+            specs += self._of_own_tokens(f"{name}.eh_proj.weight", unit, model.hidden_size, wider=2)
+            specs += self.layer(index) + self.norm(f"{name}.norm", unit)
         return specs
 
 
@@ -217,7 +244,7 @@ def active_parameters(model: ModelConfig) -> int:
     idle = max((model.num_experts or 0) - model.num_experts_per_tok, 0)
     expert = (3 if model.gated_mlp else 2) * model.hidden_size * model.expert_width
     expert += (model.hidden_size + (2 if model.gated_mlp else 1) * model.expert_width) * model.mlp_bias
-    return parameter_count(model_specs(model)) - idle * expert * sum(map(model.is_mixture, range(model.num_hidden_layers)))
+    return parameter_count(model_specs(model)) - idle * expert * sum(map(model.is_mixture, range(layer_count(model))))
 
 
 def model_specs(model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = False, units: Iterable[int] | None = None) -> list[ParamSpec]:

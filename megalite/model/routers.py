@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig
+from megalite.model.parameters import layer_count
 from megalite.model.stage import Stage
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, RouterState, Z
 from megalite.parallel.spec import Rectangle
 
 KIND = "router"
+AHEAD = "mtp_"  # begins the names of the states of modules of multi-token prediction
 
 
 class Routers:
@@ -26,10 +28,10 @@ class Routers:
     def __init__(self, model: ModelConfig, stages: Iterable[Stage], device: torch.device):
         from megalite.model.mixture import Mixture
 
-        self.model = model
-        self.layers = [layer for layer in range(model.num_hidden_layers) if model.is_mixture(layer)]
+        self.model, self.count = model, layer_count(model)
+        self.layers = [layer for layer in range(self.count) if model.is_mixture(layer)]
         start = RouterState.start(model, device)
-        self.load, self.bias = (each.repeat(model.num_hidden_layers, 1) for each in (start.load, start.bias))
+        self.load, self.bias = (each.repeat(self.count, 1) for each in (start.load, start.bias))
         for module in (module for stage in stages for module in stage.modules()):
             if isinstance(module, Mixture):
                 module.balance.state = self.state(module.layer)
@@ -39,7 +41,7 @@ class Routers:
 
     def own(self, statistics: Mapping[str, Tensor]) -> Tensor:
         """The routers' part of this rank's statistics, flattened; zeros where its layers have no mixtures."""
-        none = self.load.new_zeros(self.model.num_hidden_layers, self.load.shape[1] - AUXILIARY)
+        none = self.load.new_zeros(self.count, self.load.shape[1] - AUXILIARY)
         return statistics.get("router", none).flatten()
 
     def learn(self, totals: Tensor | None, tokens: int, applied: bool) -> dict[str, Any]:
@@ -50,11 +52,12 @@ class Routers:
             tokens: valid tokens of the global batch.
         """
         assert totals is not None, "the totals of a step are known before it is learned from"
-        rows = totals.view(self.model.num_hidden_layers, -1)
+        rows = totals.view(self.count, -1)
         if applied:
             for layer in self.layers:
                 self.state(layer).update(rows[layer, :AUXILIARY].to(self.load.device), self.model)
-        return self._metrics(rows[self.layers].cpu(), max(tokens, 1))
+        own = [layer for layer in self.layers if layer < self.model.num_hidden_layers]  # the others count tokens further ahead
+        return self._metrics(rows[own].cpu(), max(tokens, 1))
 
     def _metrics(self, rows: Tensor, tokens: int) -> dict[str, Any]:
         """Means over the mixtures: rows [mixtures, experts + 3]."""
@@ -79,6 +82,9 @@ class Routers:
         return list(self.rectangles()) if self.model.biased_choice else []
 
     def rectangles(self) -> Iterator[Rectangle]:
-        """The states, to save or to fill."""
+        """The states, to save or to fill: those of the modules by themselves, for a run may leave the modules out."""
         for name, values in (("load", self.load), ("bias", self.bias)):
-            yield Rectangle(f"{KIND}/{name}", tuple(values.shape), (0, 0), values)
+            own, ahead = values.split((self.model.num_hidden_layers, self.model.mtp_layers))
+            yield Rectangle(f"{KIND}/{name}", tuple(own.shape), (0, 0), own)
+            if len(ahead):
+                yield Rectangle(f"{KIND}/{AHEAD}{name}", tuple(ahead.shape), (0, 0), ahead)

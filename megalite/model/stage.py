@@ -7,7 +7,7 @@ sends activations between stages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megalite_kernels.rotary import rotary_tables
@@ -26,6 +26,9 @@ from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
+
+if TYPE_CHECKING:
+    from megalite.model.multi_token import MultiTokenPrediction
 
 CHUNK_ON_GPU = 4096  # tokens: adding a chunk to the fp32 weight gradient then takes 1/20 of the time of the chunk's products
 
@@ -59,17 +62,21 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
         """Sum of the token losses times `scale`, a scalar. x: [seq (/tp), batch, hidden], targets: [seq, batch]."""
+        return self.loss_of(self.norm(x), targets, scale, self.loss)
+
+    def loss_of(self, normed: Tensor, targets: Tensor, scale: float, of_logits: CrossEntropy) -> Tensor:
+        """The same, given the output of a norm."""
 
         def loss(part: Tensor, its: Tensor) -> Tensor:
-            return self.loss(self._logits(part).flatten(0, 1), its, scale)  # logits [tokens, vocabulary/tp]
+            return of_logits(self._logits(part).flatten(0, 1), its, scale)  # logits [tokens, vocabulary/tp]
 
-        normed, weight = self.norm(x), self.project.weight
+        weight = self.project.weight
         # Chunks compute weight gradients in the forward. With a split backward these belong to the W pass, which needs the gradient of
         # all logits: so no chunks.
         if not self.chunk or weight.deferred:
             return loss(normed, targets.reshape(-1))
-        # The length of a chunk is counted in positions of this rank's x: over the tp ranks that split the sequence, `chunk` tokens.
-        return loss_in_chunks(loss, normed, targets, weight, max(self.chunk * x.shape[0] // targets.numel(), 1))
+        # The length of a chunk is counted in positions of this rank: over the tp ranks that split the sequence, `chunk` tokens.
+        return loss_in_chunks(loss, normed, targets, weight, max(self.chunk * len(normed) // targets.numel(), 1))
 
 
 class Stage(nn.Module):
@@ -112,6 +119,11 @@ class Stage(nn.Module):
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
+        self.ahead: MultiTokenPrediction | None = None
+        if self.head is not None and model.mtp_layers:
+            from megalite.model.multi_token import MultiTokenPrediction
+
+            self.ahead = MultiTokenPrediction(config, weights, mesh, ops, loss)
         self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # (cos, sin) by `runs`, length and frequencies
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
@@ -166,11 +178,13 @@ class Stage(nn.Module):
         x = self.trunk(x, state)
         if self.head is None:
             return StageOutput(x, state.statistics)
-        unit = self.head_unit
-        loss = self.gatherer.post_forward(unit, self.head(self.gatherer.pre_forward(unit, x), microbatch.targets, loss_scale))  # []
-        return StageOutput(
-            loss, {"loss": loss.detach(), **state.statistics}
-        )  # detached: the sum over microbatches must not keep their graphs
+        x = self.gatherer.pre_forward(self.head_unit, x)
+        if self.ahead is not None and state.training:
+            own, loss = self.ahead(x, self.head, microbatch, state)  # [], the next token's loss, and with that of further ones
+        else:
+            own = loss = self.head(x, microbatch.targets, loss_scale)  # []
+        statistics = {"loss": own.detach(), **state.statistics}  # detached: the sum over microbatches must not keep their graphs
+        return StageOutput(self.gatherer.post_forward(self.head_unit, loss), statistics)
 
     def logits(self, x: Tensor, state: ForwardState) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""

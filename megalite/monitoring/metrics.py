@@ -23,7 +23,7 @@ from megalite.planning.peaks import peak_flops
 if TYPE_CHECKING:
     import torch
 
-    from megalite.monitoring.sinks import Sink
+    from megalite.monitoring.tensorboard_wandb import Recipient
 
 FILE = "metrics.jsonl"
 MEMBER = "epoch/"
@@ -75,7 +75,7 @@ class MetricsWriter(ExitStack):
     Args:
         run_dir: the run's directory; created if it does not exist.
         resume_step: lines of later steps, left by a run that got further than its checkpoint, are removed.
-        config: names the optional sinks, and is sent to Weights & Biases as a whole.
+        config: names the optional recipients, and is sent to Weights & Biases as a whole.
     """
 
     def __init__(self, run_dir: Path, resume_step: int = 0, config: Config | None = None):
@@ -84,20 +84,20 @@ class MetricsWriter(ExitStack):
         self._path, self._config = run_dir / FILE, config
         options = config.logging if config else LoggingConfig()
         check_packages(options)
-        self._sinks: list[Sink] = []
+        self._recipients: list[Recipient] = []
         if config and (options.tensorboard or options.wandb):
-            from megalite.monitoring.sinks import open_sinks
+            from megalite.monitoring.tensorboard_wandb import open_recipients
 
-            self._sinks = open_sinks(config, run_dir, resume_step)
-        for sink in self._sinks:
-            self.callback(sink.close)
+            self._recipients = open_recipients(config, run_dir, resume_step)
+        for recipient in self._recipients:
+            self.callback(recipient.close)
         self._start_file(resume_step)
 
     def rewind(self, step: int) -> None:
         """Continue after a step: lines of later steps are removed from metrics.jsonl, and TensorBoard no longer shows them."""
         self._start_file(step)
-        for sink in self._sinks:
-            sink.rewind(step)
+        for recipient in self._recipients:
+            recipient.rewind(step)
 
     def _start_file(self, step: int) -> None:
         cut_after(self._path, step)
@@ -119,8 +119,8 @@ class MetricsWriter(ExitStack):
         scalars = {
             name: float(value) for name, value in record.items() if value is not None and not isinstance(value, list) and name != "step"
         }
-        for sink in self._sinks:
-            sink.log(scalars, record["step"])
+        for recipient in self._recipients:
+            recipient.log(scalars, record["step"])
 
     def _append(self, line: str) -> None:
         self._unwritten += line.encode()

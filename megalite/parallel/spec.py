@@ -114,8 +114,10 @@ class ParamSpec:
     Attributes:
         unit: the unit of the model that it belongs to: 0 embedding, 1 … L layers, L+1 head.
         segments: its global tensors, concatenated along dim 0.
-        tied: whether embedding and head use the same values.
-        contributions: gradient contributions per microbatch: 2 if embedding and head share the tensor on one rank.
+        tied: whether the first and the last stage use the same values: the embedding, if it is the head too or the last stage looks up
+            further tokens.
+        both_ends: whether they share the tensor on this rank.
+        contributions: gradient contributions per microbatch: one for each use.
         domain: name of the ranks that shard and reduce it (`Mesh.domain`).
     """
 
@@ -124,6 +126,7 @@ class ParamSpec:
     segments: tuple[Segment, ...]
     tied: bool = False
     contributions: int = 1
+    both_ends: bool = False
     domain: str = "dense"
 
     def local_shape(self, at: Coordinates) -> tuple[int, ...]:

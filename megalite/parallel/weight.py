@@ -109,12 +109,15 @@ class Weight:
         if self.trainable:
             self._queue.put(WeightProduct(self, grad_output, inputs, sizes))
 
-    def accumulate_rows(self, rows: Tensor, values: Tensor) -> None:
-        """Add values[i] to row rows[i] ([n], [n, width]): the gradient of a lookup. Equal rows are summed."""
+    def accumulate_rows(self, rows: Tensor, values: Tensor, separately: bool = True) -> None:
+        """Add values[i] to row rows[i] ([n], [n, width]): the gradient of a lookup. Equal rows are summed.
+
+        separately: where the tensor has a separate buffer, into that one.
+        """
         if not self.trainable:
             return
         target = self._open_grad()  # also for a separate buffer: the bucket is reduced in either case
-        if self._separate_embedding_grad is not None:
+        if separately and self._separate_embedding_grad is not None:
             target = self._separate_embedding_grad
         elif self._uninitialized:
             target.zero_()  # not overwritten: a lookup writes only some of the rows

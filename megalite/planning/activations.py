@@ -14,6 +14,7 @@ from megalite.build.plan import activation_shape
 from megalite.config.dims import part_length
 from megalite.config.schema import Config, LoraConfig
 from megalite.config.token_files import is_chat, prefixes
+from megalite.model.cost.ahead import modules
 from megalite.model.cost.recomputed import chosen, groups
 from megalite.model.cost.steps import MODES, Buffer, Dtype, Share, UnitCost, size_in_bytes
 from megalite.model.cost.units import Units
@@ -147,9 +148,22 @@ class Activations:
             workspace=self._size(block.workspace),
         )
 
+    def _joined(self, lookup: UnitCost, joining: UnitCost) -> Held:
+        """The first part of a module of multi-token prediction."""
+        stash = sum(self._size(each.stashed) for each in joining.products) if self.splits else 0
+        return Held(
+            self._size((*lookup.kept, *joining.kept)),
+            stash=stash,
+            workspace=self.own + sum(self._size(block.workspace) for block in joining.blocks),
+        )
+
     def stage(self, numbers: Sequence[int]) -> list[Held]:
-        """The units of a stage, first to last. If positions depend on documents, each microbatch keeps its own rotary tables."""
+        """The units of a stage, first to last, the parts of modules of multi-token prediction as if they were units. If positions depend on
+        documents, each microbatch keeps its own rotary tables."""
         units = [self.unit(number) for number in numbers]
+        if head_unit(self.model) in numbers:
+            for index, parts in enumerate(modules(self.units), self.model.num_hidden_layers):
+                units += [self._joined(*parts[:2]), self.layer(index), self.head()]
         if self.documents:
             units[0] = replace(units[0], saved=units[0].saved + self.share.batch * self._rotary(numbers))
         return units

@@ -27,6 +27,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.recomputation import BUDGET, OPERATIONS, written
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost.recomputed import Group, Operation, groups
+from megalite.model.parameters import head_unit, layer_count, layers_in
 from megalite.parallel.pipeline.schedule import Kind as Pass
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.planning import hardware
@@ -160,7 +161,7 @@ def _decision(problem: _Problem, budget: int) -> Decision:
     modes: dict[int, str] = {}
     for rank in ranks:
         modes |= rank.modes
-    recompute = written([modes[layer] for layer in range(config.model.num_hidden_layers)])
+    recompute = written([modes[layer] for layer in range(layer_count(config.model))])
     chosen = replace(config, train=replace(config.train, recompute=recompute))
     totals = [each.total for each in estimate(chosen, ParallelDims.of(chosen).world, problem.device, problem.schedule)]
     return Decision(budget, recompute, tuple(replace(each, total=total) for each, total in zip(ranks, totals, strict=True)))
@@ -246,14 +247,15 @@ class _Problem:
 
     def _span(self, stage: int) -> tuple[int, int]:
         """The first layer of a stage, and the one after its last."""
-        layers = [unit - 1 for unit in self.units[stage] if 0 < unit <= self.config.model.num_hidden_layers]
+        layers = [layer for unit in self.units[stage] for layer in layers_in(self.config.model, unit)]
         return (layers[0], layers[-1] + 1) if layers else (0, 0)
 
     def _layers(self, stages: Sequence[int]) -> list[_Layer]:
         found = []
         for place, stage in enumerate(stages):
-            units = [unit for unit in enumerate(self.units[stage]) if 0 < unit[1] <= self.config.model.num_hidden_layers]
-            found += [_Layer(unit - 1, place, index) for index, unit in units]
+            for index, unit in enumerate(self.units[stage]):
+                first = index + 2 if unit == head_unit(self.config.model) else index  # of the parts of a module the layer is the second
+                found += [_Layer(layer, place, first + 3 * k) for k, layer in enumerate(layers_in(self.config.model, unit))]
         return found
 
     def _has_scores(self, layers: Sequence[_Layer]) -> bool:

@@ -3,6 +3,7 @@
 ulysses     all-to-all before attention and after it, in both passes: nothing runs beside them
 gather      all-gather of keys and values, in both passes, and reduce-scatter of their gradients: nothing runs beside them
 ring        each hop runs beside the attention to one part; the last hop of gradients, and merging partial results, run alone
+latents     all-gather of them and reduce-scatter of their gradient, as with gather; the products with them are steps of the layer
 
 Where rows hold documents, ranks that attend with their own positions wait for the one that has the most to compute. The planner does not
 know the documents' lengths: it assumes log-normal ones with a median of an eighth of a row (benchmarks/results/context-parts.json).
@@ -65,7 +66,8 @@ def exposed(fabric: Fabric, units: Units, attention: tuple[float, float], width:
     for share, heads in levels(units.share, units.heads):
         ahead, back = _exchange(fabric, share, heads, stride, attention, width)
         forward, backward, stride = forward + ahead, backward + back, stride * share.cp
-    slower = rows.imbalance(units.share.context) - 1.0
+    # Where latents travel, the parts of a ring are computed one after the other, and nobody waits between them.
+    slower = rows.imbalance("gather" if units.heads.latent else units.share.context) - 1.0
     return forward + slower * attention[0], backward + slower * attention[1]
 
 
@@ -78,7 +80,7 @@ def _exchange(fabric: Fabric, share: Share, heads: Heads, stride: int, attention
             calls * fabric.all_to_all(exchange.forward / calls * width, ranks),
             calls * fabric.all_to_all(exchange.backward / calls * width, ranks),
         )
-    if share.context == "gather":
+    if share.context == "gather" or heads.latent:
         again = fabric.half(exchange.backward * width, ranks)
         return fabric.half(exchange.forward * width, ranks), again + fabric.half(exchange.summed * WIDE, ranks)
     return _ring(fabric, share, heads, ranks, attention, width)

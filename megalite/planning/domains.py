@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from megalite.model.cost.ahead import joining
 from megalite.model.cost.steps import Elementwise, Lookup, OwnProduct, Product, UnitCost
 from megalite.model.cost.units import Units
 from megalite.planning.hardware import Device
@@ -24,12 +25,14 @@ class Parameters(NamedTuple):
     expert_trained: float = 0.0
 
     @classmethod
-    def of(cls, units: Units, layers: Sequence[int], embedding: bool, head: bool) -> Parameters:
-        """Those of some layers, optionally with those of the embedding and of the head's matrix."""
+    def of(cls, units: Units, layers: Sequence[int], embedding: bool, head: bool, modules: int = 0) -> Parameters:
+        """Those of some layers, optionally with those of the embedding and of the head's matrix, and what so many modules of multi-token
+        prediction have besides their layers."""
         kinds = {units.alike(index): index for index in layers}
         each = {kind: cls._of(units.layer(index), units) for kind, index in kinds.items()}
         found = [each[units.alike(index)] for index in layers]
         found += [cls._of(units.embedding(), units)] if embedding else []
+        found += [cls._of(joining(units), units)] * modules
         if head:
             found += [cls._of(UnitCost((replace(block, before=Elementwise()),)), units) for block in units.head().blocks]
         return cls(*map(sum, zip(*found, strict=True))) if found else cls(0.0, 0.0)

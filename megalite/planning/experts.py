@@ -4,12 +4,12 @@ Imports no torch."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 from megalite.build import plan
 from megalite.config.recomputation import operations_of
 from megalite.config.schema import Config, ModelConfig
 from megalite.model.cost.steps import Share
+from megalite.model.parameters import layers_in
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.planning.activations import Activations
 from megalite.planning.links import Fabric, group
@@ -22,7 +22,7 @@ WIDE = 4  # bytes of a weight with which an expert's output is summed
 def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
     """Bytes that a rank sends to the others of its expert group in a step, if all are equally loaded. See `parallel.expert.dispatch`."""
     model, ep, width = config.model, config.parallel.ep, Widths.of(config)
-    layers = [unit - 1 for unit in units if 0 < unit <= model.num_hidden_layers and model.is_mixture(unit - 1)]
+    layers = [layer for unit in units for layer in layers_in(model, unit) if model.is_mixture(layer)]
     tokens, k, experts = Activations(config).share.own_tokens, model.num_experts_per_tok, model.num_experts or 0
     others = (ep - 1) / ep
     total = 0.0
@@ -71,14 +71,15 @@ def worst_bytes(config: Config) -> int:
 def worst_total(config: Config, schedule: Schedule) -> int:
     """Bytes that the fullest rank keeps in addition if that happens in all mixtures and microbatches in flight. The partition is set."""
     units = plan.units_of(config)
-    kept = {stage: sum(map(partial(_keeps, config), numbers)) for stage, numbers in units.items()}
+    kept = {
+        stage: sum(_keeps(config, layer) for unit in numbers for layer in layers_in(config.model, unit)) for stage, numbers in units.items()
+    }
     return worst_bytes(config) * max(_most_kept(schedule, rank, kept) for rank in range(config.parallel.pp))
 
 
-def _keeps(config: Config, unit: int) -> bool:
-    """Whether a unit is a mixture that keeps its rows until its backward."""
-    layer = unit - 1
-    if not 0 <= layer < config.model.num_hidden_layers or not config.model.is_mixture(layer):
+def _keeps(config: Config, layer: int) -> bool:
+    """Whether a layer is a mixture that keeps its rows until its backward."""
+    if not config.model.is_mixture(layer):
         return False
     mode = config.train.recompute_of(layer)
     return mode != "full" and "experts" not in operations_of(mode)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megalite.config.schema import LoraConfig, ModelConfig
-from megalite.model.cost.steps import Attention, Block, Elementwise, Lookup, OwnProduct, Product, Share, Step
+from megalite.model.cost.ahead import joining
+from megalite.model.cost.steps import Attention, Block, Elementwise, Expansion, Lookup, OwnProduct, Product, Share, Step
 from megalite.model.cost.units import Units
 from megalite.planning import context, experts
 from megalite.planning.hardware import Device
@@ -150,10 +151,11 @@ class Operations:
         match step:
             case OwnProduct():
                 return self._own_product(step)
-            case Product(rows=rows, outputs=outputs, inputs=inputs):
-                forward, backward = self._gemm(rows, outputs, inputs), self._gemm(rows, inputs, outputs)
-                weight = 0.0 if step.frozen else self._weight_gradient(outputs, inputs, rows)
-                return Passes(forward, backward, weight).plus(self._adapters(step))
+            case Expansion():
+                once = self._product(step)
+                return once._replace(backward=once.forward + once.backward)
+            case Product():
+                return self._product(step)
             case Attention():
                 return Passes(*self._attention(step), 0.0)
             case Elementwise():
@@ -161,6 +163,11 @@ class Operations:
             case Lookup(values=values):  # backward accumulates in fp32
                 weight = 0.0 if step.frozen else stream(self.device, values * (self.size + ACCUMULATED))
                 return Passes(self._move(2 * values), 0.0, weight)
+
+    def _product(self, step: Product) -> Passes:
+        forward, backward = self._gemm(step.rows, step.outputs, step.inputs), self._gemm(step.rows, step.inputs, step.outputs)
+        weight = 0.0 if step.frozen else self._weight_gradient(step.outputs, step.inputs, step.rows)
+        return Passes(forward, backward, weight).plus(self._adapters(step))
 
     def _own_product(self, step: OwnProduct) -> Passes:
         """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in fp32."""
@@ -203,6 +210,10 @@ class Operations:
         if share.tp == 1:
             return 0.0, 0.0
         ranks = group(self.device, share.tp, 1)
+        if isinstance(column, Expansion):
+            latents = column.travelling * self.size
+            half = self.tensor.half(latents, ranks)
+            return (half, 2 * half) if share.sequence_parallel else (0.0, self.tensor.all_reduce(latents, ranks))
         size = column.rows * column.inputs * self.size
         hides = self.software.hides_tensor and not self.device.cpu
         beside = self._weight_gradient(column.outputs, column.inputs, column.rows) if hides and not column.frozen else 0.0
@@ -281,7 +292,14 @@ class Operations:
         return passes.plus(Passes(wait, gather, 0.0, wait, gather))
 
     def head(self, share: Share, splits: bool) -> Passes:
-        """Final norm, logits and loss. With loss chunks, the forward also computes the gradients; a split backward does not use chunks."""
+        """Final norm, logits and loss, and what modules of multi-token prediction have besides their layers."""
+        (block,) = joining(self.units(share)).blocks
+        module = self.embedding(share).plus(self._block(share, block))
+        logits = self._logits(share, splits)
+        return logits.plus(module.plus(logits).times(self.model.mtp_layers))
+
+    def _logits(self, share: Share, splits: bool) -> Passes:
+        """A norm, logits and loss. With loss chunks, the forward also computes the gradients; a split backward does not use chunks."""
         (block,) = self.units(share).head().blocks
         (logits,) = block.products
         chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu

@@ -13,9 +13,10 @@ from typing import Literal
 from megalite.build.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
-from megalite.layout import Coordinates
+from megalite.layout import AxisPlace, Coordinates
 from megalite.optimizer.table import OPTIMIZERS, state_elements
 from megalite.parallel.sharding.buckets import BucketLayout
+from megalite.parallel.sharding.compressible import compressible
 
 Device = Literal["cuda", "cpu"]
 
@@ -91,8 +92,8 @@ def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
 
 
 def shared_by_both_ends(bucket: BucketLayout) -> bool:
-    """Whether the embedding and the head share the bucket's tensor on this rank."""
-    return any(slot.spec.contributions > 1 for slot in bucket.slots)
+    """Whether the first and the last stage share the bucket's tensor on this rank."""
+    return any(slot.spec.both_ends for slot in bucket.slots)
 
 
 @dataclass(frozen=True)
@@ -186,13 +187,14 @@ def _gradients(config: Config, bucket: BucketLayout) -> int:
 
 def matrices(config: Config, bucket: BucketLayout) -> list[tuple[int, int]]:
     """Shapes of the bucket's matrices whose gradients PowerSGD compresses, see `megalite.parallel.sharding.powersgd`."""
-    rank, tp = config.parallel.powersgd_rank, config.parallel.tp
-    if not rank or Sharing.of(config).data == 1 or not bucket.trainable:
+    parallel = config.parallel
+    alone = Sharing.of(config).data == 1 or Sharing.of(config, bucket.domain).data == 1
+    if not parallel.powersgd_rank or alone or not bucket.trainable:
         return []
-    segments = (segment for slot in bucket.slots for segment in slot.spec.segments)
-    compressed = [segment for segment in segments if segment.grad_partial_axis is None and segment.replicas == 1]
-    shapes = [shape for segment in compressed if len(shape := segment.local(Coordinates.on("tp", 0, tp)).shape) == 2]
-    return [(n, m) for n, m in shapes if (n + m) * rank < n * m]
+    at = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
+    segments = [segment for slot in bucket.slots for segment in slot.spec.segments]
+    found = [compressible(segment, segment.local(at), parallel.powersgd_rank) for segment in segments]
+    return [(each.n, each.m) for each in found if each is not None for _ in range(each.number)]
 
 
 def _compressed(config: Config, bucket: BucketLayout) -> int:

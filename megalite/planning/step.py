@@ -13,6 +13,7 @@ from megalite.config.recomputation import mode_of, operations_of
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Share
+from megalite.model.parameters import layer_count
 from megalite.optimizer.table import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
@@ -242,7 +243,7 @@ class Stepper:
         recomputed, last = recomputed_share(choice.recompute), len(split) - 1
         passes, sizes, again = [], [], []
         for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
-            own = range(start, stop)
+            own = self._own(start, stop)
             layers = [self.operations.layer(share, index).times(count) for index, count in self._alike(share, own)]
             total = functools.reduce(Passes.plus, layers)
             kernels, wait = recomputed * (total.forward - total.forward_wait), recomputed * total.forward_wait
@@ -257,8 +258,15 @@ class Stepper:
                 total = total.plus(self.operations.head(share, choice.splits))
             passes.append(total)
             alone = stage == last and (not model.tie_word_embeddings or last > 0)
-            sizes.append(Parameters.of(self.operations.units(share), own, stage == 0, alone))
+            copied = stage == last > 0 and model.mtp_layers > 0 and not model.tie_word_embeddings  # its embedding, which modules look up
+            modules = model.mtp_layers if stage == last else 0
+            sizes.append(Parameters.of(self.operations.units(share), own, stage == 0 or copied, alone, modules))
         return passes, sizes, again
+
+    def _own(self, start: int, stop: int) -> list[int]:
+        """The layers of a stage: the last one has those of modules of multi-token prediction too."""
+        layers = self.job.model.num_hidden_layers
+        return [*range(start, stop), *(range(layers, layer_count(self.job.model)) if stop == layers else ())]
 
     def _by_rank(self, choice: Choice, values: Sequence[float]) -> list[float]:
         """Sums over the stages of each rank."""
@@ -327,9 +335,10 @@ class Stepper:
         return reduce, gather
 
     def _tied(self, choice: Choice) -> float:
-        """The all-reduce of a tied embedding's gradients, if its copies are on two pipeline ranks."""
+        """The all-reduce of the gradients of an embedding that the last stage uses too, if its copies are on two pipeline ranks."""
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
-        if not self.job.model.tie_word_embeddings or own[0] == own[-1]:
+        model = self.job.model
+        if not (model.tie_word_embeddings or model.mtp_layers) or own[0] == own[-1]:
             return 0.0
         head = Parameters.of(self.operations.units(self._share(choice)), (), embedding=False, head=True)
         table = head.trained / (choice.data if choice.zero else 1)
@@ -405,9 +414,10 @@ class Stepper:
             return [0.0] * len(split)
         found = []
         for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False):
-            named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in range(start, stop))
-            again = recomputed_share(choice.recompute) or named / (stop - start)
-            times = [(count, layer(share, index)) for index, count in self._alike(share, range(start, stop))]
+            own = self._own(start, stop)
+            named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in own)
+            again = recomputed_share(choice.recompute) or named / len(own)
+            times = [(count, layer(share, index)) for index, count in self._alike(share, own)]
             found.append(sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times))
         return found
 

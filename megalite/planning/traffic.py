@@ -13,9 +13,10 @@ from megalite.build import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.layout import Coordinates
+from megalite.model.cost.ahead import modules
 from megalite.model.cost.recomputed import repeated
-from megalite.model.cost.steps import Attention, Elementwise, Lookup, Product, Step
-from megalite.model.parameters import head_unit, kv_replicas
+from megalite.model.cost.steps import Attention, Elementwise, Lookup, Product, UnitCost
+from megalite.model.parameters import head_unit, kv_replicas, layers_in
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
@@ -70,13 +71,13 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
 
 def _context(config: Config, sizes: Activations, number: int) -> float:
     """Bytes that attention of a unit exchanges over cp, in one microbatch's forward and backward (`megalite.parallel.context`)."""
-    if number in (0, head_unit(config.model)):
-        return 0.0
-    again, total = repeated(sizes.units, number - 1, config.train.recompute_of(number - 1)), 0.0
-    times = 1 + any(isinstance(step, Attention) for step in again)
-    for ranks, each in sizes.units.exchanges:
-        forward = each.forward * sizes.width * times
-        total += ring(forward + each.backward * sizes.width + each.summed * sizes.accumulate, ranks)
+    total = 0.0
+    for layer in layers_in(config.model, number):
+        again = repeated(sizes.units, layer, config.train.recompute_of(layer))
+        times = 1 + any(isinstance(step, Attention) for step in again)
+        for ranks, each in sizes.units.exchanges:
+            forward = each.forward * sizes.width * times
+            total += ring(forward + each.backward * sizes.width + each.summed * sizes.accumulate, ranks)
     return total
 
 
@@ -89,13 +90,13 @@ class _Tensor:
 
     def microbatch(self, number: int) -> float:
         """Bytes for one microbatch's forward and backward through a unit."""
-        unit, train = self.sizes.units.unit(number), self.config.train
-        again, more = list[Step](), 0.0
-        if number == head_unit(self.config.model):  # the loss reduces maxima, sums and target logits
-            statistics = 4 if train.label_smoothing else 3
+        units, model, train = self.sizes.units, self.config.model, self.config.train
+        unit, more = units.unit(number), 0.0
+        if number == head_unit(model):  # each loss reduces maxima, sums and target logits
+            statistics = (4 if train.label_smoothing else 3) * (1 + model.mtp_layers)
             more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
-        elif number > 0:
-            again = repeated(self.sizes.units, number - 1, train.recompute_of(number - 1))
+            unit = UnitCost((*unit.blocks, *(block for parts in modules(units) for part in parts for block in part.blocks)))
+        again = [step for layer in layers_in(model, number) for step in repeated(units, layer, train.recompute_of(layer))]
         steps = [*unit.steps, *again]
         rings = sum(step.travelling * step.collectives(self.shared).forward for step in steps if isinstance(step, Product | Lookup))
         rings += unit.collectives(self.shared).backward

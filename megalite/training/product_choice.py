@@ -89,7 +89,8 @@ def step_products(config: Config, mesh: Mesh) -> list[Product]:
     microbatches, rows = layout.microbatches, train.micro_batch_size * length
     shapes = linear_shapes(config, mesh)
     found = [each for shape in shapes for each in _linear(rows, shape, microbatches)]
-    layers = len({spec.unit for spec in specs_of(config, mesh.pp.rank)} - {0, head_unit(config.model)})
+    units, last = {spec.unit for spec in specs_of(config, mesh.pp.rank)}, head_unit(config.model)
+    layers = len(units - {0, last}) + (config.model.mtp_layers if last in units else 0)
     heads, width = train.micro_batch_size * config.model.num_attention_heads // mesh.tp.size, config.model.head_size
     count = 2 * layers * microbatches  # query · key and the gradient of the probabilities; then those that multiply by the scores
     attention = [
@@ -115,7 +116,8 @@ def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[Product]:
 def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
     """[out, in] of every weight that this rank multiplies with: all matrices except lookup tables."""
     specs = specs_of(config, mesh.pp.rank)
-    multiplied = [spec for spec in specs if spec.unit > 0 or spec.contributions == 2]  # a tied embedding counts, as it is also the head
+    tied = config.model.tie_word_embeddings  # an embedding that is also the head counts
+    multiplied = [spec for spec in specs if spec.both_ends and tied or spec.unit > 0 and (tied or spec.segments[0].role != "embedding")]
     shapes = [spec.local_shape(mesh.coordinates) for spec in multiplied]
     return [shape for shape in shapes if len(shape) == 2]
 

@@ -130,17 +130,22 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
     """A note for the user if PowerSGD starts, ends or continues on other ranks: the run then differs from an uninterrupted one."""
     saved = from_dict(state["config"])
     before, now = saved.parallel, config.parallel
-    on_before, on_now = (each.parallel.powersgd_rank is not None and ParallelDims.of(each).data > 1 for each in (saved, config))
-    tied, positions = config.model.tie_word_embeddings, config.model.position == "learned"
-    names = ("powersgd_rank", "dp", "cp", "tp", *(("pp", "schedule") if tied else ()), *(("sequence_parallel",) if positions else ()))
+    dims = [ParallelDims.of(each) for each in (saved, config)]
+    on_before, on_now = (each.powersgd_rank is not None and sizes.data > 1 for each, sizes in zip((before, now), dims, strict=True))
+    tied, experts = config.model.tie_word_embeddings or config.model.mtp_layers > 0, config.model.num_experts is not None
+    partial = experts or config.model.position == "learned"  # whether something is summed over tp only with a split sequence
+    others = {"ep": experts, "pp": tied, "schedule": tied, "sequence_parallel": partial}
+    names = ("powersgd_rank", "dp", "cp", "tp", *(name for name, matters in others.items() if matters))
     changed = [name for name in names if getattr(before, name) != getattr(now, name)]
     if not changed or not (on_before or on_now):
         return []
     if not (on_before and on_now):
         fate = "starts at zero" if on_now else "is dropped"
-    elif "dp" in changed or "cp" in changed:
+    elif {"dp", "cp", "ep"} & set(changed):
         fate = "is divided equally among the present ranks"
     else:
         fate = "is kept where the same matrices are compressed, with new factors"
+    if on_before and on_now and dims[0].expert_data > 1 == dims[1].expert_data and experts:
+        fate += ", that of experts, which one rank holds now, is dropped"
     what = ", ".join(f"parallel.{name} was {show(getattr(before, name))}, is {show(getattr(now, name))}" for name in changed)
     return [f"{what}: PowerSGD's error feedback {fate}; this resume is not bitwise"]

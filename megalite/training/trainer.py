@@ -235,6 +235,10 @@ class Trainer:
         Microbatches are still in CPU memory here, and the sum goes through it as well: nothing waits for the device.
         """
         config = self.config
+        if config.model.mtp_layers:
+            from megalite.data.ahead import count_valid
+
+            return count_valid(microbatches, self.mesh.counting)
         if not (config.data.eod_mask_loss or self.train_data.chat):  # as `build.plan.counts_tokens`
             return self.loader.size(self.samples) * config.data.sequence_length
         own = torch.tensor([sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)])

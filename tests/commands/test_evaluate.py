@@ -276,6 +276,7 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
         "config.json can not be read": ["perplexity", f"hf:{tmp_path}", *text],
         "--text nowhere can not be read": ["perplexity", model, "--text", "nowhere"],
         "parallel.tp = 3 does not divide": ["perplexity", model, *text, "--tp", 3],
+        "is a Hugging Face model, which has no average of its weights. Leave out --ema.": ["perplexity", model, *text, "--ema"],
         "is empty": ["perplexity", model, "--text", tmp_path / "empty"],
         "is not UTF-8: byte 3": ["perplexity", model, "--text", tmp_path / "latin"],
         "--sequence_length 49: the model has positions for 48": ["perplexity", model, *text, "--sequence_length", 49],

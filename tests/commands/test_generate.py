@@ -243,6 +243,7 @@ def test_what_can_not_be_loaded_ends_with_one_message(checkpoint: Path, tmp_path
     (tmp_path / "wrong.jsonl").write_text('{"text": "x"}\n')
     wrong: dict[str, list[str | Path]] = {
         "is not a checkpoint: there is no such directory": [tmp_path / "nowhere", "--prompt", "x"],
+        "has no average of the weights: train.ema_decay was not set. Leave out --ema.": [checkpoint, "--prompt", "x", "--ema"],
         "holds no configuration": [tmp_path, "--prompt", "x"],
         "config.json can not be read": [f"hf:{tmp_path}", "--prompt", "x"],
         "--tokenizer none.model does not exist": [checkpoint, "--prompt", "x", "--tokenizer", "none.model"],

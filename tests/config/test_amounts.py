@@ -166,6 +166,7 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         ),
         ([], "train: {steps: 1.5}", "train.steps = 1.5 in run.yaml is not a number of steps. Write 300, 20k or 1.5M."),
         (["--optimizer.warmup_steps", "1.5"], None, "Write 200, 2k, or a share of train.steps: 5% or 0.05."),
+        (["--train.memory_budget", "150%"], None, "train.memory_budget = 150% on the command line is not a size or a share of the device."),
         (["--parallel.bucket_mb", "5G"], None, "parallel.bucket_mb = 5G on the command line is not a size. Write 25MB, 32MiB, or 25,"),
         (
             [],

@@ -119,6 +119,8 @@ def test_torchtitans_mesh_and_batch(tmp_path, capsys):
         ({"name": '"Muon"'}, {"optimizer.lr": 3e-4, "optimizer.name": "muon"}, "approximate", "optimizer.name"),
         ({"name": '"Lion"'}, {"optimizer.lr": 3e-4}, "lost", "optimizer.name"),
         ({"expert_parallel_degree": "2"}, {"parallel.zero": 3}, "lost", "parallelism.expert_parallel_degree"),
+        ({"flavor": '"671B"', "expert_parallel_degree": "1"}, {"model.preset": "deepseek-v3"}, "approximate", "model.flavor"),
+        ({"expert_tensor_parallel_degree": "2"}, {"parallel.zero": 3}, "lost", "parallelism.expert_tensor_parallel_degree"),
     ],
     ids=str,
 )
@@ -128,6 +130,8 @@ def test_torchtitans_values(tmp_path, capsys, changes, expected, kind, key):
         text = TITAN.replace('name = "AdamW"', f"name = {changes['name']}")
     if "global_batch_size" in changes:
         text = TITAN.replace("seq_len", "global_batch_size = 64\nseq_len")
+    if "671B" in changes.get("flavor", ""):
+        text = text.replace('name = "llama3"', 'name = "deepseek_v3"')
     (tmp_path / "run.toml").write_text(text)
     options, lost, notes, _ = imported(capsys, tmp_path, tmp_path / "run.toml")
     assert {option: options.get(option) for option in expected} == expected
@@ -204,8 +208,79 @@ def test_a_command_of_megatron_and_its_defaults(tmp_path, capsys):
     assert model.attention_bias and model.attention_out_bias and model.mlp_bias
     assert (config.parallel.zero, config.optimizer.betas, config.optimizer.weight_decay) == (0, [0.9, 0.999], 0.01)
     assert (config.fp16.initial_scale_power, config.train.recompute, config.optimizer.warmup_steps) == (32, "full", 430)
-    assert lost.keys() == {"rampup-batch-size", "lr-decay-iters"} and "430000" in lost["lr-decay-iters"]
+    assert lost.keys() == {"lr-decay-iters"} and "430000" in lost["lr-decay-iters"]
+    assert config.train.rampup_batch_size == [16, 16, 5859375]
     assert options["train.global_batch_size"] == 1536 and "weight-decay" in notes["assumed"]
+
+
+MIXTURE = (
+    "--num-layers 12 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 2048 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --micro-batch-size 1 --global-batch-size 16 "
+    "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 512 "
+    "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion --moe-router-dtype fp32"
+)
+MADE = {  # further arguments → what they set; kind and key of a remark
+    "--moe-aux-loss-coeff 1e-2": ({"router_aux_loss_coef": 0.01 * 12 / 4, "router_balance": "global"}, "approximate", "moe-aux-loss-coeff"),
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --moe-layer-freq '([0]*3+[1]*9)'": (
+        {"router_aux_loss_coef": 0.01 * 9 / 4, "router_balance": "sequence", "mlp_only_layers": [0, 1, 2]},
+        "",
+        "",
+    ),
+    "--moe-layer-freq 4 --moe-z-loss-coeff 1e-3": (
+        {"mlp_only_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11], "router_z_loss_coef": 0.003},
+        "",
+        "",
+    ),
+    "--moe-layer-freq '[1]*5'": ({"mlp_only_layers": None}, "lost", "moe-layer-freq"),
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-4 --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-bias-update-rate 1e-4": (
+        {"router_scores": "sigmoid", "router_balance": "bias", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"router_bias_rate": 1e-4, "router_aux_loss_coef": 0.0},
+        "lost",
+        "moe-aux-loss-coeff",
+    ),
+    "--moe-router-num-groups 4 --moe-router-group-topk 2": ({"n_group": 4, "topk_group": 2}, "approximate", "moe-router-num-groups"),
+    "--moe-router-pre-softmax --moe-expert-capacity-factor 1.5": (
+        {"norm_topk_prob": False, "expert_capacity_factor": 1.5},
+        "approximate",
+        "moe-expert-capacity-factor",
+    ),
+    "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm "
+    "--kv-channels 48": (
+        {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "qk_norm": "none"},
+        "",
+        "",
+    ),
+    "--multi-latent-attention": ({"kv_lora_rank": 32, "q_lora_rank": None}, "approximate", "multi-latent-attention"),
+    "--moe-router-load-balancing-type sinkhorn": ({"router_balance": "global"}, "lost", "moe-router-load-balancing-type"),
+    "--moe-input-jitter-eps 0.1": ({"num_experts": 16}, "lost", "moe-input-jitter-eps"),
+    "--moe-use-upcycling": ({"num_experts": 16}, "lost", "moe-use-upcycling"),
+}
+
+
+@pytest.mark.parametrize("arguments", MADE)
+def test_a_mixture_of_megatron(arguments, tmp_path, capsys):
+    """Losses are summed over layers there, with shares that add up to 1, and averaged over mixtures here, with shares that add up to k."""
+    expected, kind, key = MADE[arguments]
+    command = f"torchrun --nproc_per_node 8 pretrain_gpt.py {MIXTURE} {arguments}"
+    _, lost, notes, config = imported(capsys, tmp_path, "megatron", command)
+    model = config.model
+    assert (model.num_experts, model.num_experts_per_tok, model.moe_intermediate_size, config.parallel.ep) == (16, 4, 256, 4)
+    assert model.shared_expert_intermediate_size == 512 and not model.shared_expert_gate
+    assert {name: pytest.approx(getattr(model, name)) for name in expected} == expected
+    remarks = dict.fromkeys(lost, "lost") | dict.fromkeys(notes.get("approximate", {}), "approximate")
+    assert remarks == ({key: kind} if kind else {})
+
+
+def test_a_ramp_of_megatrons_batch_size(tmp_path, capsys):
+    """As its loop over batches that grow counts them."""
+    arguments = "--num-layers 8 --micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 4 4 1000 --train-samples 5008"
+    options, lost, _, config = imported(capsys, tmp_path, "megatron", f"pretrain_gpt.py {arguments}", "--dp", 1)
+    steps = samples = 0
+    while samples < 5008:
+        samples += 4 + 4 * min(samples * 3 // 1000, 3)
+        steps += 1
+    assert options["train.rampup_batch_size"] == [4, 4, 1000] and options["train.steps"] == steps and not lost
 
 
 def test_values_that_megatron_computes(tmp_path, capsys):
@@ -223,6 +298,8 @@ def test_values_that_megatron_computes(tmp_path, capsys):
     fsdp = "--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
     assert options(f"{fsdp} --num-distributed-optimizer-instances 2", "--dp", "8")["parallel.dp_shard"] == 4
     assert options(fsdp)["parallel.zero"] == 3
+    ahead = options("--mtp-num-layers 1 --use-rotary-position-embeddings")
+    assert (ahead["model.mtp_layers"], ahead["train.mtp_weight"]) == (1, 0.1)
     (tmp_path / "a.bin").touch(), (tmp_path / "a.idx").touch()
     assert options(f"--data-path 2 {tmp_path}/a")["data.train"] == {f"{tmp_path}/a": 2.0}
     split = options("--context-parallel-size 2 --cp-comm-type p2p --micro-batch-size 1 --global-batch-size 4")

@@ -1,7 +1,7 @@
-"""Latent attention, attention sinks, and routers with groups or biases train the same on every layout as on one process.
+"""Latent attention, sinks, routers with groups or biases, and multi-token prediction train on every layout as on one process.
 
 fp64, 3 steps, within 1e-9: losses, gradient norms, weights. Each kind of attention is in a model with each kind of router: DeepSeek-V3 has
-two latents and groups by sums, gpt-oss has sinks and biases.
+two latents, groups by sums and a module that predicts a second token, gpt-oss has sinks and biases.
 """
 
 from __future__ import annotations
@@ -27,4 +27,7 @@ def prefix(tmp_path_factory) -> str:
 def test_trains_like_one_process(case, ranks, references, prefix):
     config, alone = SPACE.configs(case, prefix)
     got = ranks.run(world(SPACE.complete(case)), jobs.train, config, STEPS)
-    assert_same_run(got, references.run(jobs.train, alone, STEPS), 1e-9, 1e-9)
+    expected = references.run(jobs.train, alone, STEPS)
+    assert_same_run(got, expected, 1e-9, 1e-9)
+    for found in got:
+        assert found.get("mtp_losses") == (pytest.approx(expected["mtp_losses"], rel=1e-9, abs=0) if case["modules"] else None)

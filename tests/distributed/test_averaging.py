@@ -15,6 +15,7 @@ from megalite.checkpoint import CheckpointError, manifest_of
 from megalite.config.load import from_dict
 from megalite.config.rules import check
 from megalite.config.schema import ConfigError
+from megalite.generation.language_model import LanguageModel
 from megalite.huggingface.convert import export_model
 from megalite.optimizer.adamw import STATE
 from megalite.training.meta_device import check_states
@@ -180,6 +181,9 @@ def test_it_is_validated_and_exported_in_place_of_the_weights(precision, prefix,
     export_model(manifest_of(directory).averaged(), tmp_path / "exported")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert torch.equal(exported["model.embed_tokens.weight"], before["ema/embedding.weight"])
+    average, other = LanguageModel(directory, average=True), LanguageModel(f"hf:{tmp_path / 'exported'}")
+    assert torch.equal(average.logits([[3, 5, 7]]), other.logits([[3, 5, 7]]))
+    assert not torch.equal(average.logits([[3, 5, 7]]), LanguageModel(directory).logits([[3, 5, 7]]))
     started = trainer(changed(config, run={"name": "other"}, model={"init_from": f"hf:{tmp_path / 'exported'}"}, validation={"ema": False}))
     assert started.evaluate() == loss
     started.close()

@@ -23,8 +23,8 @@ STEPS = 5
 class Reference:
     """One matrix in float64, from the gradients of all ranks ([dp, n, m]). Its bases come from an SVD: any of the same space will do."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dp: int, rank: int):
-        generator = torch.Generator().manual_seed(key(SEED, name, "powersgd"))
+    def __init__(self, name: str, shape: tuple[int, ...], dp: int, rank: int, *numbers: int):
+        generator = torch.Generator().manual_seed(key(SEED, name, "powersgd", *numbers))
         self.factor = torch.randn((shape[1], rank), generator=generator).double()
         self.errors = torch.zeros(dp, *shape, dtype=torch.float64)
 

@@ -135,11 +135,14 @@ def test_every_layout_says_the_same(layout: dict[str, int], sources, prompts, al
             assert got["answer"] == pytest.approx(expected["answer"], abs=1e-5), "one token, of which a cp rank has none"
 
 
-def test_latents_are_read_in_parts_too(sources, prompts, ranks: RankPool) -> None:
-    name = [sources["deepseek_v3"]]
-    (expected,) = continued(RankContext(0, 1), name, {}, prompts, COUNT)
-    for (got,) in ranks.run(2, continued, name, {"cp": 2}, prompts, COUNT):
-        assert got["greedy"] == expected["greedy"] and (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
+def test_latents_and_sinks_are_read_in_parts_too(sources, prompts, ranks: RankPool) -> None:
+    names = [sources[name] for name in ("deepseek_v3", "deepseek_v2, lite, yarn rope", "gpt_oss")]
+    alone = continued(RankContext(0, 1), names, {}, prompts, COUNT)
+    for layout in ({"cp": 2}, {"cp": 2, "tp": 2}):
+        for found in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT):
+            for got, expected in zip(found, alone, strict=True):
+                assert got["greedy"] == expected["greedy"] and got["drawn"] == expected["drawn"]
+                assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
 
 
 def test_log_probabilities_are_those_of_the_logits(sources: dict[str, str], prompts: list[list[int]], alone: list[dict]) -> None:

@@ -1,7 +1,7 @@
 """Makes `megalite_kernels` importable from the source tree, and holds what its tests share."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,22 @@ def as_exact_as() -> Callable[..., None]:
         ulp = torch.finfo(torchs.dtype).eps * _rms(exact)
         error, allowed = _rms(ours.double() - exact), factor * _rms(torchs.double() - exact) + ulp
         assert error <= allowed, f"rms error {error:.2e} > {allowed:.2e}"
+
+    return check
+
+
+@pytest.fixture
+def assert_same_bits_and_no_wait() -> Callable[[Callable[[], Sequence[Tensor]]], None]:
+    """Asserts that ten calls of a function give the same bits, and that the host waits for the GPU in none after the first."""
+
+    def check(run: Callable[[], Sequence[Tensor]]) -> None:
+        first = run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            others = [run() for _ in range(9)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(torch.equal(one, other) for results in others for one, other in zip(first, results, strict=True))
 
     return check
 

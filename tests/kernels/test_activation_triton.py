@@ -81,16 +81,10 @@ def test_the_compiler_sees_one_operation(device):
 
 
 @pytest.mark.gpu
-def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device):
+def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device, assert_same_bits_and_no_wait):
     dh, gate_up = inputs((1024, 14336), torch.bfloat16, device)
 
     def run():
         return activation.gated_forward(gate_up, "silu"), *activation.gated_backward(dh, gate_up, "silu")
 
-    first = run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        others = [run() for _ in range(9)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(one, other) for results in others for one, other in zip(first, results, strict=True))
+    assert_same_bits_and_no_wait(run)

@@ -146,7 +146,7 @@ def test_the_compiler_sees_one_operation(device):
 
 
 @pytest.mark.gpu
-def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device):
+def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device, assert_same_bits_and_no_wait):
     sizes = [64 * 100_003, 64, 1 << 22]
     start = [ranges(sizes, torch.float32, device, values)[0] for values in (torch.randn, torch.zeros, torch.zeros)]
     start.append(ranges(sizes, torch.bfloat16, device)[0])
@@ -157,10 +157,4 @@ def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(devi
         steps(arrays, gradients, divisor)
         return [x for array in arrays for x in array]
 
-    first = run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        others = [run() for _ in range(9)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(one, other) for results in others for one, other in zip(first, results, strict=True))
+    assert_same_bits_and_no_wait(run)

@@ -56,6 +56,16 @@ def test_parts_are_the_whole_of_the_definition(name, cut, dtype, device):
             assert_as_accurate(got.cpu().to(dtype), true, of_torch)
 
 
+def test_keys_in_two_parts(device):
+    """128 channels and 16 others, with values of 24."""
+    q, k, v, dout = inputs(28, 1, 2, 1, 144, torch.bfloat16)
+    v, dout, options = v[..., :24], dout[..., :24], {"scale": 0.1, "window": 20}
+    found = in_parts(*(x.to(device) for x in (q, k, v, dout)), HALVES["zigzag"], **options)
+    torchs, exact = autograd(q, k, v, dout, **options), autograd(q.double(), k.double(), v.double(), dout, **options)
+    for got, true, of_torch in zip(found, exact, torchs, strict=True):
+        assert_as_accurate(got.cpu().to(torch.bfloat16), true, of_torch)
+
+
 def test_long_runs_have_tiles_without_a_mask(device):
     """Against the reference, which is another implementation: keys far before the queries, and a window across two runs."""
     q, k, v, dout = (x.to(device) for x in inputs(96, 1, 2, 1, 16, torch.bfloat16))

@@ -163,7 +163,7 @@ assert torch.equal(got, expected)
 
 
 @pytest.mark.gpu
-def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device):
+def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device, assert_same_bits_and_no_wait):
     logits, targets = inputs(256, 128256, torch.bfloat16, device)
     scale = torch.tensor(0.5, device=device)
 
@@ -172,13 +172,7 @@ def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(devi
         loss, lse = combine(stats[None], targets, IGNORE, 0.1, 1e-3, 128200)
         return loss, *(gradient_(logits.clone(), targets, lse, by, 0, 128200, IGNORE, 0.1, 1e-3, 128200) for by in (scale, 0.5))
 
-    first = run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        others = [run() for _ in range(9)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(one, other) for results in others for one, other in zip(first, results, strict=True))
+    assert_same_bits_and_no_wait(run)
 
 
 @pytest.mark.gpu

@@ -114,12 +114,6 @@ def test_the_compiler_sees_one_operation(device):
 
 
 @pytest.mark.gpu
-def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device):
+def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device, assert_same_bits_and_no_wait):
     chunks = chunks_of([64 * 100_003, 1 << 22, 33, 4096], torch.float32, device)
-    first = squared_sum(chunks)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        others = [squared_sum(chunks) for _ in range(9)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(first, other) for other in others)
+    assert_same_bits_and_no_wait(lambda: [squared_sum(chunks)])

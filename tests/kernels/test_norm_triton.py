@@ -186,7 +186,7 @@ def test_the_compiler_sees_one_operation(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [128, 4096])
-def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(hidden, device):
+def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(hidden, device, assert_same_bits_and_no_wait):
     x, branch, dtotal, dy = randn(4, 2**23 // hidden, hidden, dtype=torch.bfloat16, device=device)
     weight, bias = randn(2, hidden, dtype=torch.bfloat16, device=device)
 
@@ -196,10 +196,4 @@ def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(hidd
         gradients = *norm.rms_norm_backward(dy, total, weight, rstd, 0.0, dtotal), *norm.layer_norm_backward(dy, x, weight, mean, scale)
         return total, y, normed, *gradients
 
-    first = run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        others = [run() for _ in range(9)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(one, other) for results in others for one, other in zip(first, results, strict=True))
+    assert_same_bits_and_no_wait(run)

@@ -93,17 +93,11 @@ def test_operations_are_registered_soundly(device):
 
 
 @pytest.mark.gpu
-def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device):
+def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device, assert_same_bits_and_no_wait):
     rows, index, order, weights = inputs(4096, 2, 4096, torch.bfloat16, device)
     grad = torch.randn(4096, 4096).to(device, torch.bfloat16)
 
     def run() -> tuple[Tensor, ...]:
         return permutation.combine_rows(rows, index, weights), *permutation.combine_rows_backward(grad, rows, order, weights)
 
-    first = run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        others = [run() for _ in range(9)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(one, other) for results in others for one, other in zip(first, results, strict=True))
+    assert_same_bits_and_no_wait(run)

@@ -95,7 +95,7 @@ def test_the_compiler_takes_whole_functions(device):
 
 
 @pytest.mark.gpu
-def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device):
+def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(device, assert_same_bits_and_no_wait):
     cos, sin = tables(4096, None, 128, torch.bfloat16, device)
     packed = torch.randn(4096, 2, 48 * 128, device=device).bfloat16()
 
@@ -103,10 +103,4 @@ def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(devi
         parts = rotary.split_rotary(packed, 32, 8, 128, cos, sin)
         return *parts, rotary.split_rotary_backward(*parts, cos, sin)
 
-    first = run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        others = [run() for _ in range(9)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(one, other) for results in others for one, other in zip(first, results, strict=True))
+    assert_same_bits_and_no_wait(run)

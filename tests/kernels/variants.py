@@ -72,27 +72,44 @@ def of_adamw(module: Any) -> Calls:
             yield (name,), partial(module.adamw, params, gradients, *moments, masters, scale, *[0.5] * 6)
 
 
+def heads_with(everything: Any, documents: Any) -> list[tuple[tuple[int, int], Any]]:
+    """Channels of keys and of values, with options."""
+    many = [(dims, everything) for dims in ((80, 80), (256, 256), (192, 128))]
+    return [*many, *((dims, documents) for dims in ((64, 64), (128, 128), (192, 128)))]
+
+
+def heads_of(dim: int, value_dim: int) -> tuple[Tensor, ...]:
+    """q, k, v and the output."""
+    shapes = (8, dim), (2, dim), (2, value_dim), (8, value_dim)
+    return tuple(torch.empty(ROWS, BATCH, heads, width, dtype=BF16) for heads, width in shapes)
+
+
+def channels(dim: int, value_dim: int) -> str:
+    return f"{dim} channels" if dim == value_dim else f"{dim} and {value_dim} channels"
+
+
 def of_attention(module: Any) -> Calls:
-    """Every tile: with all options, and, for the heads of Llama 1B and 8B, with documents alone."""
+    """Every tile: with all options, and, for the heads of Llama 1B and 8B and of DeepSeek-V3, with documents alone."""
     starts, samples = torch.zeros(ROWS, BATCH, dtype=torch.int64), torch.zeros(BATCH, dtype=torch.int64)
     everything = "softcap window documents dropout", (1024, starts, 30.0, samples, 7, 0.1, 0, 0)
     documents = "documents", (None, starts, None, None, 0, 0.0, 0, 0)
-    for dim, (kind, options) in ((80, everything), (256, everything), (64, documents), (128, documents)):
-        q, k = (torch.empty(ROWS, BATCH, heads, dim, dtype=BF16) for heads in (8, 2))
-        lse, label = torch.empty(BATCH, 8, ROWS), f"bf16 {dim} channels {kind}"
-        yield (f"forward {label}",), partial(module.flash_attention, q, k, k, dim**-0.5, *options)
-        yield (f"dq {label}", f"dk dv {label}"), partial(module.flash_attention_backward, q, q, k, k, q, lse, dim**-0.5, *options)
+    for dims, (kind, options) in heads_with(everything, documents):
+        q, k, v, out = heads_of(*dims)
+        lse, label = torch.empty(BATCH, 8, ROWS), f"bf16 {channels(*dims)} {kind}"
+        yield (f"forward {label}",), partial(module.flash_attention, q, k, v, dims[0] ** -0.5, *options)
+        call = partial(module.flash_attention_backward, out, q, k, v, out, lse, dims[0] ** -0.5, *options)
+        yield (f"dq {label}", f"dk dv {label}"), call
 
 
 def of_attention_part(module: Any) -> Calls:
     """The same tiles, for two runs on each side."""
     starts, dropout = torch.zeros(ROWS, BATCH, dtype=torch.int64), AttentionDropout(7, torch.zeros(BATCH, dtype=torch.int64), 0.1)
     everything, documents = ("softcap window documents dropout", 1024, starts, 30.0, dropout), ("documents", None, starts, None, None)
-    for dim, (kind, *options) in ((80, everything), (256, everything), (64, documents), (128, documents)):
-        q, k = (torch.empty(ROWS, BATCH, heads, dim, dtype=BF16) for heads in (8, 2))
-        lse, label, runs = torch.empty(ROWS, BATCH, 8), f"bf16 {dim} channels {kind}, runs", ((0, 2), (9, 1))
-        yield (f"forward {label}",), partial(module.flash_attention_part, q, k, k, runs, runs, dim**-0.5, *options)
-        call = partial(module.flash_attention_part_backward, q, q, k, k, lse, lse, runs, runs, dim**-0.5, *options)
+    for dims, (kind, *options) in heads_with(everything, documents):
+        q, k, v, out = heads_of(*dims)
+        lse, label, runs = torch.empty(ROWS, BATCH, 8), f"bf16 {channels(*dims)} {kind}, runs", ((0, 2), (9, 1))
+        yield (f"forward {label}",), partial(module.flash_attention_part, q, k, v, runs, runs, dims[0] ** -0.5, *options)
+        call = partial(module.flash_attention_part_backward, out, q, k, v, lse, lse, runs, runs, dims[0] ** -0.5, *options)
         yield (f"dq {label}", f"dk dv {label}"), call
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megalite.config.schema import Config, ConfigError, LoggingConfig
-from megalite.monitoring import metrics, sinks
+from megalite.monitoring import metrics, tensorboard_wandb
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, check_packages
 
 FIELDS = [
@@ -138,7 +138,7 @@ def test_tensorboard_that_can_not_be_written_is_a_line_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It writes in a thread of its own, and raises its error in a later call."""
-    monkeypatch.setattr(sinks, "RETRY_S", 0.0)
+    monkeypatch.setattr(tensorboard_wandb, "RETRY_S", 0.0)
     run = tmp_path / "run"
     with MetricsWriter(run, config=Config(logging=LoggingConfig(tensorboard=True))) as writer:
         writer.step(example(1))

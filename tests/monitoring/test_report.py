@@ -92,7 +92,8 @@ def test_it_tells_what_the_run_wrote(tmp_path: Path):
 
 
 def test_the_load_of_experts_is_a_heat_map_with_a_row_for_each_mixture(tmp_path: Path):
-    page = made(write_run(tmp_path / "alone", experts=8))
+    page = made(write_run(tmp_path / "alone", experts=8, dp=2, ep=2))
+    assert "<td>tp 1 × pp 1 × dp 2, ep 2, ZeRO-1</td>" in page
     parser = Balanced()
     parser.feed(page)
     assert parser.open == [] and parser.loaded == []

@@ -181,6 +181,42 @@ def test_a_bias_moves_against_the_load_and_only_for_applied_steps() -> None:
     assert routers.load[0].tolist() == pytest.approx([each * K / 25 for each in (4, 0, 10, 5, 6)])
 
 
+def test_the_loss_next_to_a_bias_is_deepseek_v3s() -> None:
+    """Its formula for each sequence: α Σ_i f_i P_i with f_i = E / (K T) Σ_t 1(score i of t is among its K largest), whatever the bias
+    chooses. Two sequences, of 11 and of 7 valid tokens; the option is α / K for one mixture.
+    """
+    alpha = 0.3
+    config = model(router_balance="bias", router_scores="sigmoid", router_aux_loss_coef=alpha / K)
+    logits, targets = random(TOKENS, 2, EXPERTS, seed=14), torch.zeros(TOKENS, 2, dtype=torch.long)
+    targets[7:, 1] = IGNORE_INDEX
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    scores = ours.flatten(0, 1).sigmoid()
+    choice = choose(scores + torch.tensor([0.5, 0.0, -0.5, 0.0, 0.0]), K)
+    assert not torch.equal(choice.experts, choose(scores, K).experts)
+    balance = Balance(config, RouterState.start(config, torch.device("cpu")), ALONE)
+    given = scores / scores.sum(-1, keepdim=True)
+    weights = torch.zeros(2 * TOKENS, K, dtype=torch.float64, requires_grad=True)
+    out, statistics = balance.with_losses(weights, ours.flatten(0, 1), given, choice, targets, 1 / 18)
+    out.sum().backward()
+
+    loss = torch.zeros((), dtype=torch.float64)
+    for row, tokens in enumerate((11, 7)):
+        each = theirs[:tokens, row].sigmoid()  # [tokens, experts]
+        largest = each >= each.sort(descending=True).values[:, K - 1 : K]
+        f = largest.double().sum(0) * EXPERTS / (K * tokens)
+        p = (each / each.sum(-1, keepdim=True)).mean(0)
+        loss = loss + tokens / 18 * alpha * (f * p).sum()
+    loss.backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+    assert alpha / K * statistics[AUXILIARY].item() / 18 == pytest.approx(loss.item(), rel=1e-12)
+    assert torch.equal(statistics[:AUXILIARY], count_of(choice.experts, targets))
+
+
+def count_of(experts: Tensor, targets: Tensor) -> Tensor:
+    """How many valid tokens chose each expert."""
+    return torch.bincount(experts[targets.flatten() != IGNORE_INDEX].flatten(), minlength=EXPERTS).double()
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_choice_within_groups_is_deepseeks(version: int) -> None:
     """By transformers' routers, on scores without ties."""

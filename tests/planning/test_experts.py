@@ -72,6 +72,12 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice):
     assert (step.gradients + step.weights) * 100e9 == pytest.approx(sent.dp, rel=0.01)
 
 
+def test_the_documented_bytes_of_experts():
+    """As docs/topology.md writes them, for 4 sequences of 4,096 tokens on a rank, 2 experts a token and 32 mixtures."""
+    (sent,) = traffic(configured(base(), Choice(dp=8, ep=8)), 8)
+    assert sent.ep == pytest.approx(4 * 32 * (4 * 4096) * 4096 * 2 * 2 * 7 / 8, rel=0.001)
+
+
 def test_an_exchange_across_nodes_takes_each_ranks_card():
     """16 ranks on two nodes: half of a rank's rows leave the node. 2 of 8 experts for each of 4,096 tokens, there and back."""
     fabric, rows = Fabric(H100), 2 * 4096 * 4096 * 2

@@ -30,6 +30,7 @@ DORA = {"rank": 4, "ranks": {"o": 2}, "dora": True, "modules_to_save": ["embeddi
 GPT2 = {"norm": "layer", "gated_mlp": False, "position": "learned", "attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
 LATENTS = {"num_key_value_heads": None, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 QUERIES = LATENTS | {"q_lora_rank": 10}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def tree(
@@ -64,6 +65,8 @@ ALONE = {
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
     "latents": {"model": LATENTS},
+    "two modules ahead": {"model": {"mtp_layers": 2}},
+    "a module ahead, tied, recomputed": {"model": {"mtp_layers": 1, "tie_word_embeddings": True}, "train": {"recompute": "full"}},
     "adapters on latents": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_b", "kv_a", "o"]}},
 }
 ON_TWO = {
@@ -74,9 +77,13 @@ ON_TWO = {
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
     "pp, zb-h1, DoRA": {"pp": 2, "schedule": "zb-h1", "lora": DORA},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
+    "tp and sp, a module ahead": {"tp": 2, "sequence_parallel": True, "model": {"mtp_layers": 1}},
+    "pp, zb-h1, a module ahead": {"pp": 2, "schedule": "zb-h1", "model": {"mtp_layers": 1}},
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
+    "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
+    "cp, ring, latents, adapters": {"cp": 2, "context": "ring", "model": QUERIES, "lora": {"rank": 4, "targets": ["kv_a", "kv_b"]}},
 }
 
 
@@ -117,6 +124,8 @@ BUILT = {
     "fp32 masters are the weights": {"dp": 4, "train": {"precision": "fp32"}},
     "tied, two copies": {"pp": 2, "dp": 2, "model": {"tie_word_embeddings": True}},
     "tied, one copy": {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 2, "model": {"tie_word_embeddings": True}},
+    "modules ahead, a copy of the embedding": {"pp": 2, "dp": 2, "model": {"mtp_layers": 2}},
+    "a module ahead, one table": {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 3, "model": {"mtp_layers": 1}},
     "ZeRO-0": {"dp": 4, "zero": 0},
     "ZeRO-2 in bf16": {"dp": 4, "zero": 2, "train": {"grad_dtype": "bf16"}},
     "ZeRO-3 in groups": {"dp": 8, "zero": 3, "dp_shard": 2, "tp": 2},
@@ -125,6 +134,8 @@ BUILT = {
     "offloaded weights": {"dp": 2, "zero": 3, "offload_parameters": True, "train": {"precision": "fp32"}},
     "all offloaded": {"dp": 2, "zero": 3, "offload": "cpu", "offload_parameters": True, "train": {"precision": "fp32"}},
     "compressed": {"dp": 2, "powersgd_rank": 2, "tp": 2},
+    "compressed, experts": {"dp": 4, "powersgd_rank": 2, "ep": 2, "model": EXPERTS},
+    "compressed, experts on one rank": {"dp": 4, "powersgd_rank": 2, "ep": 4, "model": EXPERTS},
     "adapters": {"dp": 2, "tp": 2, "lora": LORA},
     "adapters, ZeRO-3": {"dp": 2, "zero": 3, "offload": "cpu", "lora": SOME},
     "DoRA, tied": {"pp": 2, "dp": 2, "tp": 2, "lora": DORA, "model": {"tie_word_embeddings": True}},
@@ -184,6 +195,7 @@ TRAFFIC = {
     "ZeRO-3, kept": {"dp": 2, "zero": 3, "zero3_reshard": "step"},
     "rounded": {"dp": 2, "reduce_dtype": "bf16"},
     "compressed": {"dp": 2, "powersgd_rank": 2},
+    "compressed, experts": {"dp": 2, "powersgd_rank": 2, "model": EXPERTS},
     "pp, tied": {"pp": 2, "model": {"tie_word_embeddings": True}},
     "pp, folded": {"pp": 2, "schedule": "zb-v"},
     "tp, adapters": {"tp": 2, "lora": LORA},
@@ -203,8 +215,14 @@ TRAFFIC = {
     "cp, ring, padded rows": {"cp": 3, "context": "ring", "dp": 2},
     "pp, tied, adapters": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": LORA},
     "tp, latents": {"tp": 2, "model": LATENTS, "train": {"recompute": "full"}},
+    "tp, modules ahead": {"tp": 2, "model": {"mtp_layers": 2}, "train": {"recompute": "full"}},
+    "cp, tp and sp, a module ahead": {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 0, "model": {"mtp_layers": 1}},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": LATENTS},
+    "cp, ring, tp, latents, recomputed": {"cp": 2, "context": "ring", "tp": 2, "model": LATENTS, "train": {"recompute": "attention"}},
+    "cp, gather, tp and sp, latents, recomputed": {
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "zero": 0, "model": QUERIES, "train": {"recompute": "full"}}
+    },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
 }
 

@@ -70,6 +70,19 @@ def test_the_tree_names_what_is_there_and_every_room():
     assert sorted(files - listed) == []
 
 
+def test_the_tree_names_nothing_twice():
+    page = (DOCS / "architecture.md").read_text()
+    block = page[page.index("## The tree") :].split("```")[1]
+    assert len(tree(page)) == sum(len(line.strip().partition("  ")[0].split(", ")) for line in filter(None, block.splitlines()))
+
+
+def test_every_page_of_the_manual_is_on_its_first_page_and_in_its_navigation():
+    pages = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+    navigation = re.findall(r"^ +- .+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert pages | {"index.md"} == set(navigation) and len(navigation) == len(set(navigation))
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)", (DOCS / "index.md").read_text()))
+
+
 def test_where_to_look_names_what_is_in_its_file():
     page = (DOCS / "architecture.md").read_text()
     named = re.findall(r"`([A-Za-z_.]+)` in `([\w/]+\.py)`", page[page.index("## Where to look") :])

@@ -52,14 +52,17 @@ NEEDS = {
     "optimizer.wsd_decay_fraction": ("train.steps",),
     "parallel.tp": ("model.num_attention_heads", "model.intermediate_size"),
     "parallel.pp": ("model.num_hidden_layers",),
+    "parallel.ep": ("parallel.dp",),
+    "ep splits experts": ("model.hidden_size",),
+    "ep divides the experts": ("model.hidden_size",),
     "parallel.partition": ("model.num_hidden_layers",),
     "data.sequence_length": ("model.max_position_embeddings",),
     "data.packing": ("data.train",),
     "data.reset_positions": ("data.train",),
     "data.eod_mask_loss": ("data.train",),
 }
-"""Option → other options that its rules read: if the file leaves one of those open, a violated rule is reported as what is still to be
-set."""
+"""Option, or a single rule of it → other options that are read: if the file leaves one of those open, a violated rule is reported as
+what is still to be set."""
 FILES = ("run.dir", "model.from_hf", "model.init_from", "data.train", "data.validation", "lora.init_from")
 """Options that name files, which may be on another machine: they are kept, and what is missing is reported."""
 
@@ -230,7 +233,7 @@ def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
     context = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
     if not rule.broken(context):
         return
-    needs = () if rule in numbers.RULES else NEEDS.get(rule.option, ())
+    needs = () if rule in numbers.RULES else NEEDS.get(rule.name, NEEDS.get(rule.option, ()))
     why, open_options = rule.describe(context), [other for other in needs if other not in options]
     if rule.option in FILES and not isinstance(options[rule.option], float):
         found.remark(found.setter(rule.option), "open", why)

@@ -1,12 +1,13 @@
 """Megatron-LM's command-line arguments. Meanings and defaults are those of its megatron/training/arguments.py, training.py and
-megatron/core/optimizer_param_scheduler.py. The model's shape is in megatron_model.py."""
+megatron/core/optimizer_param_scheduler.py. The model's shape is in megatron_model.py, with megatron_experts.py and megatron_latents.py."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from megalite.config.importers import finetuning, megatron_model, shell
+from megalite.config import rampup
+from megalite.config.importers import finetuning, megatron_experts, megatron_latents, megatron_model, shell
 from megalite.config.importers.batch import Batch
 from megalite.config.importers.verdict import (
     Row,
@@ -27,17 +28,20 @@ from megalite.config.importers.verdict import (
     to_do,
     word,
 )
+from megalite.config.schema import TrainConfig
 
 NAME = "Megatron-LM"
 TP, PP, CP = "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"
 BATCH = Batch("global-batch-size", "micro-batch-size", "")
+RAMP = "rampup-batch-size"
 MARKS = (TP, PP, "num-layers", BATCH.micro, "seq-length", "train-iters")
 LAUNCH = "torchrun."
 SWITCHES = frozenset(
     ("bf16", "fp16", "swiglu", "squared-relu", "qk-layernorm", "apply-layernorm-1p", "add-qkv-bias", "disable-bias-linear", "mock-data")
     + ("group-query-attention", "untie-embeddings-and-output-weights", "use-rotary-position-embeddings", "use-rope-scaling")
     + ("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather", "recompute-activations")
-    + ("use-mcore-models", "use-flash-attn", "no-save-optim", "no-load-optim", "no-load-rng", "finetune")
+    + ("use-mcore-models", "use-flash-attn", "no-save-optim", "no-load-optim", "no-load-rng", "finetune", megatron_latents.SWITCH)
+    + tuple(megatron_experts.SWITCHES)
 )
 """Arguments without a value: a variable that follows is one of further arguments."""
 
@@ -138,9 +142,27 @@ def _partition(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.partition": [first] * (first is not None) + [rest // inner] * inner + [last] * (last is not None)})
 
 
+def _ramp(source: Source) -> TrainConfig | None:
+    """The batch sizes of a run that starts with smaller ones; None if it does not."""
+    ramp, batch = source.get(RAMP), source.size(BATCH.total)
+    if not batch or not isinstance(ramp, list) or not all(type(part) is int for part in ramp):
+        return None
+    train = TrainConfig(global_batch_size=batch, rampup_batch_size=ramp)
+    return None if rampup.problem(train) else train
+
+
+def _train_samples(value: Any, source: Source) -> Verdict:
+    """The steps that read so many samples, also with batches that grow."""
+    ramp = _ramp(source)
+    if ramp is None or type(value) is not int or value < 1:
+        return _samples("train.steps").judge(value, source)
+    steps = rampup.steps_for(ramp, value)
+    return honoured({"train.steps": steps}, "" if rampup.samples_after(ramp, steps) == value else "the last step reads a whole batch")
+
+
 def _steps(source: Source) -> int | None:
-    samples, batch = source.size("train-samples"), source.size(BATCH.total)
-    return source.size("train-iters") or (samples // batch if samples and batch else None)
+    samples = source.get("train-samples")
+    return source.size("train-iters") or _train_samples(samples, source).options.get("train.steps")
 
 
 def _samples(option: str) -> Row:
@@ -263,10 +285,11 @@ TOKENS = (
 )
 METRICS = "metrics.jsonl has it for each step"
 FP8 = "there is no float8: train.precision: bf16 is nearest"
-EXPERTS = "there is no mixture of experts"
 FORMAT = "a checkpoint holds the whole model, and any layout loads it"
 TABLE: Table = {
     **megatron_model.TABLE,
+    **megatron_experts.TABLE,
+    **megatron_latents.TABLE,
     **BATCH.table(),
     f"{LAUNCH}nproc-per-node": Row(_processes, "parallel.dp"),
     f"{LAUNCH}*": never("it is for the launcher: megalite train's or torchrun's --nproc, --nnodes and --rdzv-endpoint"),
@@ -279,7 +302,6 @@ TABLE: Table = {
         {"P2P": "ring", "ALL_GATHER": "gather", "A2A": "ulysses"},
         "one method serves all layers and ranks: parallel.context is ulysses, gather or ring",
     ),
-    "expert-model-parallel-size": only("1", EXPERTS),
     "sequence-parallel": Row(
         lambda value, source: honoured({"parallel.sequence_parallel": True}) if (source.size(TP) or 1) > 1 else harmless("tp is 1")
     ),
@@ -290,9 +312,9 @@ TABLE: Table = {
     **each("decoder-", "first-pipeline-num-layers last-pipeline-num-layers", Row(_partition, "parallel.partition")),
     "pipeline-model-parallel-layout": missing("set parallel.partition to the number of layers of each stage"),
     **each("account-for-", "embedding-in-pipeline-split loss-in-pipeline-split", never("stages are balanced by cost, head included")),
-    "rampup-batch-size": missing("set train.rampup_batch_size to the same three numbers"),
+    RAMP: sets("train.rampup_batch_size"),
     "train-iters": sets("train.steps"),
-    "train-samples": _samples("train.steps"),
+    "train-samples": Row(_train_samples, "train.steps"),
     "lr": sets("optimizer.lr"),
     "min-lr": sets("optimizer.min_lr"),
     **each("", "lr-decay-style lr-wsd-decay-style lr-wsd-decay-iters", Row(_style, "optimizer.decay")),
@@ -363,7 +385,7 @@ TABLE: Table = {
     **each(
         "", "no-create-attention-mask-in-dataloader no-mmap-bin-files dataloader-type distributed-backend", never("nothing here has it")
     ),
-    **each("", "num-experts moe-* expert-* multi-latent-attention q-lora-* kv-lora-* mtp-*", missing(EXPERTS)),
+    "expert-*": missing("nothing here is its counterpart"),
 }
 
 
@@ -383,10 +405,12 @@ def defaults(source: Source) -> dict[str, Any]:
         **{"use-distributed-optimizer": False, "adam-beta1": 0.9, "adam-beta2": 0.999, "weight-decay": 0.01, "lr-decay-style": "linear"},
         **{"log-interval": 100, "eval-interval": 1000, "eval-iters": 100},
     }
+    if source.size("mtp-num-layers"):
+        found |= {"mtp-loss-scaling-factor": 0.1}
     if "data-path" in source.leaves:
         found |= {"split": "969,30,1"}
     if source.on("fp16"):
         found |= {"initial-loss-scale": 2.0**32}
     if BATCH.total not in source.leaves and source.dp and (micro := source.size(BATCH.micro)):
         found |= {BATCH.total: micro * source.dp}
-    return found | megatron_model.defaults(source)
+    return found | megatron_model.defaults(source) | megatron_experts.defaults(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalite.config.importers import megatron_latents
 from megalite.config.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, missing, never, sets
 
 HIDDEN, FEED_FORWARD = "hidden-size", "ffn-hidden-size"
@@ -16,7 +17,9 @@ def default_width(source: Source) -> int | None:
 
 
 def _kv_heads(value: Any, source: Source) -> Verdict:
-    """Without --group-query-attention every head has its own key and value."""
+    """Without --group-query-attention, and with latents, every head has its own key and value."""
+    if megatron_latents.is_on(source):
+        return harmless("with latents every head has its own key and value")
     if not source.on("group-query-attention"):
         return harmless("group-query-attention is off")
     return honoured({"model.num_key_value_heads": source.size("num-query-groups") or 1})
@@ -58,6 +61,8 @@ def _activation(value: Any, source: Source) -> Verdict:
 
 def _biases(value: Any, source: Source) -> Verdict:
     bias = not source.on("disable-bias-linear")
+    if megatron_latents.is_on(source):
+        return honoured({"model.mlp_bias": bias}, "latent attention has no biases" if bias else "")
     inner = bias or source.on("add-qkv-bias")
     return honoured({"model.attention_bias": inner, "model.attention_out_bias": bias, "model.mlp_bias": bias})
 
@@ -67,9 +72,17 @@ def _hidden_dropout(value: Any, source: Source) -> Verdict:
 
 
 def _qk_norm(value: Any, source: Source) -> Verdict:
+    if megatron_latents.is_on(source):
+        return harmless("the latents have norms, as here")
     if source.word("normalization") != "RMSNORM":
         return lost("model.qk_norm: head is an RMSNorm; with LayerNorm there is none that all heads share")
     return honoured({"model.qk_norm": "head"})
+
+
+def _without_latents(row: Row) -> Row:
+    """A row of heads whose widths the arguments of latent attention give, if it is on."""
+    off = harmless("qk-head-dim, qk-pos-emb-head-dim and v-head-dim say it")
+    return Row(lambda value, source: off if megatron_latents.is_on(source) else row.judge(value, source), row.option)
 
 
 def _window(value: Any, source: Source) -> Verdict:
@@ -88,14 +101,14 @@ TABLE: Table = {
     HIDDEN: sets("model.hidden_size"),
     FEED_FORWARD: sets("model.intermediate_size"),
     "num-attention-heads": sets("model.num_attention_heads"),
-    "kv-channels": sets("model.head_dim"),
+    "kv-channels": _without_latents(sets("model.head_dim")),
     **each("", "group-query-attention num-query-groups", Row(_kv_heads, "model.num_key_value_heads")),
     **each("", "seq-length encoder-seq-length", sets("data.sequence_length")),
     "max-position-embeddings": sets("model.max_position_embeddings"),
     **each("", "position-embedding-type use-rotary-position-embeddings", Row(_position, "model.position")),
     "no-position-embedding": never("model.position says which positions there are"),
     "rotary-base": _rotary("model.rope_theta"),
-    "rotary-percent": _rotary("model.partial_rotary_factor"),
+    "rotary-percent": _without_latents(_rotary("model.partial_rotary_factor")),
     "rotary-interleaved": missing("channels are rotated in halves"),
     "rotary-seq-len-interpolation-factor": missing("model.rope_scaling {rope_type: linear, factor: F} is the same"),
     **each("", "use-rope-scaling rope-scaling-factor", Row(_rope_scaling, "model.rope_scaling")),
@@ -110,6 +123,8 @@ TABLE: Table = {
     "attention-dropout": sets("model.attention_dropout"),
     "hidden-dropout": Row(_hidden_dropout, "model.residual_dropout"),
     "init-method-std": sets("model.initializer_range"),
+    "mtp-num-layers": sets("model.mtp_layers"),
+    "mtp-loss-scaling-factor": sets("train.mtp_weight"),
     "qk-layernorm": Row(_qk_norm, "model.qk_norm"),
     "window-size": Row(_window, "model.sliding_window"),
     "vocab-size": sets("model.vocab_size"),

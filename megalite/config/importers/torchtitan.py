@@ -141,9 +141,12 @@ def _flavor(value: Any, source: Source) -> Verdict:
     if shape is None:
         return lost(f"there is no table of its shape here ({', '.join(flavors())} are known): set model.preset or model.from_hf")
     options = {f"model.{key}": size for key, size in shape.items()}
-    return honoured(
-        options, "earlier versions of torchtitan have no rope_scaling there" if "rope_scaling" in shape and "llama" in name else ""
-    )
+    remarks = {
+        "llama": "earlier versions of torchtitan have no rope_scaling there" if "rope_scaling" in shape else "",
+        "deepseek": "there rotary embeddings are scaled above 4,096 tokens only, and the bias on the choice of experts is centred",
+        "qwen": "there the bias on the choice of experts is centred after each step" if "router_balance" in shape else "",
+    }
+    return honoured(options, next(text for family, text in remarks.items() if family in name))
 
 
 def _tensor(value: Any, source: Source) -> Verdict:
@@ -235,7 +238,11 @@ TABLE: Table = {
         PARALLEL, "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers", never("stages are balanced by cost")
     ),
     f"{PARALLEL}pipeline_parallel_schedule_csv": only("", "parallel.schedule has the schedules that run here"),
-    **each(PARALLEL, "expert_parallel_degree expert_tensor_parallel_degree", only("1", "there is no mixture of experts")),
+    f"{PARALLEL}expert_parallel_degree": sets("parallel.ep"),
+    f"{PARALLEL}expert_tensor_parallel_degree": only(
+        "1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"
+    ),
+    **each(PARALLEL, "expert_parallel_comm_backend expert_parallel_a2a_impl", never("parallel.expert_dispatch is one implementation")),
     **each(PARALLEL, "disable_loss_parallel enable_async_tensor_parallel enable_compiled_autograd", never("it is one implementation here")),
     **each("checkpoint.", "enable enable_checkpoint", never("checkpoint.interval is set, if it is on")),
     "checkpoint.interval": Row(_checkpoint_interval, "checkpoint.interval"),

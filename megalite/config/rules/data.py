@@ -27,17 +27,27 @@ def _nearest_prefix(source: Any) -> str:
 
 
 def _vocabularies(c: Config) -> str:
-    return ", ".join(f"{prefix} has {metadata(prefix).get('vocab_size')} tokens" for prefix in _all_prefixes(c))
+    return ", ".join(f"{prefix} has {metadata(prefix).get('vocab_size')} tokens" for prefix in dict.fromkeys(_all_prefixes(c)))
 
 
-def _token_file_rules(option: str) -> tuple[Rule, Rule]:
+def _token_file_rules(option: str) -> tuple[Rule, Rule, Rule]:
     get = attrgetter(option)
+
+    def in_brackets(c: RuleContext) -> bool:
+        return isinstance(get(c), str) and get(c).startswith(("{", "[")) and bool(_missing(get(c)))
 
     def bad_weight(c: RuleContext) -> bool:
         blend = isinstance(get(c), dict) and not named_sets(get(c))
         return blend and not all(math.isfinite(weight) and weight > 0 for weight in get(c).values())
 
     return (
+        Rule(
+            f"{option} is one text",
+            option,
+            in_brackets,
+            message="is a text, and neither a list nor a mapping of token files",
+            legal="Write [PREFIX, PREFIX], {PREFIX: weight} or for validation {NAME: PREFIX}, with a space after each colon.",
+        ),
         Rule(
             f"{option} weights are positive",
             option,
@@ -98,6 +108,13 @@ RULES: tuple[Rule, ...] = (
     *_token_file_rules("data.train"),
     *_token_file_rules("data.validation"),
     Rule(
+        "validation data is named",
+        "data.validation",
+        lambda c: isinstance(c.data.validation, (list, dict)) and not c.data.validation,
+        message="names no token file",
+        legal="Give a token file PREFIX, several as {NAME: PREFIX}, a held-out fraction such as 0.05, or null for no validation.",
+    ),
+    Rule(
         "held-out share",
         "data.validation",
         lambda c: isinstance(c.data.validation, float) and not 0 < c.data.validation < 1,
@@ -148,6 +165,13 @@ RULES: tuple[Rule, ...] = (
     ),
     _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),
+    Rule(
+        "rows have the tokens that modules predict",
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers >= c.data.sequence_length,
+        message="does not leave a target in a row of {data.sequence_length}",
+        legal=lambda c: f"Legal values: up to {c.data.sequence_length - 1}.",
+    ),
     Rule(
         "sequence within the model's positions",
         "data.sequence_length",

@@ -149,6 +149,30 @@ _WITHOUT_EXPERTS = tuple(
     )
 )
 
+_AHEAD = (
+    Rule(
+        "modules of multi-token prediction look up tokens only",
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers and c.model.position == "learned",
+        message="does not fit {model.position}: the modules look up further tokens, which have no learned positions of their own",
+        legal="Set it to 0, or model.position to rope or none.",
+    ),
+    Rule(
+        "modules of multi-token prediction and scaled logits",
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers and c.model.logit_scale is not None,
+        message="does not fit {model.logit_scale}: the modules read the final norm, which that would scale",
+        legal="Set it to 0, or model.logit_scale to null.",
+    ),
+    Rule(
+        "adapters and modules of multi-token prediction",
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers and c.lora.rank,
+        message="does not fit {lora.rank}: PEFT's models do not have these modules, so that an adapter of them could not be exported",
+        legal="Set it to 0, which leaves them out.",
+    ),
+)
+
 _GROUPS = (
     Rule(
         "groups divide the experts",
@@ -248,18 +272,12 @@ _MIXTURE = (
         message="has a gate, and {model.gated_mlp}",
         legal="Set model.gated_mlp to true.",
     ),
-    Rule(
-        "a bias needs no auxiliary loss",
-        "model.router_aux_loss_coef",
-        lambda c: c.model.router_balance == "bias" and c.model.router_aux_loss_coef,
-        message="has no effect: {model.router_balance}",
-        legal="Remove it, or set model.router_balance to global or sequence.",
-    ),
 )
 
 RULES: tuple[Rule, ...] = (
     *_MIXTURE,
     *_GROUPS,
+    *_AHEAD,
     *_LATENTS,
     Rule(
         "preset or from_hf",

@@ -17,11 +17,11 @@ _SIZES = """parallel.tp parallel.pp parallel.dp parallel.cp parallel.ep parallel
     train.steps train.tokens train.global_batch_size train.micro_batch_size optimizer.base_batch_size fp16.loss_scale_window fp16.hysteresis
     checkpoint.interval checkpoint.keep checkpoint.keep_every faults.spike_window faults.skip_limit validation.interval
     validation.batches train.early_stopping_patience muon.ns_steps logging.interval profiling.memory_snapshot lora.ranks"""
-_POSITIVE = """model.rope_theta model.rope_local_theta model.rms_norm_eps model.attention_scale model.attention_softcap
+_POSITIVE = """train.mtp_weight model.rope_theta model.rope_local_theta model.rms_norm_eps model.attention_scale model.attention_softcap
     model.logit_softcap model.logit_scale model.residual_multiplier model.embedding_scale model.initializer_range
     model.routed_scaling_factor model.expert_capacity_factor lora.alpha lora.alphas
     parallel.bucket_mb train.epochs train.memory_budget optimizer.eps fp16.min_loss_scale faults.spike_sigma"""
-_NOT_NEGATIVE = """model.router_aux_loss_coef model.router_z_loss_coef model.router_bias_rate
+_NOT_NEGATIVE = """model.mtp_layers model.router_aux_loss_coef model.router_z_loss_coef model.router_bias_rate
     run.seed lora.rank parallel.schedule_costs parallel.layer_costs train.grad_clip train.z_loss train.loss_chunk
     optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay muon.lr muon.weight_decay fp16.initial_scale_power
     train.early_stopping_threshold network.ib_gid_index network.ib_retries"""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megalite.config.dims import ParallelDims
 from megalite.config.rule import Rule, RuleContext, around, describe_legal, divisors
 
 
@@ -78,6 +79,11 @@ def _sizes_fit_the_world(axis: str) -> Rule:
     )
 
 
+def _sharded_in_groups(dims: ParallelDims) -> bool:
+    """Whether ZeRO shards over some of the ranks that sum a gradient; with experts, also if those of an expert are in several groups."""
+    return dims.shard not in (1, dims.data) or dims.experts and dims.expert_shard not in (1, dims.expert_data)
+
+
 def _legal_ep(c: RuleContext) -> list[int]:
     """Sizes that divide the experts and the ranks of a stage, and leave a whole number of ranks for each bucket of experts."""
     shared = c.dims.shard * c.parallel.tp if c.parallel.zero else c.dims.stage_ranks
@@ -129,13 +135,6 @@ _EXPERTS = (
         lambda c: (c.model.shared_expert_intermediate_size or 0) % c.parallel.tp,
         message="does not divide {model.shared_expert_intermediate_size}: each rank holds an equal part",
         legal=lambda c: [tp for tp in legal_tp(c) if (c.model.shared_expert_intermediate_size or 0) % tp == 0],
-    ),
-    Rule(
-        "PowerSGD has no experts",
-        "parallel.powersgd_rank",
-        lambda c: c.parallel.powersgd_rank and c.model.num_experts,
-        message="does not support {model.num_experts}: it reduces over all data ranks, and experts have others",
-        legal="Leave it out.",
     ),
 )
 
@@ -196,6 +195,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.parallel.context == "ring" and c.parallel.context_inner not in (1, *legal_ulysses(c)),
         message=lambda c: _heads_for_ulysses(c).replace("under parallel.context = ulysses each", "each inner"),
         legal=legal_inner,
+    ),
+    Rule(
+        "balanced parts of gather or ring",
+        "parallel.context_parts",
+        lambda c: c.parallel.context_parts == "balanced" and c.parallel.cp > 1 and c.parallel.context == "ulysses",
+        message="has no effect: under {parallel.context} all ranks attend equally much already",
+        legal="Leave it out, or set parallel.context to gather or ring.",
     ),
     Rule(
         "virtual stages belong to the schedule",
@@ -314,7 +320,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PowerSGD reduces over all of dp",
         "parallel.powersgd_rank",
-        lambda c: c.parallel.powersgd_rank and c.dims.shard not in (1, c.dims.data),
+        lambda c: c.parallel.powersgd_rank and _sharded_in_groups(c.dims),
         message="reduces over all data-parallel ranks at once, not in groups of {parallel.dp_shard}",
         legal="Remove one of the two.",
     ),

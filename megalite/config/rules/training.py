@@ -33,7 +33,9 @@ def _wrong_mode(c: RuleContext) -> str:
         return ""
     from megalite.config.recomputation import problem
 
-    return problem(c.train.recompute, c.model.num_hidden_layers) or ""
+    if "experts" in re.split("[*+,]", c.train.recompute) and not c.model.has_mixtures:
+        return "names experts, and the model has none"
+    return problem(c.train.recompute, c.model.num_hidden_layers + c.model.mtp_layers) or ""
 
 
 def _resumes(c: RuleContext) -> bool:

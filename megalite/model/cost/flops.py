@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from megalite.config.schema import LoraConfig, ModelConfig, TrainConfig
 from megalite.model.cost.steps import MODES, Attention, Product, Share, attended_pairs
 from megalite.model.cost.units import Units
+from megalite.model.parameters import layer_count
 
 
 class LayerCosts(NamedTuple):
@@ -25,11 +26,17 @@ class LayerCosts(NamedTuple):
 def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
     """FLOPs of matrix products and of the attended pairs of positions (causal, within the layer's window).
 
-    Norms, activations and other elementwise kernels do not count; a lookup counts one operation per element copied.
+    Norms, activations and other elementwise kernels do not count; a lookup counts one operation per element copied. Modules of multi-token
+    prediction count with the head.
     """
     units = Units(model, Share(sequence_length))
     layers = [units.layer(index).flops for index in range(model.num_hidden_layers)]
-    return LayerCosts(layers, units.embedding().flops, units.head().flops)
+    head = units.head().flops
+    if model.mtp_layers:
+        from megalite.model.cost.ahead import modules
+
+        head += sum(part.flops for module in modules(units) for part in module)
+    return LayerCosts(layers, units.embedding().flops, head)
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int, lora: LoraConfig | None = None) -> float:
@@ -51,9 +58,9 @@ class Flops:
 
     Attributes:
         convention: palm counts all positions for attention (Chowdhery et al. 2022, Megatron-LM), causal only those that the mask leaves.
-        layers: the matrix products with the layers' weights.
+        layers: the matrix products with the layers' weights, those of modules of multi-token prediction included.
         attention: query · key and probabilities · value.
-        head: the product with the vocabulary.
+        head: the product with the vocabulary, once for each token that is predicted.
         embedding: the lookup counted as a product with the vocabulary; 0 if it is not counted.
         recomputed: what backward computes again.
     """
@@ -105,9 +112,13 @@ def per_token(
         lora: adapters. Frozen weights have no weight gradient: two products instead of three.
     """
     units = Units(model, Share(1), lora)  # one token
-    head = float(sum(product.training_flops for product in units.head().products))
+    head = (1 + model.mtp_layers) * float(sum(product.training_flops for product in units.head().products))
     layers, attention, recomputed = 0.0, 0.0, 0.0
-    for index in range(model.num_hidden_layers):
+    if model.mtp_layers:
+        from megalite.model.cost.ahead import joining
+
+        layers += model.mtp_layers * sum(product.training_flops for product in joining(units).products)
+    for index in range(layer_count(model)):
         unit = units.layer(index)
         layers += sum(product.training_flops for product in unit.products)
         scores = sum(each.product_flops(_attended(sequence_length, each.window, convention)) for each in unit.attentions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.model.cost import context
-from megalite.model.cost.steps import Block, Buffer, Elementwise, Product, Step
+from megalite.model.cost.steps import Block, Buffer, Elementwise, Expansion, Product, Step
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -15,15 +15,19 @@ def latent_block(units: Units, index: int, products: dict[str, Product]) -> Bloc
     """Latents of each rank's own tokens, their norms, and the queries, keys and values of its heads."""
     model, share, heads = units.model, units.share, units.heads
     down, up = products["attention.kv_a"], products["attention.kv_b"]
+    if heads.latent:
+        up = Expansion.of(up, share, heads.latent)
     queries: tuple[Step, ...]
     if model.q_lora_rank is None:
         q, queries = products["attention.q"], (products["attention.q"],)
     else:
         q, first = products["attention.q_b"], products["attention.q_a"]
-        queries = (first, _norm(units, "queries", model.q_lora_rank, q), q)
+        queries = (first, _norm(units, "queries", model.q_lora_rank, q.keeps_input), q)
     projected = q.outputs + up.outputs
-    moved = (share.tokens * (2 * projected + heads.query * model.qk_rope_head_dim),)
-    latent = _norm(units, "keys and values", model.kv_lora_rank or 0, up)
+    moved = (2 * (q.rows * q.outputs + up.rows * up.outputs) + up.rows * heads.query * model.qk_rope_head_dim,)
+    latent = _norm(units, "keys and values", model.kv_lora_rank or 0, up.keeps_input or heads.latent > 0)
+    # Where latents travel, attention keeps them and the rotated keys of its own tokens instead of keys and values.
+    key = (Buffer("rotated keys", share.own_tokens * model.qk_rope_head_dim),) if heads.latent else ()
     out = products["attention.out"]
     workspace = [
         Buffer("gradients of attention", share.tokens * (heads.query * model.value_size + 2 * projected)),
@@ -32,13 +36,15 @@ def latent_block(units: Units, index: int, products: dict[str, Product]) -> Bloc
     if not units.flash:  # the reference works on copies of at least fp32
         workspace.append(Buffer("copies of the reference", share.tokens * 2 * (out.inputs + projected), "accumulate"))
     before, after = units.around(down, is_first=True)
-    steps = (*queries, down, latent, up, Elementwise(moved, moved), units.attention(index), out)
-    return Block(before, steps, after, units.dropped, tuple(workspace))
+    rotary = Elementwise(moved, moved, key)
+    attention = (up, units.attention(index)) if heads.latent else (units.attention(index),)
+    projections = (*queries, down, latent, rotary) if heads.latent else (*queries, down, latent, up, rotary)
+    return Block(before, (*projections, *attention, out), after, units.dropped, tuple(workspace))
 
 
-def _norm(units: Units, of: str, width: int, reader: Product) -> Elementwise:
+def _norm(units: Units, of: str, width: int, keeps_output: bool) -> Elementwise:
     """The norm of a latent: its input, statistics, and its output if the product that reads it needs that in backward."""
     values = units.share.own_tokens * width
     kept = (Buffer(f"latent of {of}", values), Buffer("statistics of its norm", units.share.own_tokens, "accumulate"))
-    output = (Buffer(f"normalised latent of {of}", values),) if reader.keeps_input else ()
+    output = (Buffer(f"normalised latent of {of}", values),) if keeps_output else ()
     return Elementwise((2 * values,), (3 * values,), (*kept, *output), width)

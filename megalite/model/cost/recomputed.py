@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megalite.config.recomputation import operations_of
-from megalite.model.cost.steps import MODES, Attention, Block, Buffer, Elementwise, Product, Step
+from megalite.model.cost.steps import MODES, Attention, Block, Buffer, Elementwise, Expansion, Product, Step
 from megalite.model.cost.units import Units
 
 STREAM, NORMED, STATISTICS, PROBABILITIES = "residual stream", "output of the norm", "statistics of the norm", "probabilities"
@@ -82,11 +82,12 @@ def _norm(units: Units) -> Elementwise:
 def _attention(units: Units, block: Block, parallel: bool) -> list[Group]:
     *projections, step, out = block.steps
     assert isinstance(step, Attention) and isinstance(out, Product)
+    expansion = [projections.pop()] if isinstance(projections[-1], Expansion) else []  # a part of attention
     norm = Operation(("attn_norm",), _named(block.before.kept, NORMED, STATISTICS), (_norm(units),))
     inputs = (*_named(step.kept, "queries, keys and values"), *(buffer for each in projections for buffer in each.kept))
     scores, rest = _named(step.kept, PROBABILITIES), tuple(each for each in step.kept if each not in inputs and each.name != PROBABILITIES)
     projected: list[Group] = [(Operation(("qkv",), inputs, tuple(projections)),)]
-    names, buffers, steps = ("attention",), rest, (step,)
+    names, buffers, steps = ("attention",), rest, (*expansion, step)
     if units.share.cp > 1 and units.share.context == "ulysses":  # it keeps what it has exchanged, not its inputs
         projected, names, buffers, steps = [], ("qkv", "attention"), (*inputs, *rest), (*projections, step)  # type: ignore[assignment]
     whole = Operation(names, (*buffers, *scores), steps)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Dtype = Literal["compute", "accumulate", "index", "mask"]
 """compute: train.precision; accumulate: at least fp32; index: of a token or a position; mask: one byte."""
@@ -235,6 +235,45 @@ class SharedColumns(OwnProduct):
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """Their gradients are summed; under sequence parallelism they are gathered first."""
         return Collectives(1, 1) if sequence_parallel else Collectives(0, 2)
+
+
+@dataclass(frozen=True)
+class Expansion(Product):
+    """Keys and values of whole rows from the latents of all cp ranks, part of attention: its backward computes them again.
+
+    Attributes:
+        rows: tokens of whole rows.
+        width: of a token's latent and shared key, which travel together.
+        cp: ranks that hold a part of the tokens.
+        gathered: sequence parallelism: latents are gathered over tp, too.
+    """
+
+    width: int = 0
+    cp: int = 1
+    gathered: bool = False
+
+    @classmethod
+    def of(cls, product: Product, share: Share, width: int) -> Expansion:
+        """That of a rank, in which `product` expands the latents."""
+        fields: dict[str, Any] = {**vars(product), "rows": share.tokens * share.cp}
+        return cls(**fields, width=width, cp=share.cp, gathered=share.sequence_parallel)
+
+    @property
+    def kept(self) -> tuple[Buffer, ...]:
+        """Nothing: backward starts from the latents, which are kept by the steps that compute them."""
+        return ()
+
+    @property
+    def own_rows(self) -> int:
+        return self.rows // self.cp
+
+    @property
+    def travelling(self) -> int:
+        return (self.rows if self.gathered else self.own_rows) * self.width
+
+    def collectives(self, sequence_parallel: bool) -> Collectives:
+        """Under sequence parallelism latents are gathered, and again for backward; their gradient is summed, else that of own tokens."""
+        return Collectives(1, 2) if sequence_parallel else Collectives(0, 2)
 
 
 @dataclass(frozen=True)

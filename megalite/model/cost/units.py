@@ -34,7 +34,7 @@ class Units:
         self._layers: dict[Hashable, UnitCost] = {}
 
     def unit(self, number: int) -> UnitCost:
-        """The unit of a number: 0 is the embedding, 1 … L are the layers, L + 1 is the head."""
+        """The unit of a number: 0 is the embedding, 1 … L are the layers, L + 1 is the head, without modules of multi-token prediction."""
         if number == 0:
             return self.embedding()
         return self.head() if number == head_unit(self.model) else self.layer(number - 1)
@@ -86,9 +86,12 @@ class Units:
     @property
     def heads(self) -> context.Heads:
         """The heads of one tensor-parallel rank."""
-        model, tp = self.model, self.share.tp
+        model, share, tp = self.model, self.share, self.share.tp
         kv = model.kv_heads * kv_replicas(model, tp) // tp
-        return context.Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size)
+        method = share.context if share.context_inner == 1 else "ulysses"  # two levels exchange heads first
+        travels = context.latents_travel(model, method, share.cp, tp, share.sequence_parallel)
+        latent = (model.kv_lora_rank or 0) + model.qk_rope_head_dim if travels else 0
+        return context.Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size, latent)
 
     @property
     def exchanges(self) -> tuple[tuple[int, context.Exchange], ...]:
@@ -100,11 +103,12 @@ class Units:
     def _layer_products(self, index: int) -> dict[str, Product]:
         """The products of all tokens with each of a layer's weights, by name."""
         lora, tp, found = self.lora, self.share.tp, {}
-        for spec in model_specs(self.model, tp=tp, units=[index + 1]):
-            segments = [segment for segment in spec.segments if segment.role in PROJECTIONS]
+        prefix = f"layers.{index}."  # the last unit may have several layers
+        for spec in model_specs(self.model, tp=tp, units=[min(index + 1, head_unit(self.model))]):
+            segments = [segment for segment in spec.segments if segment.role in PROJECTIONS and segment.name.startswith(prefix)]
             if not segments:
                 continue
-            name = spec.name.removeprefix(f"layers.{index}.").removesuffix(".weight")
+            name = spec.name.removeprefix(prefix).removesuffix(".weight")
             outputs, inputs = spec.local_shape(Coordinates.on("tp", 0, tp))
             adapted = [segment for segment in segments if lora.adapts(segment.role)]
             product = Product(
@@ -124,7 +128,8 @@ class Units:
 
     def _of_own_tokens(self, product: Product) -> Product:
         """The product of each rank's own tokens with a whole matrix, which makes a latent."""
-        own, shared = self.share.own_tokens, self.model.qk_rope_head_dim if product.name == "attention.kv_a" else 0
+        own, travels = self.share.own_tokens, self.heads.latent > 0
+        shared = self.model.qk_rope_head_dim if product.name == "attention.kv_a" and not travels else 0
         fields: dict[str, Any] = {**vars(product), "rows": own, "ranks": self.share.tokens // own}
         return SharedColumns(**fields, shared=shared) if shared else OwnProduct(**fields)
 

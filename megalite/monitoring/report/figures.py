@@ -19,7 +19,9 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
     def layout(run: Run) -> str:
         parallel = run.config.parallel
         schedule = f", {parallel.schedule}" if parallel.pp > 1 else ""
-        return f"tp {parallel.tp} × pp {parallel.pp} × dp {parallel.dp}, ZeRO-{parallel.zero}{schedule}"
+        context = f" × cp {parallel.cp}" if parallel.cp > 1 else ""
+        experts = f", ep {parallel.ep}" if parallel.ep > 1 else ""
+        return f"tp {parallel.tp} × pp {parallel.pp}{context} × dp {parallel.dp}{experts}, ZeRO-{parallel.zero}{schedule}"
 
     found = [as_json(run) for run in runs]
     names = dict.fromkeys(name for run in runs for name in run.names(VALIDATED))

@@ -13,24 +13,23 @@ from typing import Any
 
 import torch
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta
-from megalite_kernels.attention_sinks import join, sinks_gradient
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, reduce_scatter
 from megalite.parallel.context.parts import Part, Runs
-from megalite.parallel.context.sinks import Sinks
+from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 
 
-def _in_order(x: Tensor, parts: Sequence[Runs]) -> Tensor:
+def in_order(x: Tensor, parts: Sequence[Runs]) -> Tensor:
     """[seq, …] with the parts of rank 0, 1, … one after the other -> in the order of positions."""
     lengths = [length for runs in parts for _, length in runs]
     pieces = zip((start for runs in parts for start, _ in runs), x.split(lengths), strict=True)
     return torch.cat([piece for _, piece in sorted(pieces, key=lambda found: found[0])])
 
 
-def _by_rank(x: Tensor, parts: Sequence[Runs]) -> Tensor:
-    """The inverse of `_in_order`."""
+def by_rank(x: Tensor, parts: Sequence[Runs]) -> Tensor:
+    """The inverse of `in_order`."""
     return torch.cat([x[start : start + length] for runs in parts for start, length in runs])
 
 
@@ -44,8 +43,7 @@ class Gathered(torch.autograd.Function):
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         keys, values = _whole(k, v, cp, part)
         out, lse = attention_part(q, keys, values, part.runs[part.rank], [(0, len(keys))], **options)
-        if sinks is not None:
-            out, lse = join(out, lse, sinks.tensor)
+        out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -57,17 +55,16 @@ class Gathered(torch.autograd.Function):
         keys, values = _whole(k, v, cp, part)
         places = part.runs[part.rank], [(0, len(keys))]
         inner = delta(dout, out)
-        if ctx.sinks is not None:
-            ctx.sinks.accumulate(sinks_gradient(ctx.sinks.tensor, lse, inner))
+        accumulate_gradient(ctx.sinks, lse, inner)
         dq, *found = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
         del keys, values  # their gradients take as much again
-        dk, dv = reduce_scatter(_by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
+        dk, dv = reduce_scatter(by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 def whole(x: Tensor, cp: MeshAxis, part: Part) -> Tensor:
     """Every rank's part [seq/cp, …] -> whole rows [seq, …], in the order of positions. All-gather over cp."""
-    return _in_order(all_gather(x, cp).wait(), part.runs)
+    return in_order(all_gather(x, cp).wait(), part.runs)
 
 
 def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> tuple[Tensor, Tensor]:

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merge_
-from megalite_kernels.attention_sinks import join, sinks_gradient
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import Pending
 from megalite.parallel.context.exchange import pass_on
 from megalite.parallel.context.parts import Part, Runs, sees
-from megalite.parallel.context.sinks import Sinks
+from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 
 
 def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> Iterator[tuple[Runs, Tensor, Tensor]]:
@@ -55,8 +54,7 @@ class Ring(torch.autograd.Function):
             else:
                 merge_(out, lse, found, its_lse)
         assert out is not None and lse is not None
-        if sinks is not None:
-            out, lse = join(out, lse, sinks.tensor)
+        out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -66,8 +64,7 @@ class Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         cp, part, dout, options = ctx.cp, ctx.part, grads[0], ctx.options
         own, inner = part.runs[part.rank], delta(dout, out)
-        if ctx.sinks is not None:
-            ctx.sinks.accumulate(sinks_gradient(ctx.sinks.tensor, lse, inner))
+        accumulate_gradient(ctx.sinks, lse, inner)
         dq = torch.zeros_like(q, dtype=inner.dtype)
         both = (*k.shape[:3], k.shape[-1] + v.shape[-1])
         home = torch.zeros(both, dtype=inner.dtype, device=k.device)  # dk and dv of this rank's part from its own queries

@@ -7,14 +7,14 @@ target, and what a rank knows of documents is the same as on one process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megalite.batch import IGNORE_INDEX, Boundaries, Microbatch
+from megalite.batch import IGNORE_INDEX, Ahead, Boundaries, Microbatch
 from megalite.config.dims import part_length
 from megalite.config.schema import Config
 from megalite.mesh import MeshAxis
@@ -59,6 +59,7 @@ class Cut:
         samples: Tensor,
         document_start: Tensor | None = None,
         boundaries: Boundaries | None = None,
+        ahead: Ahead | None = None,
     ) -> Microbatch:
         """tokens, targets, document_start: [seq, batch] of whole rows. `boundaries` would be others where rows are padded."""
         length, padded = len(tokens), sum(run.length for runs in self.parts for run in runs)
@@ -79,6 +80,8 @@ class Cut:
             runs,
             boundaries=boundaries if padded == length else None,
             part=part,
+            ahead=ahead
+            and ahead._replace(tokens=_each(ahead.tokens, missing, 0, own), targets=_each(ahead.targets, missing, IGNORE_INDEX, own)),
         )
         made.positions.clamp_(max=length - 1)  # a table of learned positions may end there
         return made
@@ -90,3 +93,8 @@ class Cut:
         starts = document_start.numpy()
         parts = balanced(starts, len(self.parts), self.windows, self.uneven) if self.by_documents else self.parts
         return Part(split(parts, self.inner), self.rank, length, document_start, between_ranks(parts, starts, self.windows))
+
+
+def _each(values: Tensor, missing: tuple[int, ...], padding: int, own: Callable[[Tensor], Tensor]) -> Tensor:
+    """This rank's part of each of some values, [modules, seq, batch]."""
+    return torch.stack([own(pad(each, missing, value=padding)) for each in values])

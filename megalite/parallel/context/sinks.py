@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from megalite_kernels.attention_sinks import join, sinks_gradient
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
@@ -20,6 +21,17 @@ class Sinks(Protocol):
     def tensor(self) -> Tensor: ...
 
     def accumulate(self, value: Tensor) -> None: ...
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Sinks | None) -> tuple[Tensor, Tensor]:
+    """The output and log-sum-exp of attention after its sinks, if it has any, have joined the softmax."""
+    return (out, lse) if sinks is None else join(out, lse, sinks.tensor)
+
+
+def accumulate_gradient(sinks: Sinks | None, lse: Tensor, inner: Tensor) -> None:
+    """Add the gradient of sinks, from the log-sum-exp with them and the inner products of the output and its gradient."""
+    if sinks is not None:
+        sinks.accumulate(sinks_gradient(sinks.tensor, lse, inner))
 
 
 class SomeSinks:

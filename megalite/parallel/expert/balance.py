@@ -1,16 +1,17 @@
 """Keeps the experts of a layer equally loaded, in ways that no layout of ranks changes.
 
     global    auxiliary loss  E · Σ_e f_e P_e, with f the share of the previous step's tokens (all ranks') that chose expert e
-    sequence  the same with f the share of the token's own sequence (DeepSeek-V3)
-    bias      no loss: a bias is added to the probabilities when experts are chosen, not when they are weighted; after each applied step it
-              moves by `router_bias_rate` against the load (Wang et al. 2024)
+    sequence  the same with f the share of the token's own sequence (DeepSeek-V2)
+    bias      a bias is added to the probabilities when experts are chosen, not when they are weighted; after each applied step it moves by
+              `router_bias_rate` against the load (Wang et al. 2024). A loss, if it has a coefficient, is that of `sequence` with f the
+              share that the k most probable experts of each token would give, without bias and groups (DeepSeek-V3)
 
 P is the mean router probability; of sigmoid scores, that of a token's scores over their sum. With f fixed the loss is a sum over tokens,
 so it adds over microbatches and ranks like the loss of the model: it is divided by the number of valid tokens of the global batch, and
 tokens whose loss does not count do not count here either. A balance by microbatch, which is usual,
 depends on the micro-batch size and on the layout.
 
-Communication: `sequence` sums counts over the ranks that share a sequence, in forward.
+Communication: a loss by sequence sums counts over the ranks that share one, in forward.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import ModelConfig
 from megalite.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.expert.choice import Choice
+from megalite.parallel.expert.choice import Choice, best
 
 AUXILIARY, Z, DROPPED = -3, -2, -1  # columns of the statistics, after one for each expert
 
@@ -78,7 +79,8 @@ class Balance:
 
     def __init__(self, model: ModelConfig, state: RouterState, sequence: MeshAxis):
         self.model, self.state, self.sequence = model, state, sequence
-        self.layers = sum(map(model.is_mixture, range(model.num_hidden_layers)))
+        self.layers = max(sum(map(model.is_mixture, range(model.num_hidden_layers))), 1)  # modules of multi-token prediction do not count
+        self.by_sequence = model.router_balance == "sequence" or (model.router_balance == "bias" and model.router_aux_loss_coef > 0)
 
     def with_losses(
         self, weights: Tensor, logits: Tensor, probabilities: Tensor, choice: Choice, targets: Tensor, scale: float
@@ -96,7 +98,7 @@ class Balance:
         statistics = torch.zeros(logits.shape[1] + 3, dtype=torch.float64, device=logits.device)
         statistics[:AUXILIARY] = count_by_column(choice.experts, valid, len(choice.counts)).sum(0)
         statistics[DROPPED] = ((choice.inverse == len(choice.order)).view_as(choice.experts) & valid.flatten().unsqueeze(1)).sum()
-        shares = self._shares(choice, valid).to(logits.dtype)  # [1 or batch, experts]
+        shares = self._shares(choice, probabilities, valid).to(logits.dtype)  # [1 or batch, experts]
         shares = shares.expand(valid.shape[1], -1)
         balance = (probabilities.view(*valid.shape, -1) * shares * valid.unsqueeze(-1)).sum() * shares.shape[1]
         z = (logits.logsumexp(-1).square() * mask).sum()
@@ -104,12 +106,13 @@ class Balance:
         loss = balance * (model.router_aux_loss_coef * factor) + z * (model.router_z_loss_coef * factor)
         return _AddLoss.apply(weights, loss), statistics
 
-    def _shares(self, choice: Choice, valid: Tensor) -> Tensor:
+    def _shares(self, choice: Choice, probabilities: Tensor, valid: Tensor) -> Tensor:
         """f: [1, experts] of the previous step, or [batch, experts] of each sequence."""
-        if self.model.router_balance != "sequence":
+        if not self.by_sequence:
             return self.state.load.unsqueeze(0)
         if "shares" not in choice.kept:
-            own = count_by_column(choice.experts, valid, len(choice.counts))
+            experts = best(probabilities, choice.k) if self.model.router_balance == "bias" else choice.experts
+            own = count_by_column(experts, valid, len(choice.counts))
             counts = all_reduce(own, self.sequence).wait()
             choice.kept["shares"] = counts * (choice.k / counts.sum(1, keepdim=True).clamp(min=1))
         return choice.kept["shares"]

@@ -47,9 +47,14 @@ class Choice:
         return self.inverse.view_as(self.experts)
 
 
+def best(scores: Tensor, k: int) -> Tensor:
+    """[tokens, k]: the experts with the largest scores [tokens, experts] of each token; of equal ones those with the lower index."""
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()  # topk breaks ties in any order
+
+
 def choose(scores: Tensor, k: int) -> Choice:
-    """The k experts with the largest scores [tokens, experts] of each token; of equal ones those with the lower index."""
-    experts = scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()  # topk breaks ties in any order
+    """The choice of the k best experts."""
+    experts = best(scores, k)
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     return Choice(experts, order, inverse_order(order, len(order)), count(flat, scores.shape[1]))

@@ -85,11 +85,11 @@ class BucketLayout:
 
 
 def buckets_of_units(layouts: Sequence[BucketLayout]) -> dict[int, tuple[int, ...]]:
-    """The numbers of the buckets that each unit computes with. The head also needs the embedding's if they share a tensor on this rank."""
+    """The numbers of the buckets that each unit computes with. The last also needs the embedding's if they share a tensor on this rank."""
     last = max(chain.from_iterable(layout.units for layout in layouts))
     found: dict[int, tuple[int, ...]] = {}
     for number, layout in enumerate(layouts):
-        shared = {last} if any(slot.spec.contributions > 1 for slot in layout.slots) else set()
+        shared = {last} if any(slot.spec.both_ends for slot in layout.slots) else set()
         for unit in layout.units | shared:
             found[unit] = (*found.get(unit, ()), number)
     return found

@@ -53,7 +53,7 @@ class _Embed(torch.autograd.Function):
             grad = grad * layer.scale
         if layer.tp.size > 1:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0)  # other ranks' tokens add zero to row 0: no shape depends on data
-        layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1))
+        layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1), layer.first_stage)
         return None, None, None, None
 
 
@@ -73,7 +73,12 @@ class ParallelEmbedding(nn.Module):
     Args:
         positions: the learned position table, or None.
         scale: factor on the token embedding, or None.
+
+    Attributes:
+        first_stage: whether it is the model's first unit, whose gradient may be accumulated separately from the last stage's.
     """
+
+    first_stage = True
 
     def __init__(self, weight: Weight, positions: Weight | None, tp: MeshAxis, sequence_parallel: bool, scale: float | None = None):
         super().__init__()

@@ -23,6 +23,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "documents": (False, True),
     "window": (None, 5),  # in every second layer
     "dropout": (0.0, 0.1),
+    "modules": (0, 1),  # of multi-token prediction
     "optimizer": ("adamw", "muon"),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
@@ -34,7 +35,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "sinks": {"attention_sinks": True, "attention_bias": True, "attention_out_bias": True, "initializer_range": 0.3},
 }
 GROUPS = MIXTURE | {"num_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "shared_expert_gate": False}
-BIAS = {"router_balance": "bias", "router_aux_loss_coef": 0.0, "router_bias_rate": 0.01}
+BIAS = {"router_balance": "bias", "router_bias_rate": 0.01}
 FEED_FORWARD: dict[str, dict[str, Any]] = {
     "dense": {},
     "sums": GROUPS | BIAS | {"router_scores": "sigmoid"},  # DeepSeek-V3
@@ -44,6 +45,7 @@ FEED_FORWARD: dict[str, dict[str, Any]] = {
         **{"hidden_act": "clamped_swiglu", "router_aux_loss_coef": 0.02, "initializer_range": 0.2},
     },
 }
+V3 = ATTENTION["two_latents"] | FEED_FORWARD["sums"]
 
 
 def sizes(case: Case) -> Case:
@@ -73,7 +75,7 @@ def configs(case: Case, prefix: str) -> Configs:
     layers = list(range(0, made["layers"], 2)) if case["window"] else None
     for config in (several, one):
         config["model"] |= ATTENTION[case["attention"]] | FEED_FORWARD[case["feed_forward"]]
-        config["model"] |= {"sliding_window": case["window"], "sliding_window_layers": layers}
+        config["model"] |= {"sliding_window": case["window"], "sliding_window_layers": layers, "mtp_layers": case["modules"]}
     return several, one
 
 
@@ -82,7 +84,7 @@ SPACE = Space(
     options=OPTIONS,
     bound=("feed_forward", "tp", "sequence_parallel", "context", "schedule", "dp", "ep"),
     is_legal=is_legal,
-    model=("attention", "feed_forward", "documents", "window", "dropout", "optimizer", "layers"),
+    model=("attention", "feed_forward", "documents", "window", "dropout", "modules", "optimizer", "layers"),
     complete=complete,
     configs=configs,
 )

@@ -20,7 +20,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "groups": (False, True),  # shards over two of four data ranks
     "recompute": ("none", "full", "every-2", "operations"),
-    "balance": ("global", "sequence", "bias"),
+    "balance": ("global", "sequence", "bias", "bias_loss"),
     "dispatch": ("all_to_all", "all_gather"),
     "capacity": (None, 0.7),
     "optimizer": ("adamw", "muon"),

@@ -39,8 +39,9 @@ def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ..
     finally:
         trainer.close()
     found: dict[str, Any] = {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
-    if results[0].routing:
-        found["dropped"] = [result.routing["dropped_tokens"] for result in results]
+    for key, name in (("dropped", "dropped_tokens"), ("mtp_losses", "mtp_loss")):
+        if name in results[0].routing:
+            found[key] = [result.routing[name] for result in results]
     if context.rank == 0:
         found["tensors"] = tensors
     return found

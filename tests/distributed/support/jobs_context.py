@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,8 +14,9 @@ from megalite_kernels.dropout import AttentionDropout
 from torch import Tensor
 
 from megalite.layout import Layout
-from megalite.mesh import Mesh
+from megalite.mesh import Mesh, MeshAxis
 from megalite.parallel.context.attend import attention_over
+from megalite.parallel.context.latents import Latents, expanding
 from megalite.parallel.context.parts import PARTS, Part, split
 
 Shape = tuple[int, int, int, int, int]
@@ -49,6 +53,22 @@ def whole(shape: Shape, dtype: torch.dtype, masked: bool) -> tuple[Tensor, ...]:
     return out, *attention_backward(dout, q, k, v, out, saved, **options)
 
 
+@contextmanager
+def counted(axis: MeshAxis | None = None) -> Iterator[list[int]]:
+    """Counts the bytes that this rank sends, at the sockets: over an axis, or all, in the last number of the list that it gives."""
+    sent, isend = [0], dist.isend
+
+    def counting(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[-1] += x.nbytes if axis is None or kwargs["group"] is axis.group else 0
+        return isend(x, *args, **kwargs)
+
+    dist.isend = counting
+    try:
+        yield sent
+    finally:
+        dist.isend = isend
+
+
 def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: bool, inner: int = 1) -> dict[str, Any]:
     """out, dq, dk and dv of this rank's part, its positions, and the bytes that forward and backward have sent, counted at the sockets."""
     mesh = context.cached(("cp", context.world, inner), lambda: Mesh(Layout(cp=context.world, context_inner=inner)))
@@ -60,20 +80,32 @@ def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: 
     options |= {"part": part, "document_start": None if starts is None else starts[places]}
     *leaves, dout = (x[places] for x in inputs(shape, dtype))
     leaves = [x.detach().requires_grad_() for x in leaves]
-    sent, isend = [0], dist.isend
-
-    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent[-1] += x.nbytes
-        return isend(x, *args, **kwargs)
-
-    dist.isend = counted
-    try:
+    with counted() as sent:
         out = attention_over(mesh.cp, method, mesh.cp_levels)(*leaves, options)
         sent.append(0)
         out.backward(dout)
-    finally:
-        dist.isend = isend
     return {"places": places, "found": (out.detach(), *(x.grad for x in leaves)), "sent": sent}
+
+
+def attend_latents(context: Any, method: str, tp: int, split_sequence: bool, shape: tuple[int, int, int], dtype: torch.dtype) -> Any:
+    """The bytes that forward and backward send over two cp ranks, where latents of 12 channels and shared keys of 4 travel."""
+    mesh = context.cached(("cp 2, tp", tp), lambda: Mesh(Layout(cp=2, tp=tp)))
+    (sequence, batch, heads), own = shape, shape[0] // 2 // (tp if split_sequence else 1)
+
+    def expand(latent: Tensor, key: Tensor, runs: Any) -> tuple[Tensor, Tensor]:
+        keys = torch.cat((latent[..., :8], key), -1)
+        return tuple(x.unsqueeze(2).repeat(1, 1, heads // tp, 1) for x in (keys, latent[..., :6]))  # type: ignore[return-value]
+
+    weight: Any = SimpleNamespace(deferred=False, adapter=None, accumulate_as_one=nullcontext)
+    part = Part(PARTS[method](sequence, 2), mesh.cp.rank, sequence, None)
+    options = options_of((sequence, batch, heads, heads, 12), False) | {"part": part, "expand": expand}
+    shapes = (sequence // 2, batch, heads // tp, 12), (own, batch, 12), (own, batch, 4)
+    leaves = [torch.randn(each).to(dtype).requires_grad_() for each in shapes]
+    with counted(mesh.cp) as sent:
+        out = expanding(Latents(mesh.cp, mesh.tp, split_sequence, method == "ring", weight))(*leaves, options)
+        sent.append(0)
+        out.sum().backward()
+    return {"sent": sent}
 
 
 def shares_a_communicator(context: Any) -> bool:

@@ -32,6 +32,7 @@ BALANCE = {
     "global": {"router_balance": "global"},
     "sequence": {"router_balance": "sequence"},
     "bias": {"router_balance": "bias", "router_aux_loss_coef": 0.0, "router_bias_rate": 0.01},
+    "bias_loss": {"router_balance": "bias", "router_bias_rate": 0.01},
 }
 BASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": True, "dropout": 0.0, "precision": "fp64"}
 BASE |= {"microbatches": 4, "ep": 1, "balance": "global", "dispatch": "all_to_all", "dp_shard": None}

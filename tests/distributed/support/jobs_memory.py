@@ -83,6 +83,9 @@ def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Part
     tokens = torch.randint(made.model.vocabulary, (length, batch))
     make = build.microbatch_maker(made, mesh.cp)
     batches = [make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)]
+    for each in batches:
+        if each.ahead is not None:
+            each.ahead = each.ahead._replace(factors=(1.0,) * made.model.mtp_layers)
     return made, parts, batches
 
 

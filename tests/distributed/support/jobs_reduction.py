@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -30,10 +31,17 @@ Gradients = dict[str, Tensor]
 """By stored tensor: [dp, microbatches, *shape]."""
 
 
-def random_gradients(dp: int, microbatches: int = 1, seed: int = 0, dtype: torch.dtype = torch.float32) -> Gradients:
-    """Of ranks that differ, and in magnitude too."""
+def random_gradients(
+    dp: int,
+    microbatches: int = 1,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    specs: Sequence[ParamSpec] = SPECS,
+    at: Coordinates = Coordinates(),  # noqa: B008 - frozen
+) -> Gradients:
+    """Of ranks that differ, and in magnitude too. at: the shape of a rank's part is that at these coordinates."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {spec.name: (dp, microbatches, *spec.local_shape(Coordinates())) for spec in SPECS}
+    shapes = {spec.name: (dp, microbatches, *spec.local_shape(at)) for spec in specs}
     sizes = torch.logspace(0, -2, dp, dtype=torch.float64)
     drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     return {name: (value * sizes.view(-1, *[1] * (value.dim() - 1))).to(dtype) for name, value in drawn.items()}
@@ -54,15 +62,17 @@ def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> di
     """What the optimizer of this rank finds after each step: by segment a list of (offsets, values). And the bytes that were sent.
 
     options: zero, dp_shard, rank (of PowerSGD), skipped (steps that are thrown away), scales (a step's loss scale), as_nccl (torch's own
-    collectives, as on a GPU), and what else the store takes.
+    collectives, as on a GPU), specs, ep (None: no experts), and what else the store takes.
     """
-    options = {"zero": 0, "dp_shard": None, "rank": None, "skipped": (), "scales": None, "as_nccl": False, **options}
-    dtype = steps[0]["matrix"].dtype
+    plain = {"zero": 0, "dp_shard": None, "rank": None, "skipped": (), "scales": None, "as_nccl": False, "specs": SPECS, "ep": None}
+    options = plain | options
+    dtype, specs, ep = steps[0]["matrix"].dtype, options["specs"], options["ep"]
     shards = 1 if options["zero"] == 0 else options["dp_shard"]
-    mesh = context.cached(("reduced", shards), lambda: Mesh(Layout(dp=context.world, dp_shard=shards)))
+    layout = Layout(dp=context.world, dp_shard=shards, ep=ep or 1, experts=ep is not None)
+    mesh = context.cached(("reduced", shards, ep), lambda: Mesh(layout))
     powersgd = PowerSGD(mesh, options["rank"], SEED) if options["rank"] else None
     rest = {name: value for name, value in options.items() if name in ("reduce_dtype", "bucket_bytes")}
-    store = ParameterStore(SPECS, mesh, StoreOptions(zero=options["zero"], dtype=dtype, **{"bucket_bytes": 2e3, **rest}), powersgd=powersgd)
+    store = ParameterStore(specs, mesh, StoreOptions(zero=options["zero"], dtype=dtype, **{"bucket_bytes": 2e3, **rest}), powersgd=powersgd)
     sent, found = BytesSent(), []
     with ExitStack() as patches:
         patches.enter_context(patch.object(dist, "isend", sent))
@@ -73,7 +83,7 @@ def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> di
             microbatches = gradients["matrix"].shape[1]
             store.reducer.begin_step(microbatches, scale)
             for microbatch in range(microbatches):
-                for spec in reversed(SPECS):
+                for spec in reversed(specs):
                     store.weights[spec.name].accumulate(gradients[spec.name][context.rank, microbatch] * scale)
             store.reducer.finish()
             found.append(owned(store))
@@ -90,10 +100,10 @@ def owned(store: ParameterStore) -> dict[str, list[tuple[tuple[int, ...], Tensor
     return found
 
 
-def whole(ranks: list[dict[str, Any]], step: int) -> dict[str, Tensor]:
+def whole(ranks: list[dict[str, Any]], step: int, specs: Sequence[ParamSpec] = SPECS) -> dict[str, Tensor]:
     """Global gradients from the parts of all ranks, which must cover them, and agree where they overlap."""
     made: dict[str, Tensor] = {}
-    for spec in SPECS:
+    for spec in specs:
         for segment in spec.segments:
             parts = [part for rank in ranks for part in rank["steps"][step].get(segment.name, ())]
             value = torch.full(segment.shape, torch.nan, dtype=parts[0][1].dtype)

@@ -1,5 +1,5 @@
-"""Options that some random configurations have: kinds of attention, experts, adapters, context parallelism, Muon, an average, operations
-that are recomputed.
+"""Options that some random configurations have: kinds of attention, experts, adapters, context parallelism, multi-token prediction,
+Muon, an average, operations that are recomputed.
 
 Each group is drawn from a generator of its own, so that a new group leaves the others of a seed as they were.
 """
@@ -103,7 +103,7 @@ def _router(random: Random, experts: int) -> Options:
     return {
         "model.router_scores": scores,
         "model.router_balance": balance,
-        "model.router_aux_loss_coef": 0.0 if balance == "bias" else choose((0.0, 0.02)),
+        "model.router_aux_loss_coef": choose((0.0, 0.02)),
         "model.router_z_loss_coef": choose((0.0, 0.01)),
         "model.router_bias_rate": choose((0.001, 0.1)),
         "model.router_logit_bias": choose((True, False)),
@@ -140,6 +140,15 @@ def _adapters(random: Random, options: Options) -> Options:
     return made
 
 
+def _modules(random: Random, options: Options) -> Options:
+    """A quarter of the models that may have modules of multi-token prediction."""
+    fits = options["model.position"] != "learned" and options["model.logit_scale"] is None and "lora.rank" not in options
+    most = min(options["data.sequence_length"] - 1, 2)
+    if random.random() < 0.75 or not fits or not most:
+        return {}
+    return {"model.mtp_layers": random.randint(1, most), "train.mtp_weight": random.choice((0.1, 1.0))}
+
+
 def _muon(random: Random, options: Options) -> Options:
     """A quarter of the runs that may have it."""
     if random.random() < 0.75 or "lora.rank" in options or options["parallel.offload"] != "none":
@@ -172,7 +181,7 @@ def _operations(random: Random, options: Options) -> Options:
         some = random.sample(list(OPERATIONS), random.randint(1, 4))
         return random.choice(("none", "full", "selective", "+".join(some), "+".join(some)))
 
-    layers = options["model.num_hidden_layers"] if random.random() < 0.5 else 1
+    layers = options["model.num_hidden_layers"] + options.get("model.mtp_layers", 0) if random.random() < 0.5 else 1
     return {"train.recompute": ",".join(mode() for _ in range(layers))}
 
 
@@ -181,6 +190,7 @@ GROUPS = {
     "context": _context,
     "experts": _experts,
     "adapters": _adapters,
+    "modules": _modules,
     "muon": _muon,
     "average": _average,
     "operations": _operations,

@@ -25,7 +25,7 @@ class Client(Protocol):
     def close(self) -> None: ...
 
 
-class Sink:
+class Recipient:
     """Passes metrics to a client. If it fails, one line says so, its numbers are dropped, and it is opened again later.
 
     Args:
@@ -88,7 +88,7 @@ class TensorBoard:
 
 
 def _silence_threads_of(package: str) -> None:
-    """Let no thread of a package print a traceback: its next call raises the same error, which `Sink` reports in a line."""
+    """Let no thread of a package print a traceback: its next call raises the same error, which `Recipient` reports in a line."""
     usual = threading.excepthook
 
     def report(failed: threading.ExceptHookArgs) -> None:
@@ -114,14 +114,14 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_sinks(config: Config, run_dir: Path, step: int) -> list[Sink]:
-    """The sinks that the options name, to continue after a step."""
-    sinks = []
+def open_recipients(config: Config, run_dir: Path, step: int) -> list[Recipient]:
+    """The recipients that the options name, to continue after a step."""
+    recipients = []
     if config.logging.tensorboard:
-        sinks.append(Sink("TensorBoard", partial(TensorBoard, run_dir), step))
+        recipients.append(Recipient("TensorBoard", partial(TensorBoard, run_dir), step))
     if config.logging.wandb:
-        sinks.append(Sink("Weights & Biases", _open_wandb(config.logging.wandb, run_dir, step, config), step, rewinds=False))
-    return sinks
+        recipients.append(Recipient("Weights & Biases", _open_wandb(config.logging.wandb, run_dir, step, config), step, rewinds=False))
+    return recipients
 
 
 def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -> Callable[[int], WeightsAndBiases]:

@@ -1,0 +1,181 @@
+"""Latent attention over parts of rows: the latents of tokens travel, and each rank computes keys and values of its heads from them.
+
+    forward    all-gather of latents and shared keys, over cp; with sequence parallelism each tp rank has those of a part of its positions,
+               and they are then gathered over tp too
+    backward   the same again, so that neither they nor keys and values are kept, and the keys and values are computed again; then the sum
+               of their gradients: reduce-scatter over tp in the compute dtype (sequence parallelism), reduce-scatter over cp in at least
+               fp32; without sequence parallelism that over cp comes first, then an all-reduce over tp of this rank's part
+
+Each rank computes the gradients of the keys and values of whole rows from its own queries and heads. So the gradient of a latent is a sum
+over cp and tp, and the gradient of the weights that expand it one over cp, which is that of all weights over data = dp · cp.
+
+gather computes keys and values of whole rows at once; ring those of one rank's part at a time, whose results are merged as in `ring`: the
+latents need no hops, as those of whole rows take less memory than keys and values of one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merge_
+from torch import Tensor
+
+from megalite.mesh import MeshAxis
+from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megalite.parallel.context.gathered import by_rank, in_order
+from megalite.parallel.context.parts import Part, Run, Runs, sees
+from megalite.parallel.weight import Weight
+
+Expand = Callable[[Tensor, Tensor, Runs], tuple[Tensor, Tensor]]
+"""(latents [seq, batch, rank], shared keys [seq, batch, dim], their positions) -> keys and values of this tp rank's heads."""
+
+
+@dataclass(frozen=True)
+class Latents:
+    """How latents and shared keys travel. Every cp rank holds as many positions.
+
+    Attributes:
+        split: with sequence parallelism, tp ranks hold consecutive pieces of their cp rank's positions.
+        by_part: keys and values are computed for one rank's part at a time, if their weight's gradient allows.
+        weight: what expands latents.
+    """
+
+    cp: MeshAxis
+    tp: MeshAxis
+    split: bool
+    by_part: bool
+    weight: Weight
+
+    def spread(self, own: Tensor) -> Tensor:
+        """[seq/cp (/tp), batch, width] of this rank -> [seq, batch, width], the parts of cp rank 0, 1, … one after the other."""
+        found = all_gather(own, self.cp).wait()
+        if not self.split:
+            return found
+        pieces = all_gather(found, self.tp).wait().unflatten(0, (self.tp.size, self.cp.size, -1))
+        return pieces.transpose(0, 1).flatten(0, 2)
+
+    def collect(self, grad: Tensor) -> Tensor:
+        """The inverse, for a gradient: its sum over both axes."""
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        if not self.split:
+            summed = reduce_scatter(grad.to(wide), self.cp).wait().to(grad.dtype)
+            return all_reduce(summed, self.tp, disposable=True).wait()
+        pieces = grad.unflatten(0, (self.cp.size, self.tp.size, -1)).transpose(0, 1).flatten(0, 2)
+        return reduce_scatter(reduce_scatter(pieces, self.tp).wait().to(wide), self.cp).wait().to(grad.dtype)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether keys and values of whole rows are computed in one product, which gives its weights one contribution to their gradients.
+
+        A W pass needs the operands of all parts' products in any case.
+        """
+        return not self.by_part or self.weight.deferred or self.weight.adapter is not None
+
+    def one_contribution(self) -> AbstractContextManager[None]:
+        """What is added to the weight's gradient for several parts counts once."""
+        return nullcontext() if self.at_once else self.weight.accumulate_as_one()
+
+
+class _Piece(NamedTuple):
+    """Some positions, whose keys and values exist at one time: those of one cp rank, or of whole rows."""
+
+    rank: int | None
+    runs: Runs
+    both: Tensor  # [seq, batch, latent and shared key]
+
+
+class _Rows:
+    """Latents and shared keys of whole rows, and the sum of their gradients."""
+
+    def __init__(self, way: Latents, latent: Tensor, key: Tensor, part: Part, window: int | None):
+        self.way, self.part, self.window, self.widths = way, part, window, (latent.shape[-1], key.shape[-1])
+        self.spread = way.spread(torch.cat((latent, key), dim=-1))
+
+    def pieces(self) -> Iterator[_Piece]:
+        """This rank's own part first, of which each query sees some; parts that none of its queries sees are left out."""
+        parts = self.part.runs
+        if self.way.at_once:
+            yield _Piece(None, (Run(0, len(self.spread)),), in_order(self.spread, parts))
+            return
+        each = self.spread.unflatten(0, (len(parts), -1))
+        for hop in range(len(parts)):
+            rank = (self.part.rank - hop) % len(parts)
+            if sees(parts[self.part.rank], parts[rank], self.window):
+                yield _Piece(rank, parts[rank], each[rank])
+
+    def inputs(self, piece: _Piece) -> tuple[Tensor, Tensor]:
+        latent, key = (x.contiguous() for x in piece.both.split(self.widths, dim=-1))
+        return latent, key
+
+    def collected(self, gradients: list[tuple[_Piece, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The gradients of this rank's latents and shared keys, from those of the pieces."""
+        total = torch.zeros_like(self.spread)
+        for piece, grad in gradients:
+            if piece.rank is None:
+                total = by_rank(grad, self.part.runs)
+            else:
+                total.unflatten(0, (len(self.part.runs), -1))[piece.rank] = grad
+        latent, key = self.way.collect(total).split(self.widths, dim=-1)
+        return latent, key
+
+
+class Expanded(torch.autograd.Function):
+    """Attention of q [seq/cp, batch, heads, dim] to whole rows, given latents and rotated shared keys [seq/cp (/tp), batch, width] of this
+    rank's positions -> [seq/cp, batch, heads, value dim]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, latent: Tensor, key: Tensor, way: Latents, part: Part, options: dict[str, Any], expand: Expand
+    ) -> Tensor:
+        ctx.way, ctx.part, ctx.options, ctx.expand = way, part, options, expand
+        rows, out, lse = _Rows(way, latent, key, part, options["window"]), None, None
+        for piece in rows.pieces():
+            k, v = expand(*rows.inputs(piece), piece.runs)
+            found, its_lse = attention_part(q, k, v, part.runs[part.rank], piece.runs, **options)
+            if out is None or lse is None:
+                out, lse = found, its_lse
+            else:
+                merge_(out, lse, found, its_lse)
+        assert out is not None and lse is not None
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, latent, key, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
+        q, latent, key, out, lse = ctx.saved_tensors
+        way, part, dout = ctx.way, ctx.part, grads[0]
+        rows, inner = _Rows(way, latent, key, part, ctx.options["window"]), delta(dout, out)
+        dq = torch.zeros_like(q, dtype=inner.dtype)
+        gradients: list[tuple[_Piece, Tensor]] = []
+        with way.one_contribution():
+            for piece in rows.pieces():
+                inputs = [x.detach().requires_grad_() for x in rows.inputs(piece)]  # leaves: the inner backward ends here
+                with torch.enable_grad():  # off inside a backward
+                    k, v = ctx.expand(*inputs, piece.runs)
+                places = part.runs[part.rank], piece.runs
+                found, dk, dv = attention_part_backward(dout, q, k.detach(), v.detach(), lse, inner, *places, **ctx.options)
+                dq += found
+                torch.autograd.backward((k, v), (dk.to(k.dtype), dv.to(v.dtype)))
+                gradients.append((piece, torch.cat([x.grad for x in inputs], dim=-1)))
+        dlatent, dkey = rows.collected(gradients)
+        return dq.to(q.dtype), dlatent, dkey, None, None, None, None
+
+
+def expanding(way: Latents) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]:
+    """attend(q, latent, key, options), as `attend.attention_over` describes it, with latents and shared keys instead of keys and values.
+
+    options: also `expand`.
+    """
+    left_out = ("part", "expand", "recompute", "boundaries")  # probabilities are never kept, and queries are of no whole document
+
+    def attend(q: Tensor, latent: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor:
+        given = {name: value for name, value in options.items() if name not in left_out}
+        out: Tensor = Expanded.apply(q, latent, key, way, options["part"], given, options["expand"])
+        return out
+
+    return attend
