@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.support import jobs
+from tests.distributed.support.attention_layouts import V3
 from tests.distributed.support.configs import config_of, config_of_one_process, write_tokens
 from tests.distributed.support.jobs_experts import BASE
 from tests.distributed.test_equivalence import assert_same_run
-from tests.distributed.test_latents import LATENTS, V3
 
 STEPS = 5
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ def configs(prefix: str, modules: int = 1, v3: bool = False, **layout: Any) -> t
     one, several = config_of_one_process(case, prefix), config_of(case, prefix, "fp64")
     several["parallel"] |= {"ep": case["ep"]}
     for config in (one, several):
-        config["model"] |= {"mtp_layers": modules} | (LATENTS | V3 if v3 else {"initializer_range": 0.2})
+        config["model"] |= {"mtp_layers": modules} | (V3 if v3 else {"initializer_range": 0.2})
     return several, one
 
 
