@@ -123,7 +123,8 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
     """The same numbers as lines of text."""
     parallel, rows = config.parallel, content["ranks"]
     active = f" ({content['active_parameters']:,} of them for each token)" if "active_parameters" in content else ""
-    sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}" + (f", ep {parallel.ep}" if parallel.ep > 1 else "")
+    split = f", ep {parallel.ep}" if parallel.ep > 1 else ""
+    sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}{split}"
     planned = "planned for cuda (--device cpu plans for CPUs)" if content["device"] == "cuda" else f"planned for {content['device']}"
     ranks = f"{content['world_size']:,} rank{'s' * (content['world_size'] > 1)}"
     head = f"{content['parameters']:,} parameters{active} on {ranks} ({sizes}), {planned}"
