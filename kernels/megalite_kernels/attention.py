@@ -138,8 +138,9 @@ def _route(q: Tensor, k: Tensor, v: Tensor, window: int | None, document_start: 
     from megalite_kernels.attention_routes import Call, choose
 
     given = (option is not None for option in (window, document_start, boundaries, softcap, dropout))
-    as_padded = (x if x.shape[-1] == width else x.new_empty(*x.shape[:-1], width) for x in (q, k, v))  # as libraries would get them
-    return choose(Call(*as_padded, *given)).name
+    if q.shape[-1] != v.shape[-1]:  # a library would get them padded
+        q, k, v = (x.new_empty(*x.shape[:-1], width) for x in (q, k, v))
+    return choose(Call(q, k, v, *given)).name
 
 
 def _library(route: str, *options: Any) -> tuple[Any, Any]:

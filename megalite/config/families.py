@@ -8,7 +8,8 @@ the value that means "off": a model must never be trained as something other tha
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,9 +82,24 @@ def families() -> Families:
 def hf_shape(directory: str) -> dict[str, Any]:
     """The ModelConfig fields of a Hugging Face model's directory, for model.from_hf. Raises ConfigError naming that option."""
     try:
-        return from_hf_config(hf_config(directory))
+        shape = from_hf_config(hf_config(directory))
     except ConfigError as error:
         raise ConfigError(f"model.from_hf = {directory}: {error}") from None
+    names = _tensor_names(Path(directory)) if shape.get("mtp_layers") else ()
+    if names and not any(f"layers.{shape['num_hidden_layers']}." in name for name in names):
+        shape["mtp_layers"] = 0  # transformers writes a number of modules, 1 by default, and not their weights
+    return shape
+
+
+def _tensor_names(directory: Path) -> Collection[str]:
+    """Names of the tensors in a directory's safetensors files; none if there are no such files, or if they cannot be read."""
+    index = directory / "model.safetensors.index.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if index.is_file():
+            return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        with open(directory / "model.safetensors", "rb") as file:
+            return list(json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000))))
+    return ()
 
 
 def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any]:

@@ -41,7 +41,8 @@ class LatentReader:
         kept = cache.whole(torch.cat((latent, key), -1), options)  # [seq, batch, kv_lora_rank + qk_rope_head_dim]
         cache.store(layer.layer, kept.unsqueeze(2), kept.unsqueeze(2))
         if cache.reads_prompts:
-            k, v = layer.keys_and_values(*kept.split((latent.shape[-1], key.shape[-1]), -1), None)
+            whole_latent, whole_key = kept.split((latent.shape[-1], key.shape[-1]), -1)
+            k, v = layer.keys_and_values(whole_latent, whole_key, None)
             return cache.within_prompts(queries, k, v, options)
         found = cache.look_up(layer.layer, self._absorbed(queries), options)  # [1, batch, heads, kv_lora_rank]
         return torch.einsum("sbhr,hvr->sbhv", found, self.matrix[:, self.plain :])

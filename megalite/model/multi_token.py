@@ -4,9 +4,9 @@
     hₖ = normₖ(layerₖ(Wₖ [enormₖ(embedding(tₖ)) | hnormₖ(hₖ₋₁)]))     tₖ: the token k positions further on
     loss = loss(h₀ · head, targets)  +  weight / modules · Σₖ mean over its own targets of loss(hₖ · head, targets k positions further on)
 
-Embedding and head are the model's own. The order of the two halves is that in which vLLM (models/deepseek_mtp.py) loads DeepSeek-V3's
-`eh_proj`: the embedding first. That h₀ is the output of the final norm, and hₖ that of the module's norm, is what vLLM gives the module
-there, and what Megatron-LM trains (transformer/multi_token_prediction.py).
+Embedding and head are the model's own. The order of the two halves is that in which vLLM (models/deepseek_mtp.py) and transformers
+(MtpLayer in modeling_layers.py) multiply with DeepSeek-V3's `eh_proj`: the embedding first. That h₀ is the output of the final norm, and hₖ
+that of the module's norm, is what they give a module, and what Megatron-LM trains (transformer/multi_token_prediction.py).
 
 Communication: that of the embedding, the layer and the head. All tp ranks have the whole matrix W, and multiply their part of the sequence.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,23 +29,32 @@ from tests import forked
 from tests.commands.jobs import measure_steps
 from tests.distributed.support.pool import RankPool
 
+PEERS = ("transformers.models.llama.modeling_llama", "torch.optim", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim")
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
-def launch_forked(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int) -> dict[str, Any]:
-    """As `report.launch`, from the process that has imported torch."""
-    with tempfile.TemporaryDirectory() as scratch:
-        file, result = Path(scratch, "spec.json"), Path(scratch, "result.json")
-        file.write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
-        succeeded, output = forked.run(["-m", module, str(file)], ranks)
-        assert succeeded, output
-        found: dict[str, Any] = json.loads(result.read_text())
-        return found
+@pytest.fixture(scope="module")
+def peers_imported() -> Iterator[forked.Imported]:
+    imported = forked.Imported(PEERS)
+    yield imported
+    imported.close()
 
 
 @pytest.fixture
-def launched_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "launch", launch_forked)
+def launched_forked(monkeypatch: pytest.MonkeyPatch, peers_imported: forked.Imported) -> None:
+    """What `report.launch` starts is forked, from the process that has imported torch, or what a peer needs beside it."""
+
+    def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as scratch:
+            file, result = Path(scratch, "spec.json"), Path(scratch, "result.json")
+            file.write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
+            imported = peers_imported if module.endswith("peer") else None
+            succeeded, output = forked.run(["-m", module, str(file)], ranks, imported=imported)
+            assert succeeded, output
+            found: dict[str, Any] = json.loads(result.read_text())
+            return found
+
+    monkeypatch.setattr(report, "launch", launch)
 
 
 @pytest.fixture

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megalite.config.load import from_dict
-from megalite.training.verify import compare, run_ranks, single_process
+from megalite.config.load import from_dict, to_dict
+from megalite.config.schema import Config
+from megalite.training.verify import RANK, compare, single_process
+from tests import forked
 from tests.distributed.support.configs import config_of, write_tokens
 from tests.distributed.support.layouts import NAMED, with_layers
 
@@ -28,9 +30,16 @@ def recordings(prefix, tmp_path_factory) -> tuple[Path, Path]:
     """Both sides of a comparison: tp 2 and one process."""
     config = from_dict(config_of(with_layers({**NAMED, "pp": 1, "dp": 1, "microbatches": 1, "zero": 0}), prefix))
     directory = tmp_path_factory.mktemp("recordings")
-    run_ranks(config, STEPS, directory / "layout")
-    run_ranks(single_process(config), STEPS, directory / "single")
-    return directory / "layout", directory / "single"
+    return recorded(config, 2, directory / "layout"), recorded(single_process(config), 1, directory / "single")
+
+
+def recorded(config: Config, ranks: int, directory: Path) -> Path:
+    """As `verify.run_ranks`, which the command lines below use, from the process that has imported torch."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(to_dict(config)))
+    succeeded, output = forked.run(["-m", RANK, str(directory), str(STEPS)], ranks)
+    assert succeeded, output
+    return directory
 
 
 def test_equal_runs_have_no_difference(recordings):

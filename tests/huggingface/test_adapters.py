@@ -17,7 +17,7 @@ from megalite.build.parts import make_mesh
 from megalite.build.plan import specs_of
 from megalite.checkpoint import CheckpointError
 from megalite.commands import convert as convert_hf
-from megalite.config.families import from_hf_config, hf_config
+from megalite.config.families import hf_shape
 from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig
 from megalite.data.indexed import IndexedTokens
@@ -78,7 +78,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trainer_of(directory: Path, prefix: str, place: Path, start: str | None = None, precision: str = "fp32", **lora: Any) -> Trainer:
     config = {
         "run": {"dir": str(place), "name": "run"},
-        "model": from_hf_config(hf_config(directory)) | {"init_from": start or f"hf:{directory}", "from_hf": str(directory)},
+        "model": hf_shape(str(directory)) | {"init_from": start or f"hf:{directory}", "from_hf": str(directory)},
         "lora": {"rank": 4, "alpha": 6.0} | lora,
         "parallel": {"dp": 1},
         "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},

@@ -13,7 +13,7 @@ import torch
 
 from megalite.build.parts import make_mesh
 from megalite.commands import convert as convert_hf
-from megalite.config.families import from_hf_config, hf_config
+from megalite.config.families import hf_shape
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.huggingface.convert import ConversionError
@@ -45,7 +45,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 def configuration(directory: Path, prefix: str, **parallel: Any) -> dict[str, Any]:
     return {
         "run": {"dir": str(Path(prefix).parent), "name": f"from-{directory.name}"},
-        "model": from_hf_config(hf_config(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
+        "model": hf_shape(str(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
         "parallel": {"dp": 1, **parallel},
         "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
         "train": {"steps": 1, "global_batch_size": BATCH, "micro_batch_size": BATCH // parallel.get("dp", 1), "grad_clip": 0.0},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.build.parts import make_mesh
-from megalite.config.families import from_hf_config, hf_config
+from megalite.config.families import hf_config, hf_shape
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.huggingface.names import places
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_transformers(name: str, prefix: str, tmp_path: P
     config = from_dict(
         {
             "run": {"dir": str(tmp_path), "name": "run"},
-            "model": from_hf_config(hf_config(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
+            "model": hf_shape(str(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
             "parallel": {"dp": 1},
             "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
             "train": {"steps": 1, "global_batch_size": BATCH, "micro_batch_size": BATCH, "grad_clip": 0.0},

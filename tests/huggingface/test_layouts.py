@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalite.commands import convert as convert_hf
-from megalite.config.families import from_hf_config, hf_config
+from megalite.config.families import hf_shape
 from megalite.data.indexed import IndexedTokens
 from tests.commands.jobs import step_and_tokens
 from tests.distributed.support.configs import write_tokens
@@ -29,7 +29,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def configuration(directory: Path, prefix: str) -> dict[str, Any]:
-    model = from_hf_config(hf_config(directory)) | {"router_bias_rate": 0.0}  # transformers moves no bias of a router
+    model = hf_shape(str(directory)) | {"router_bias_rate": 0.0}  # transformers moves no bias of a router
     return {
         "run": {"dir": str(directory.parent), "name": "run"},
         "model": model | {"init_from": f"hf:{directory}", "from_hf": str(directory)},

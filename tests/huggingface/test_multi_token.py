@@ -1,6 +1,6 @@
 """Files with modules of multi-token prediction come in and go out unchanged, and a step on them is that of transformers' layers.
 
-transformers does not read these modules. A module's layer is a layer as the others: the reference is a model of one layer more, whose last
+transformers does not train these modules. A module's layer is a layer as the others: the reference is a model of one layer more, whose last
 layer runs on what the module makes of the final norm's output and of the following token.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite.build.parts import make_mesh
 from megalite.checkpoint import manifest_of
 from megalite.commands import convert as convert_hf
-from megalite.config.families import from_hf_config, hf_config
+from megalite.config.families import hf_config, hf_shape
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_transformers_layers(name: str, tmp_path: Path) -
     config = from_dict(
         {
             "run": {"dir": str(tmp_path), "name": "run"},
-            "model": from_hf_config(hf_config(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
+            "model": hf_shape(str(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
             "parallel": {"dp": 1},
             "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
             "train": {"steps": 1, "global_batch_size": BATCH, "micro_batch_size": 1, "grad_clip": 0.0},

@@ -83,6 +83,7 @@ def test_values_of_another_width(dims, name, device):
     tensors = cut(inputs(35, 1, 2, 1, max(dims), torch.bfloat16), *dims)
     assert_accurate(*tensors, device, **resolve(sequence=35, batch=1, **OPTIONS[name]))
 
+
 def test_the_log_sum_exp_is_saved(device):
     q, k, v, _ = inputs(50, 2, 4, 2, 16, torch.bfloat16)
     window = 20

@@ -160,8 +160,8 @@ class Expanded(torch.autograd.Function):
                 places = part.runs[part.rank], piece.runs
                 found, dk, dv = attention_part_backward(dout, q, k.detach(), v.detach(), lse, inner, *places, **ctx.options)
                 dq += found
-                torch.autograd.backward((k, v), (dk.to(k.dtype), dv.to(v.dtype)))
-                gradients.append((piece, torch.cat([x.grad for x in inputs], dim=-1)))
+                its = torch.autograd.grad((k, v), inputs, (dk.to(k.dtype), dv.to(v.dtype)))  # the weight gets its gradient on the way
+                gradients.append((piece, torch.cat(its, dim=-1)))
         dlatent, dkey = rows.collected(gradients)
         return dq.to(q.dtype), dlatent, dkey, None, None, None, None
 

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -85,6 +86,7 @@ def _serve(rank: int, pipe: connection.Connection, store_port: int, log_path: st
     torch.set_num_threads(1)
     configure_cpu()
     _share_one_device()
+    _remember_schedules()
     gc.freeze()  # what was imported before the fork: a full collection would traverse it, and copy every page of it
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False, timeout=GROUP_TIMEOUT)
     generation, context = -1, RankContext(rank, 1)
@@ -128,6 +130,13 @@ def _share_one_device() -> None:
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
+
+
+def _remember_schedules() -> None:
+    """Keep more schedules than a run needs: tests ask for the same ones again and again, and a rank builds and validates those of all."""
+    from megalite.build import plan
+
+    plan._validated = lru_cache(maxsize=64)(plan._validated.__wrapped__)
 
 
 def _dumps(reply: Any) -> bytes:
