@@ -1,9 +1,9 @@
 """The long form of the proof, in slices that can be resumed: every plan, 500 random configurations, 200 rounds under random delays,
-checkpoints of eight layouts loaded on every other, a hundred kills, every layout with context parallelism, every layout with experts, and
-every layout of the equivalence table, of which any beginning is a sample.
+checkpoints of eight layouts loaded on every other, a hundred kills; thousands of layouts with context parallelism, with experts, with
+latent attention or sinks, and of the equivalence table. Any beginning of the layouts is a random sample of all.
 
-    python -m tests.matrix --minutes 9 [--part plans|random|stress|resharding|kills|context|experts|layouts]  goes on where the last stopped
-    python -m tests.matrix --reproduce random/17                          one case, with its whole error
+    python -m tests.matrix --minutes 9 [--part PART]       goes on where the last stopped
+    python -m tests.matrix --reproduce random/17           one case, with its whole error
 
 A line for each case that has run is appended to runs/matrix/PART.jsonl, so a killed slice loses one case. What failed runs again first.
 Exit status: 0, or 1 where a case failed.
@@ -22,22 +22,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from megalite.progress import Progress, Report
-from tests.distributed.support import layouts
-from tests.distributed.support.layouts import Case
 from tests.distributed.support.pool import RankPool, start_fork_server
 from tests.distributed.support.references import References
+from tests.distributed.support.space import Case, world
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / "runs" / "matrix"
 ERROR_TAIL = 2500  # characters of an error in a slice's output
 CHUNK = 48  # neighbouring cases that are sorted by layout, so that groups and meshes are reused
-LAYOUT_STEPS = 5  # what a layout changes shows in the first steps; the pairwise table of the suite runs more
+STEPS, LAYOUT_STEPS = 20, 5  # what a layout of the large space changes shows in the first steps; the table of the suite runs more
 RANDOM_CASES = 500
 STRESS_ROUNDS = 200
 STRESS_STEPS = 10
@@ -60,95 +60,43 @@ class Part(Protocol):
         """Raise where the case fails."""
 
 
-class Layouts:
-    """Every legal combination of the options of the equivalence table, against one process, in fp64 and fp32."""
+class Sample:
+    """Layouts of a space of options, each against one process."""
 
-    longest_s = 20.0
+    longest_s = 30.0
 
-    def __init__(self, directory: Path, ranks: RankPool):
+    def __init__(self, name: str, number: int, steps: int, directory: Path, ranks: RankPool):
         from tests.distributed.support.configs import write_tokens
+        from tests.distributed.support.layouts import OPTIONS
+        from tests.distributed.support.spaces import SPACES
 
-        self._ranks = ranks
-        self._prefixes = {size: write_tokens(directory, size) for size in layouts.OPTIONS["vocab_size"]}
+        self._space, self._number, self._steps, self._ranks = SPACES[name], number, steps, ranks
+        self._prefixes = {size: write_tokens(directory, size) for size in OPTIONS["vocab_size"]}
         self._references = References(ranks)
         self._cases: dict[str, Case] = {}
 
     def cases(self) -> list[str]:
-        """In the order of a hash, so that any beginning of it is a sample of the whole."""
-        self._cases = {layouts.name(case): case for case in layouts.every_case()}
-        order = sorted(self._cases, key=lambda name: blake2b(name.encode()).digest())
+        """In random order, so that any beginning is a sample; neighbours are sorted by layout."""
+        self._cases = {self._space.label(case): case for case in self._space.sample(self._number)}
+        order = list(self._cases)
         chunks = (sorted(order[first : first + CHUNK], key=self._layout) for first in range(0, len(order), CHUNK))
         return list(chain.from_iterable(chunks))
 
     def _layout(self, name: str) -> tuple[int, ...]:
-        case = self._cases[name]
-        return layouts.world(case), case["tp"], case["pp"], case["dp"]
+        case = self._space.complete(self._cases[name])
+        return world(case), case["tp"], case["pp"], case["dp"]
 
     def prove(self, case: str) -> None:
         from tests.distributed.support import jobs
-        from tests.distributed.support.configs import config_of, config_of_one_process
         from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
 
-        options = self._cases[case]
-        prefix = self._prefixes[options["vocab_size"]]
-        config, alone = config_of(options, prefix, options["precision"]), config_of_one_process(options, prefix)
+        made = self._space.complete(self._cases[case])
+        kinds = ("weight", "ema") if made.get("ema") else ("weight",)
+        config, alone = self._space.configs(self._cases[case], self._prefixes[made["vocab_size"]])
         for each in (config, alone):
-            each["train"]["steps"] = LAYOUT_STEPS
-        got = self._ranks.run(layouts.world(options), jobs.train, config, LAYOUT_STEPS)
-        assert_same_run(got, self._references.run(jobs.train, alone, LAYOUT_STEPS), *TOLERANCE[options["precision"]])
-
-
-class Context:
-    """Every layout of context parallelism, against one process, in fp64."""
-
-    longest_s = 30.0
-
-    def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.support import context_layouts
-        from tests.distributed.support.configs import write_tokens
-
-        self._ranks, self._prefix = ranks, write_tokens(directory, context_layouts.FIXED["vocab_size"])
-        self._references = References(ranks)
-        self._cases = {context_layouts.name(case): case for case in context_layouts.every_case()}
-
-    def cases(self) -> list[str]:
-        return sorted(self._cases, key=lambda name: blake2b(name.encode()).digest())
-
-    def prove(self, case: str) -> None:
-        from tests.distributed.support import context_layouts, jobs
-        from tests.distributed.support.configs import STEPS
-        from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
-
-        config, alone = context_layouts.configs(self._cases[case], self._prefix)
-        got = self._ranks.run(layouts.world(context_layouts.complete(self._cases[case])), jobs.train, config, STEPS)
-        assert_same_run(got, self._references.run(jobs.train, alone, STEPS), *TOLERANCE["fp64"])
-
-
-class Experts:
-    """Every layout of a mixture of experts, against one process, in fp64."""
-
-    longest_s = 30.0
-
-    def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.support import expert_layouts
-        from tests.distributed.support.configs import write_tokens
-        from tests.distributed.support.jobs_experts import BASE
-
-        self._ranks, self._prefix = ranks, write_tokens(directory, BASE["vocab_size"])
-        self._references = References(ranks)
-        self._cases = {expert_layouts.name(case): case for case in expert_layouts.every_case()}
-
-    def cases(self) -> list[str]:
-        return sorted(self._cases, key=lambda name: blake2b(name.encode()).digest())
-
-    def prove(self, case: str) -> None:
-        from tests.distributed.support import expert_layouts, jobs
-        from tests.distributed.support.configs import STEPS
-        from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
-
-        config, alone = expert_layouts.configs(self._cases[case], self._prefix)
-        got = self._ranks.run(layouts.world(expert_layouts.complete(self._cases[case])), jobs.train, config, STEPS)
-        assert_same_run(got, self._references.run(jobs.train, alone, STEPS), *TOLERANCE["fp64"])
+            each["train"]["steps"] = self._steps
+        got = self._ranks.run(world(made), jobs.train, config, self._steps, kinds)
+        assert_same_run(got, self._references.run(jobs.train, alone, self._steps, kinds), *TOLERANCE[made["precision"]])
 
 
 class Random:
@@ -268,9 +216,10 @@ PARTS: dict[str, Callable[[Path, RankPool], Part]] = {
     "stress": Stress,
     "resharding": Resharding,
     "kills": Kills,
-    "context": Context,
-    "experts": Experts,
-    "layouts": Layouts,
+    "context": partial(Sample, "context", 2_000, STEPS),
+    "experts": partial(Sample, "experts", 2_000, STEPS),
+    "attention": partial(Sample, "attention", 2_000, STEPS),
+    "layouts": partial(Sample, "layouts", 5_000, LAYOUT_STEPS),
 }
 
 

@@ -72,10 +72,14 @@ def run_tool(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_command_line(prefix):
-    options = ["--model.preset", "tiny", "--model.num_hidden_layers", "2", "--data.train", prefix, "--data.sequence_length", "16"]
-    done = run_tool("--pp", "2", "--steps", "2", "--json", *options, "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
+    """A mixture of experts on two ranks, in fp64, where no token chooses other experts."""
+    model = ["--model.preset", "tiny", "--model.num_hidden_layers", "2", "--model.num_experts", "4", "--model.moe_intermediate_size", "32"]
+    data = ["--data.train", prefix, "--data.sequence_length", "16", "--train.precision", "fp64"]
+    batch = ["--train.global_batch_size", "8", "--train.micro_batch_size", "2"]
+    done = run_tool("--dp", "2", "--parallel.ep", "2", "--steps", "2", "--json", *model, *data, *batch)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"equal": True, "steps": 2, "layout": {"tp": 1, "pp": 2, "dp": 1, "cp": 1}, "difference": None}
+    layout = {"tp": 1, "pp": 1, "dp": 2, "cp": 1, "ep": 2}
+    assert json.loads(done.stdout) == {"equal": True, "steps": 2, "layout": layout, "difference": None}
 
 
 def test_wrong_configuration_is_one_message(prefix):

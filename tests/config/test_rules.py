@@ -194,6 +194,13 @@ ROWS = [
     ),
     Row("lora has a rank", {"lora.dora": True}, {"lora.rank": 4}),
     Row("adapters of experts need experts", {"lora.rank": 4, "lora.targets": ["q", "experts.in"]}, EXPERTS, ("experts.in, but",)),
+    Row(
+        "adapters are of some layer",
+        EXPERTS | {"lora.rank": 4, "lora.targets": ["up", "down"]},
+        {"model.mlp_only_layers": [1]},
+        ("nothing would be trained", "experts.in and experts.down"),
+    ),
+    Row("adapters are of some layer", EXPERTS | {"lora.rank": 4, "lora.targets": ["up"]}, {"lora.targets": ["up", "q"]}),
     *(
         Row(
             f"lora.{option} and experts",

@@ -9,29 +9,25 @@ import torch
 
 from megalite.model.cost.context import Heads, exchange, levels
 from megalite.model.cost.steps import Share
-from tests.distributed.support import context_layouts, jobs, jobs_context
+from tests.distributed.support import jobs, jobs_context
 from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.layouts import Case, world
+from tests.distributed.support.context_layouts import FIXED, OPTIONS, SPACE
+from tests.distributed.support.space import Case, world
 from tests.distributed.test_equivalence import assert_same_run
 
 STEPS, TOLERANCE = 3, 1e-9
-TABLE = context_layouts.pairwise()
-METHODS = context_layouts.OPTIONS["context"]
+METHODS = OPTIONS["context"]
 
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory) -> str:
-    return write_tokens(tmp_path_factory.mktemp("data"), context_layouts.FIXED["vocab_size"])
+    return write_tokens(tmp_path_factory.mktemp("data"), FIXED["vocab_size"])
 
 
-def test_table_holds_every_legal_pair():
-    assert context_layouts.legal_pairs() <= set().union(*map(context_layouts.pairs_of, TABLE))
-
-
-@pytest.mark.parametrize("case", TABLE, ids=context_layouts.name)
+@pytest.mark.parametrize("case", SPACE.table(), ids=SPACE.label)
 def test_equals_one_process(case, ranks, references, prefix):
-    config, alone = context_layouts.configs(case, prefix)
-    got = ranks.run(world(context_layouts.complete(case)), jobs.train, config, STEPS)
+    config, alone = SPACE.configs(case, prefix)
+    got = ranks.run(world(SPACE.complete(case)), jobs.train, config, STEPS)
     assert_same_run(got, references.run(jobs.train, alone, STEPS), TOLERANCE, TOLERANCE)
 
 
@@ -39,7 +35,6 @@ LONGROPE = {
     **{"rope_type": "longrope", "original_max_position_embeddings": 8, "factor": 2.0},
     **{"short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [1.0, 1.5, 2.0, 4.0]},
 }
-BALANCED = {"parallel": {"context_parts": "balanced"}}
 MODELS: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
     "learned positions that end with the row": (
         {"cp": 4, "context": "gather", "length": 13, "tied": True},
@@ -51,13 +46,6 @@ MODELS: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
         {"model": {"attention_softcap": 2.0, "sliding_window": 3}},
     ),
     "adapters with dropout": ({"cp": 2, "context": "ring", "tp": 2}, {"lora": {"rank": 2, "dropout": 0.3}}),
-    "parts by documents, gathered": ({"cp": 4, "context": "gather", "length": 13, "window": 5}, BALANCED),
-    "parts by documents, in a ring, on stages": ({"cp": 2, "context": "ring", "tp": 2, "schedule": "1f1b", "recompute": "full"}, BALANCED),
-    "ulysses within a ring": ({"cp": 4, "context": "ring", "window": 5, "kv_heads": 1}, {"parallel": {"context_inner": 2}}),
-    "ulysses within a ring, parts by documents, padded rows": (
-        {"cp": 4, "context": "ring", "length": 13, "zero": 3, "recompute": "full"},
-        {"parallel": {"context_inner": 2, "context_parts": "balanced"}},
-    ),
     "sharded over some of the data ranks": ({"cp": 4, "context": "gather", "dp": 2, "zero": 3, "dp_shard": 2}, {}),
 }
 
@@ -65,19 +53,19 @@ MODELS: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_and_groups_equal_one_process(name, ranks, references, prefix):
     changed, sections = MODELS[name]
-    case = {**{option: values[0] for option, values in context_layouts.OPTIONS.items()}, "documents": True, "dropout": 0.1, **changed}
-    config, alone = context_layouts.configs(case, prefix)
+    case = SPACE.plain(**{"documents": True, "dropout": 0.1, **changed})
+    config, alone = SPACE.configs(case, prefix)
     for section, values in sections.items():
         for each in (config, alone):
             each[section] = {**each.get(section, {}), **values}
-    got = ranks.run(world(context_layouts.complete(case)), jobs.train, config, STEPS)
+    got = ranks.run(world(SPACE.complete(case)), jobs.train, config, STEPS)
     assert_same_run(got, references.run(jobs.train, alone, STEPS), TOLERANCE, TOLERANCE)
 
 
 @pytest.mark.parametrize("context", METHODS)
 def test_fp32_is_one_process_to_rounding(context, ranks, references, prefix):
-    case = {**{option: values[0] for option, values in context_layouts.OPTIONS.items()}, "context": context, "documents": True}
-    config, alone = context_layouts.configs(case, prefix)
+    case = SPACE.plain(context=context, documents=True)
+    config, alone = SPACE.configs(case, prefix)
     for each in (config, alone):
         each["train"]["precision"] = "fp32"
     got = ranks.run(2, jobs.train, config, STEPS)

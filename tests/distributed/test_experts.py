@@ -16,30 +16,15 @@ from megalite.planning.traffic import traffic
 from megalite.training.trainer import Trainer
 from tests.distributed.support import jobs, resharding
 from tests.distributed.support.configs import write_tokens
+from tests.distributed.support.expert_layouts import SPACE
 from tests.distributed.support.jobs_experts import configs, exchanged, sent, train_recorded
+from tests.distributed.support.space import world
 from tests.distributed.test_equivalence import assert_same_run
 
 STEPS = 5
 FEWER = 2
 PIPELINED = {"pp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-h1", "dispatch": "all_gather"}
 SHARDED = {"tp": 2, "dp": 2, "ep": 2, "zero": 3}
-LIMITED = {"ep": 2, "zero": 1, "model": {"expert_capacity_factor": 0.7}}
-LAYOUTS = {
-    "dp 2, ep 2": {"dp": 2, "ep": 2, "zero": 1},
-    "tp 2, ep 1": {"tp": 2, "ep": 1, "zero": 1, "balance": "sequence"},
-    "tp 2, ep 2, recomputed": {"tp": 2, "ep": 2, "recompute": "full", "balance": "bias"},
-    "dp 4, ep 2, zero 3": {"dp": 4, "ep": 2, "zero": 3, "balance": "sequence", "dispatch": "all_gather"},
-    "dp 4, ep 4, zero 3, recomputed": {"dp": 4, "ep": 4, "zero": 3, "recompute": "full"},
-    "dp 4, ep 2, zero 2, groups": {"dp": 4, "ep": 2, "zero": 2, "dp_shard": 2, "balance": "bias"},
-    "cp 2, dp 2, ep 4, zero 3": {"cp": 2, "context": "ring", "dp": 2, "ep": 4, "zero": 3, "balance": "sequence"},
-    "cp 2, tp 2, dp 2, ep 4": {"cp": 2, "context": "gather", "tp": 2, "dp": 2, "ep": 4, "zero": 1, "balance": "bias"},
-    "pp 2, dp 2, ep 2, zb-h1": {"pp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-h1", "dispatch": "all_gather"},
-    "pp 2, tp 2, dp 2, ep 4, zb-v": {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 3, "schedule": "zb-v", "balance": "bias"},
-    "pp 2, tp 2, dp 2, ep 2, zb-v": {"pp": 2, "tp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-v", "balance": "sequence"},
-    "pp 2, tp 2, dp 2, ep 4, recomputed": {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 2, "recompute": "every-2"},
-    "cp 2 ring, tp 2, capacity": {"cp": 2, "context": "ring", "tp": 2, "ep": 4, "recompute": "full"} | LIMITED,
-    "cp 2 ulysses, pp 2, capacity": {"cp": 2, "context": "ulysses", "pp": 2, "schedule": "zb-h1", "dispatch": "all_gather"} | LIMITED,
-}
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +32,14 @@ def prefix(tmp_path_factory) -> str:
     return write_tokens(tmp_path_factory.mktemp("data"), 96)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_trains_like_one_process(name, ranks, references, prefix):
-    layout = LAYOUTS[name]
-    several, one = configs(prefix, **layout)
-    world = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1) * layout.get("cp", 1)
-    steps = FEWER if "capacity" in name else STEPS
-    got = ranks.run(world, jobs.train, several, steps)
-    expected = references.run(jobs.train, one, steps)
+@pytest.mark.parametrize("case", SPACE.table(), ids=SPACE.label)
+def test_trains_like_one_process(case, ranks, references, prefix):
+    several, one = SPACE.configs(case, prefix)
+    got = ranks.run(world(SPACE.complete(case)), jobs.train, several, STEPS)
+    expected = references.run(jobs.train, one, STEPS)
     assert_same_run(got, expected, 1e-9, 1e-9)
-    assert [found["dropped"] for found in got] == [expected["dropped"]] * world
-    assert all(expected["dropped"]) == ("expert_capacity_factor" in one["model"])
+    assert [found["dropped"] for found in got] == [expected["dropped"]] * len(got)
+    assert all(expected["dropped"]) == (case["capacity"] is not None)
 
 
 @pytest.mark.parametrize("layout", [SHARDED | {"recompute": "full"}, PIPELINED], ids=str)
@@ -71,14 +53,6 @@ def test_adapters_of_experts_train_like_one_process(layout, ranks, references, p
     start, *_ = ranks.run(1, jobs.train, one, 1)
     name = "weight/layers.0.mlp.experts.in.lora_b"
     assert expected["tensors"][name].shape[1] == 3 and not torch.equal(expected["tensors"][name], start["tensors"][name])
-
-
-def test_muon_updates_experts_like_one_process(ranks, prefix):
-    several, one = configs(prefix, **SHARDED)
-    for config in (several, one):
-        config["optimizer"] |= {"name": "muon"}
-        config["muon"] = {"lr": 0.01, "ns_dtype": "compute"}
-    assert_same_run(ranks.run(4, jobs.train, several, 2), ranks.run(1, jobs.train, one, 2)[0], 1e-9, 1e-9)
 
 
 def test_a_checkpoint_of_experts_goes_on_at_another_layout(ranks, prefix, tmp_path):

@@ -1,7 +1,6 @@
-"""Latent attention and a router with groups train the same on every layout as on one process: losses, gradient norms and weights.
+"""Latents that travel over context-parallel ranks, and adapters on their projections, train as on one process.
 
-fp64, 3 steps, within 1e-9. The dense model packs documents and has no latent of queries; the other is a small DeepSeek-V3, with the loss by
-sequence next to the moving bias.
+fp64, 3 steps, within 1e-9: losses, gradient norms and weights. `test_attention.py` has latent attention beside all other options.
 """
 
 from __future__ import annotations
@@ -16,37 +15,20 @@ from megalite.model.cost.context import exchange, latents_travel
 from megalite.model.cost.steps import Share
 from megalite.model.cost.units import Units
 from tests.distributed.support import jobs, jobs_context, jobs_lora
+from tests.distributed.support.attention_layouts import LATENTS
 from tests.distributed.support.configs import config_of, config_of_one_process, write_tokens
-from tests.distributed.support.jobs_experts import BASE, MIXTURE
+from tests.distributed.support.jobs_experts import BASE
+from tests.distributed.support.space import world
 from tests.distributed.test_equivalence import assert_same_run
 
 STEPS = 3
 MODEL_OF_4 = {"num_attention_heads": 4, "hidden_size": 32}
-LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": None}
-SCALED = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 8,
-    "beta_fast": 4,
-    "beta_slow": 1,
-    "attention_factor": 1.1,
-}
-V3 = MIXTURE | LATENTS | {"q_lora_rank": 16, "router_scores": "sigmoid", "num_experts": 8, "n_group": 4, "topk_group": 2}
-V3 |= {"routed_scaling_factor": 2.5, "shared_expert_gate": False, "router_balance": "bias", "router_aux_loss_coef": 0.02}
-V3 |= {"router_bias_rate": 0.01, "attention_scale": 0.5, "rope_scaling": SCALED}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dense, tp 2, dp 2, zero 3": {"tp": 2, "dp": 2, "zero": 3},
-    "dense, cp 2, ulysses, tp 2, split sequence": {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True},
-    "dense, cp 4, ring of pairs": {"cp": 4, "context": "ring", "context_inner": 2},
-    "dense, latents in a ring of 3, recomputed, zero 3": {"cp": 3, "context": "ring", "recompute": "full", "zero": 3},
-    "dense, latents gathered, tp 2, named operations recomputed": {"cp": 2, "context": "gather", "tp": 2, "recompute": "qkv+attention"},
-    "dense, latents in a ring, tp 2, split sequence, zb-v": {
+    "in a ring of 3, recomputed, zero 3": {"cp": 3, "context": "ring", "recompute": "full", "zero": 3},
+    "gathered, tp 2, named operations recomputed": {"cp": 2, "context": "gather", "tp": 2, "recompute": "qkv+attention"},
+    "in a ring, tp 2, split sequence, zb-v": {
         **{"cp": 2, "context": "ring", "tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-v", "zero": 1}
     },
-    "v3, tp 2, ep 2, recomputed": {"tp": 2, "ep": 2, "recompute": "full"},
-    "v3, pp 2, tp 2, ep 2, zb-v": {"pp": 2, "tp": 2, "ep": 2, "zero": 1, "schedule": "zb-v"},
-    "v3, latents gathered, dp 2, ep 4, zero 3": {"cp": 2, "context": "gather", "dp": 2, "ep": 4, "zero": 3},
-    "v3, latents in a ring, tp 2, ep 2, 1f1b": {"cp": 2, "context": "ring", "tp": 2, "ep": 2, "pp": 2, "recompute": "attention"},
 }
 
 
@@ -55,22 +37,13 @@ def prefix(tmp_path_factory) -> str:
     return write_tokens(tmp_path_factory.mktemp("data"), 96)
 
 
-def configs(prefix: str, dense: bool, **layout: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A layout's configuration, and that of the same model, data and global batch on one process."""
-    case = {**BASE, "sequence_parallel": not dense and layout.get("tp", 1) > 1, **layout}
-    one, several = config_of_one_process(case, prefix), config_of(case, prefix, "fp64")
-    several["parallel"] |= {"ep": case["ep"], "context_inner": case.get("context_inner", 1)}
-    for config in (one, several):
-        config["model"] |= LATENTS if dense else V3
-    return several, one
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trains_like_one_process(name, ranks, references, prefix):
-    layout = LAYOUTS[name]
-    several, one = configs(prefix, name.startswith("dense"), **layout)
-    world = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1) * layout.get("cp", 1)
-    assert_same_run(ranks.run(world, jobs.train, several, STEPS), references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
+    case = {**BASE, **LAYOUTS[name]}
+    one, several = config_of_one_process(case, prefix), config_of(case, prefix, "fp64")
+    for config in (one, several):
+        config["model"] |= LATENTS
+    assert_same_run(ranks.run(world(case), jobs.train, several, STEPS), references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
 
 
 ADAPTED: dict[str, dict[str, Any]] = {

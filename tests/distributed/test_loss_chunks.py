@@ -14,8 +14,8 @@ from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 from tests.distributed.support import jobs_loss
-from tests.distributed.support.configs import SEQUENCE, SINGLE, config_of, write_tokens
-from tests.distributed.support.layouts import Case, micro_batch
+from tests.distributed.support.configs import SEQUENCE, SINGLE, config_of, micro_batch, write_tokens
+from tests.distributed.support.layouts import Case
 
 BASE: Case = {**SINGLE, "tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 2, "masked": True, "dropout": 0.1, "microbatches": 2}
 BATCH = 8

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.support import jobs
+from tests.distributed.support.attention_layouts import V3
 from tests.distributed.support.configs import config_of, config_of_one_process, write_tokens
 from tests.distributed.support.jobs_experts import BASE
 from tests.distributed.test_equivalence import assert_same_run
-from tests.distributed.test_latents import LATENTS, V3
 
 STEPS = 5
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -23,10 +23,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2, zb-h1, tied, two modules": {"pp": 2, "schedule": "zb-h1", "tied": True, "modules": 2},
     "pp 2, zb-v, one table, zero 2, dp 2": {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 2},
     "dp 2, zero 3, recomputed": {"dp": 2, "zero": 3, "recompute": "full"},
-    "pp 2, dp 2, zero 3": {"pp": 2, "dp": 2, "zero": 3},
     "cp 2, gather": {"cp": 2, "context": "gather"},
     "v3, tp 2, ep 2, recomputed": {"tp": 2, "ep": 2, "sequence_parallel": True, "recompute": "full", "v3": True},
-    "v3, pp 2, dp 2, ep 2, interleaved, two modules": {"pp": 2, "dp": 2, "ep": 2, "schedule": "interleaved", "modules": 2, "v3": True},
+    "v3, pp 2, dp 2, ep 2, zero 3, two modules": {"pp": 2, "dp": 2, "ep": 2, "zero": 3, "modules": 2, "v3": True},
 }
 
 
@@ -41,7 +40,7 @@ def configs(prefix: str, modules: int = 1, v3: bool = False, **layout: Any) -> t
     one, several = config_of_one_process(case, prefix), config_of(case, prefix, "fp64")
     several["parallel"] |= {"ep": case["ep"]}
     for config in (one, several):
-        config["model"] |= {"mtp_layers": modules} | (LATENTS | V3 if v3 else {"initializer_range": 0.2})
+        config["model"] |= {"mtp_layers": modules} | (V3 if v3 else {"initializer_range": 0.2})
     return several, one
 
 

@@ -1,33 +1,64 @@
-"""Pairs of options that the layouts table has once proved stay proved: a later table may hold more of them, but loses none.
+"""Pairs of options that a table has once proved stay proved: a later table may hold more of them, but loses none.
 
-pairs.txt has a line for each option value, `tp=1: pp=1 pp=2 …`, with the values of later options beside which a case of the table has it.
+pairs/SPACE.txt has a line for each option value, `tp=1: pp=1 pp=2 …`, with the values of later options beside which a case of the table
+has it.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from itertools import combinations
 
-from tests.distributed.support import layouts
+import pytest
 
-RECORD = Path(__file__).with_name("pairs.txt")
+from tests.distributed.support.spaces import SPACES
 
-
-def recorded() -> set[frozenset[str]]:
-    lines = (line.split(": ") for line in RECORD.read_text().splitlines())
-    return {frozenset((one, other)) for one, others in lines for other in others.split()}
-
-
-def covered() -> set[frozenset[str]]:
-    pairs = set().union(*map(layouts.pairs_of, layouts.pairwise()))
-    return {frozenset(f"{option}={value}" for option, value in pair) for pair in pairs}
+TOGETHER = {  # options of which every two are proved together
+    "layouts": "tp pp dp schedule zero offload sequence_parallel microbatches recompute tied precision optimizer ema",
+    "context": "cp context inner parts tp schedule dp zero recompute kv_heads documents window dropout length",
+    "experts": "ep tp schedule dp context parts zero groups recompute balance dispatch capacity optimizer",
+    "attention": "attention feed_forward tp sequence_parallel context schedule dp ep zero recompute documents window modules optimizer",
+}
+FEWEST = {"layouts": 1340, "context": 530, "experts": 654, "attention": 775}
 
 
-def test_no_recorded_pair_is_lost():
-    lost = recorded() - covered()
+@pytest.mark.parametrize("name", SPACES)
+def test_no_recorded_pair_is_lost(name):
+    space = SPACES[name]
+    lost = space.recorded() - space.covered(space.table())
     assert sorted(" with ".join(sorted(pair)) for pair in lost) == []
 
 
-def test_the_record_is_of_a_whole_table():
-    assert len(recorded()) >= 1095
-    for pair in (("tp=4", "pp=2"), ("schedule=zb-v", "zero=3"), ("offload=disk", "dropout=0.1"), ("sequence_parallel=True", "tied=True")):
-        assert frozenset(pair) in recorded(), pair
+@pytest.mark.parametrize("name", SPACES)
+def test_every_two_options_are_together_wherever_that_is_legal(name):
+    space = SPACES[name]
+    assert all(map(space.is_legal, space.table()))
+    assert sorted(map(str, space.legal_pairs() - set().union(*map(space.pairs_of, space.table())))) == []
+    pairs = {frozenset(option for option, _ in pair) for pair in space.legal_pairs()}
+    assert {frozenset(two) for two in combinations(TOGETHER[name].split(), 2)} <= pairs
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_the_record_is_of_a_whole_table(name):
+    assert len(SPACES[name].recorded()) >= FEWEST[name]
+
+
+@pytest.mark.parametrize(
+    "name, pair",
+    [
+        ("layouts", ("tp=4", "pp=2")),
+        ("layouts", ("schedule=zb-v", "zero=3")),
+        ("layouts", ("offload=disk", "dropout=0.1")),
+        ("layouts", ("schedule=zb-h2", "optimizer=muon")),
+        ("layouts", ("zero=3", "recompute=budget")),
+        ("layouts", ("offload=cpu", "ema=True")),
+        ("context", ("inner=2", "parts=balanced")),
+        ("context", ("inner=2", "schedule=zb-v")),
+        ("experts", ("ep=4", "schedule=zb-h1")),
+        ("experts", ("parts=balanced", "capacity=0.7")),
+        ("experts", ("zero=3", "optimizer=muon")),
+        ("attention", ("attention=two_latents", "context=pairs")),
+        ("attention", ("attention=sinks", "feed_forward=sums")),
+    ],
+)
+def test_the_record_has(name, pair):
+    assert frozenset(pair) in SPACES[name].recorded()

@@ -20,6 +20,7 @@ EXPERTS, ROWS, COLUMNS, RANK = 4, 24, 32, 2
 STACK = Segment("experts", (EXPERTS * 2 * ROWS, COLUMNS), 0, axis="expert", experts=EXPERTS, fused=2)
 WITH_EXPERTS = (ParamSpec("experts", 0, (STACK,), domain="expert"), *SPECS)
 STEPS = 4
+HALF = 2  # steps before a checkpoint
 
 
 def matrices(stack: Tensor) -> Tensor:
@@ -66,18 +67,18 @@ def prefix(tmp_path_factory) -> str:
 def configuration(prefix: str, rank: int | None = RANK, **layout: Any) -> dict[str, Any]:
     config, _ = configs(prefix, **{"dp": 4, "microbatches": 1, **layout})
     config["parallel"]["powersgd_rank"] = rank
-    config["train"]["steps"] = 2 * STEPS
+    config["train"]["steps"] = 2 * HALF
     return config
 
 
 def test_no_layout_of_experts_changes_the_training(ranks, prefix):
     """What is sent, and what is owed, are sums over all ranks: only rounding differs. But without compression all is different."""
-    found = {ep: ranks.run(4, jobs.train, configuration(prefix, ep=ep, zero=zero), STEPS)[0] for ep, zero in ((1, 0), (2, 1))}
+    found = {ep: ranks.run(4, jobs.train, configuration(prefix, ep=ep, zero=zero), 2 * HALF)[0] for ep, zero in ((1, 0), (2, 1))}
     for name in ("losses", "grad_norms"):
         assert found[2][name] == pytest.approx(found[1][name], rel=1e-9, abs=0)
     for name, value in found[1]["tensors"].items():
         assert name.startswith("powersgd_") or (found[2]["tensors"][name] - value).abs().max() <= 1e-9, name
-    plain = ranks.run(4, jobs.train, configuration(prefix, rank=None, ep=2, zero=1), STEPS)[0]
+    plain = ranks.run(4, jobs.train, configuration(prefix, rank=None, ep=2, zero=1), 2 * HALF)[0]
     assert plain["losses"] != pytest.approx(found[1]["losses"], rel=1e-6)
 
 
@@ -93,11 +94,11 @@ def test_a_resume_keeps_what_experts_are_owed(ranks, prefix, tmp_path):
     """Bitwise where the layout is the same; with other holders of an expert, they share the sum of the errors."""
     config = configuration(prefix, ep=2, zero=1)
     config["run"]["dir"] = str(tmp_path)
-    before = ranks.run(4, jobs_reduction.train_and_save, config, STEPS, STEPS)
+    before = ranks.run(4, jobs_reduction.train_and_save, config, HALF, HALF)
     again = configuration(prefix, ep=2, zero=1)
     again["checkpoint"] = {"load": before[0]["directory"]}
-    for got, straight in zip(ranks.run(4, jobs_reduction.resume, again, STEPS), before, strict=True):
-        assert got["losses"] == straight["losses"][STEPS:] and got["notes"] == []
+    for got, straight in zip(ranks.run(4, jobs_reduction.resume, again, HALF), before, strict=True):
+        assert got["losses"] == straight["losses"][HALF:] and got["notes"] == []
         assert all(torch.equal(value, straight["errors"][name]) and value.any() for name, value in got["errors"].items())
     other = configuration(prefix, ep=1, zero=1)
     other["checkpoint"] = {"load": before[0]["directory"]}

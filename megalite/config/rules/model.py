@@ -117,6 +117,13 @@ def _of_experts(c: RuleContext) -> str:
     return _first("targets", lambda c, name: name in EXPERTS, c)
 
 
+def _of_no_layer(c: RuleContext) -> bool:
+    """Whether lora.targets names matrices of dense feed-forwards alone, and there are none: nothing would be trained."""
+    dense = c.model.shared_expert_intermediate_size or not all(map(c.model.is_mixture, range(c.model.num_hidden_layers)))
+    targets = set(_names("targets", c))
+    return bool(c.lora.rank and targets and targets <= {"gate", "up", "down"} and not dense and not c.lora.modules_to_save)
+
+
 _WITH_EXPERTS = tuple(
     Rule(
         f"lora.{option} and experts",
@@ -424,6 +431,13 @@ RULES: tuple[Rule, ...] = (
         legal=_ALONE,
     ),
     *_WITH_EXPERTS,
+    Rule(
+        "adapters are of some layer",
+        "lora.targets",
+        _of_no_layer,
+        message="names matrices of dense feed-forwards, and every layer of this model has a mixture of experts: nothing would be trained",
+        legal=f"Name {' and '.join(EXPERTS)}, or projections of attention.",
+    ),
     _adapted("ranks"),
     _adapted("alphas"),
     Rule(

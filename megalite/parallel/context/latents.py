@@ -60,12 +60,12 @@ class Latents:
 
     def collect(self, grad: Tensor) -> Tensor:
         """The inverse, for a gradient: its sum over both axes."""
-        wide = torch.promote_types(grad.dtype, torch.float32)
+        accumulate_dtype = torch.promote_types(grad.dtype, torch.float32)
         if not self.split:
-            summed = reduce_scatter(grad.to(wide), self.cp).wait().to(grad.dtype)
+            summed = reduce_scatter(grad.to(accumulate_dtype), self.cp).wait().to(grad.dtype)
             return all_reduce(summed, self.tp, disposable=True).wait()
         pieces = grad.unflatten(0, (self.cp.size, self.tp.size, -1)).transpose(0, 1).flatten(0, 2)
-        return reduce_scatter(reduce_scatter(pieces, self.tp).wait().to(wide), self.cp).wait().to(grad.dtype)
+        return reduce_scatter(reduce_scatter(pieces, self.tp).wait().to(accumulate_dtype), self.cp).wait().to(grad.dtype)
 
     @property
     def at_once(self) -> bool:
@@ -75,7 +75,7 @@ class Latents:
         """
         return not self.by_part or self.weight.deferred or self.weight.adapter is not None
 
-    def one_contribution(self) -> AbstractContextManager[None]:
+    def as_one(self) -> AbstractContextManager[None]:
         """What is added to the weight's gradient for several parts counts once."""
         return nullcontext() if self.at_once else self.weight.accumulate_as_one()
 
@@ -152,7 +152,7 @@ class Expanded(torch.autograd.Function):
         rows, inner = _Rows(way, latent, key, part, ctx.options["window"]), delta(dout, out)
         dq = torch.zeros_like(q, dtype=inner.dtype)
         gradients: list[tuple[_Piece, Tensor]] = []
-        with way.one_contribution():
+        with way.as_one():
             for piece in rows.pieces():
                 inputs = [x.detach().requires_grad_() for x in rows.inputs(piece)]  # leaves: the inner backward ends here
                 with torch.enable_grad():  # off inside a backward

@@ -1,49 +1,65 @@
-"""Layouts with experts, each to equal one process: the space of which `test_experts.py` has named layouts, for the long form."""
+"""The space of layouts with a mixture of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
+from tests.distributed.support.configs import staged, with_fewer_rows
+from tests.distributed.support.jobs_experts import BASE
 from tests.distributed.support.jobs_experts import configs as configs_of
-from tests.distributed.support.layouts import Case
+from tests.distributed.support.layouts import stages
+from tests.distributed.support.space import Case, Configs, Space, world
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4),
     "tp": (1, 2),  # with sequence parallelism
     "schedule": ("whole", "1f1b", "zb-h1", "zb-v"),
     "dp": (1, 2, 4),
-    "cp": (1, 2),
+    "context": ("none", "ulysses", "gather", "ring"),  # of two ranks
+    "parts": ("zigzag", "balanced"),
     "zero": (0, 1, 2, 3),
-    "recompute": ("none", "full", "every-2"),
+    "groups": (False, True),  # shards over two of four data ranks
+    "recompute": ("none", "full", "every-2", "operations"),
     "balance": ("global", "sequence", "bias", "bias_loss"),
     "dispatch": ("all_to_all", "all_gather"),
     "capacity": (None, 0.7),
+    "optimizer": ("adamw", "muon"),
 }
-CONTEXT = {0: "ulysses", 1: "gather", 2: "ring", 3: "gather"}  # by ZeRO stage: cp has a table of its own
+
+
+def sizes(case: Case) -> Case:
+    return {**case, **staged(case["schedule"]), "cp": 1 if case["context"] == "none" else 2}
 
 
 def is_legal(case: Case) -> bool:
-    """Whether a case runs on 2 to 8 ranks, and its ep divides those of a stage."""
-    ranks = case["tp"] * case["dp"] * case["cp"]
-    return 1 < ranks * (1 if case["schedule"] == "whole" else 2) <= 8 and ranks % case["ep"] == 0
-
-
-def every_case() -> Iterator[Case]:
-    yield from filter(is_legal, (dict(zip(OPTIONS, values, strict=True)) for values in product(*OPTIONS.values())))
+    """2 to 8 ranks, of which ep divides those of a stage, and those that share an expert's shards."""
+    made = sizes(case)
+    data = made["dp"] * made["cp"]
+    grouped = data == 4 and made["pp"] == 1 and made["zero"] > 0
+    shard = 2 if case["groups"] else data
+    exchanged = data * made["tp"] % made["ep"] == 0 and (made["zero"] == 0 or shard * made["tp"] % made["ep"] == 0)
+    parts = case["parts"] == "zigzag" or case["context"] in ("gather", "ring")
+    return 1 < world(made) <= 8 and exchanged and parts and (grouped or not case["groups"])
 
 
 def complete(case: Case) -> Case:
-    """As `jobs_experts.configs` takes it."""
-    plan = {"schedule": "1f1b", "pp": 1} if case["schedule"] == "whole" else {"pp": 2}
-    return {**case, **plan, "context": CONTEXT[case["zero"]], "model": {"expert_capacity_factor": case["capacity"]}}
+    made = {**BASE, **sizes(case), "sequence_parallel": case["tp"] > 1}
+    made |= {"context_parts": case["parts"], "dp_shard": 2 if case["groups"] else None}
+    return {**made, "layers": max(stages(made), 3), "model": {"expert_capacity_factor": case["capacity"]}}
 
 
-def name(case: Case) -> str:
-    return "-".join(f"{option}{value}" if isinstance(value, int | float) else str(value) for option, value in case.items())
+def configs(case: Case, prefix: str) -> Configs:
+    both = configs_of(prefix, **complete(case))
+    with_fewer_rows(*both)
+    return both
 
 
-def configs(case: Case, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration of a case, and of the same model and data on one process."""
-    return configs_of(prefix, **complete(case))
+SPACE = Space(
+    name="experts",
+    options=OPTIONS,
+    bound=("ep", "tp", "schedule", "dp", "context", "parts", "zero", "groups"),
+    is_legal=is_legal,
+    model=("balance", "capacity", "optimizer", "layers"),
+    complete=complete,
+    configs=configs,
+)

@@ -27,11 +27,14 @@ def mesh_of(context: Any, config: Any) -> Mesh:
 
 
 def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Any]:
-    """Train some steps; every rank returns losses and gradient norms, rank 0 also the whole global tensors."""
+    """Train some steps; every rank returns losses and gradient norms, rank 0 also the whole global tensors.
+
+    As in a run, a step waits for its result only where the schedule does; the last one waits anyway.
+    """
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
     try:
-        results = [trainer.step() for _ in range(steps)]
+        results = [result for step in range(steps) for result in trainer.train_step(wait=step == steps - 1)]
         tensors = global_tensors(trainer, kinds)
     finally:
         trainer.close()

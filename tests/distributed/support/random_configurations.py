@@ -28,15 +28,15 @@ from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import write_tokens
 from tests.distributed.support.jobs import mesh_of
 from tests.distributed.support.pool import RankContext, RankPool
+from tests.distributed.support.random_options import Options, further_options
 
 STEPS = 2
 TIMEOUT_S = 300.0
 LAYOUTS = [(tp, pp, dp) for tp in range(1, 9) for pp in range(1, 9) for dp in range(1, 9) if tp * pp * dp <= 8]
 LEGAL_SHARE = 0.6
-WARM_LR = 0.02  # above it one Adam step amplifies rounding noise beyond any tolerance: only the first step is then compared
+WARM_LR = 0.02  # above it one step amplifies rounding noise beyond any tolerance: only the first step is then compared
 NOT_SPOILED = ("run.dir", "run.name", "train.compile", "logging.tensorboard")  # compiling takes 20 s, and TensorBoard is not part of a step
 
-Options = dict[str, Any]
 Steps = list[tuple[float, float, bool]]
 """Loss, gradient norm and whether the update was skipped, for each step; if the run validates, the validation loss as a last entry."""
 
@@ -76,8 +76,7 @@ class Draw:
 def draw(seed: int, files: Files) -> Draw:
     random = Random(seed)
     options = legal_options(random, files)
-    options |= _lora(Random(f"adapters of {seed}"), options["model.gated_mlp"])
-    options |= _context(Random(f"context of {seed}"), options)
+    options = further_options(seed, options)
     world = options["parallel.tp"] * options["parallel.pp"] * options["parallel.dp"] * options["parallel.cp"]
     if random.random() < 0.2:
         del options["parallel.dp"]
@@ -141,31 +140,6 @@ def _model(random: Random, tp: int, layers: int) -> Options:
         "model.initializer_range": choose((0.02, 0.1)),
         **{f"model.{site}_dropout": choose((0.0, 0.0, 0.1, 0.6)) for site in ("embedding", "attention", "residual")},
     }
-
-
-def _lora(random: Random, gated: bool) -> Options:
-    """Options of adapters: a quarter of the models are frozen and have them."""
-    if random.random() < 0.75:
-        return {}
-    roles = ["q", "k", "v", "o", "up", "down", *(["gate"] if gated else [])]
-    return {
-        "lora.rank": random.randint(1, 5),
-        "lora.alpha": random.choice((1.0, 8.0)),
-        "lora.dropout": random.choice((0.0, 0.0, 0.3)),
-        "lora.targets": random.choice((None, random.sample(roles, random.randint(1, len(roles))))),
-        "lora.scaling": random.choice(("standard", "rslora")),
-        "lora.dora": random.choice((False, True)),
-        "lora.modules_to_save": random.choice((None, ["embedding"], ["embedding", "head", "norms"])),
-    }
-
-
-def _context(random: Random, options: Options) -> Options:
-    """Options of context parallelism, on the ranks that are left."""
-    tp, heads, kv = options["parallel.tp"], options["model.num_attention_heads"], options["model.num_key_value_heads"]
-    cp = random.randint(1, 8 // (tp * options["parallel.pp"] * options["parallel.dp"]))
-    kv = max((kv or heads) // tp, 1)
-    whole = heads // tp % cp == 0 and (kv % cp == 0 or cp % kv == 0)
-    return {"parallel.cp": cp, "parallel.context": random.choice(("gather", "ring", *(["ulysses"] if whole else [])))}
 
 
 SCALINGS = (
@@ -353,9 +327,16 @@ def prove(drawn: Draw, files: Files, ranks: RankPool) -> str:
     assert all(skipped or math.isfinite(loss) and math.isfinite(norm) for loss, norm, skipped in got[0]), got[0]
     if config.train.precision == "fp64" and drawn.world > 1 and config.parallel.powersgd_rank is None:
         alone = ranks.run(1, train, to_dict(on_one_process(config)), timeout=TIMEOUT_S)[0]
-        for step in range(len(alone) if config.optimizer.lr * batch_scale(config) <= WARM_LR else 1):
+        for step in range(comparable(config, len(alone))):
             assert got[0][step] == pytest.approx(alone[step], rel=1e-9, abs=1e-11, nan_ok=True), f"step {step + 1}"
     return "trained"
+
+
+def comparable(config: Config, steps: int) -> int:
+    """How many of the first steps agree between layouts: later ones show rounding, where it is enlarged."""
+    muon = config.optimizer.name == "muon"
+    lr = max(config.optimizer.lr, config.muon.lr if muon else 0.0) * batch_scale(config)
+    return steps if lr <= WARM_LR and not (muon and config.muon.ns_dtype == "bf16") else 1
 
 
 def assert_refused(drawn: Draw, message: str) -> str:
@@ -371,6 +352,6 @@ def on_one_process(config: Config) -> Config:
     """The configuration without the options that must not change the mathematics."""
     alone = from_dict(to_dict(config))
     alone.parallel = ParallelConfig(dp=1, zero=0)
-    alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size, recompute="none")
+    alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size, recompute="none", memory_budget=None)
     alone.run = replace(alone.run, deterministic=False)
     return alone
