@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megalite.build import plan
-from megalite.config.dims import rows_per_expert
+from megalite.config.dims import ParallelDims, rows_per_expert
 from megalite.config.recomputation import operations_of
 from megalite.config.schema import Config, ModelConfig
 from megalite.model.cost.steps import Share
@@ -64,7 +64,8 @@ def worst_rows(config: Config) -> float:
         return most
     share, length = Activations(config).share, config.data.sequence_length
     kept = rows_per_expert(model.expert_capacity_factor, length, model.num_experts_per_tok, experts) * experts // ep
-    ranks = config.parallel.tp * config.parallel.cp  # that share a sequence
+    dims = ParallelDims.of(config)
+    ranks = dims.replica // dims.pp  # that share a sequence
     sequences = share.batch * (max(ep // ranks, 1) if ep % ranks == 0 or ranks % ep == 0 else ep // ranks + 2)
     return min(most, sequences * kept / (share.own_tokens * model.num_experts_per_tok))
 
