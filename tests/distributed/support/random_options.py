@@ -177,8 +177,10 @@ def _operations(random: Random, options: Options) -> Options:
     if random.random() < 0.8:
         return {}
 
+    named = [name for name in OPERATIONS if name != "experts" or "model.num_experts" in options]
+
     def mode() -> str:
-        some = random.sample(list(OPERATIONS), random.randint(1, 4))
+        some = random.sample(named, random.randint(1, 4))
         return random.choice(("none", "full", "selective", "+".join(some), "+".join(some)))
 
     layers = options["model.num_hidden_layers"] + options.get("model.mtp_layers", 0) if random.random() < 0.5 else 1
