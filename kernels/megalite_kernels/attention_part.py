@@ -120,6 +120,14 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     lse.copy_(total)
 
 
+def merged(results: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """out and lse for all keys, from those for each part of them, at least one, which are merged as they come."""
+    out, lse = next(results)
+    for other, other_lse in results:
+        merge_(out, lse, other, other_lse)
+    return out, lse
+
+
 def _takes_flash(q: Tensor, v: Tensor) -> bool:
     """As in `attention`: not in fp32, whose products would not use tensor cores."""
     return takes_triton(q) and max(q.shape[-1], v.shape[-1]) <= WIDEST and (q.is_cpu or q.dtype != torch.float32)

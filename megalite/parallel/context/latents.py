@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merge_
+from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merged
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
@@ -132,15 +132,11 @@ class Expanded(torch.autograd.Function):
         ctx: Any, q: Tensor, latent: Tensor, key: Tensor, way: Latents, part: Part, options: dict[str, Any], expand: Expand
     ) -> Tensor:
         ctx.way, ctx.part, ctx.options, ctx.expand = way, part, options, expand
-        rows, out, lse = _Rows(way, latent, key, part, options["window"]), None, None
-        for piece in rows.pieces():
-            k, v = expand(*rows.inputs(piece), piece.runs)
-            found, its_lse = attention_part(q, k, v, part.runs[part.rank], piece.runs, **options)
-            if out is None or lse is None:
-                out, lse = found, its_lse
-            else:
-                merge_(out, lse, found, its_lse)
-        assert out is not None and lse is not None
+        rows = _Rows(way, latent, key, part, options["window"])
+        own = part.runs[part.rank]
+        out, lse = merged(
+            attention_part(q, *expand(*rows.inputs(piece), piece.runs), own, piece.runs, **options) for piece in rows.pieces()
+        )
         out = out.to(q.dtype)
         ctx.save_for_backward(q, latent, key, out, lse)
         return out

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merge_
+from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merged
 from torch import Tensor
 
 from megalite.mesh import MeshAxis
@@ -44,16 +44,12 @@ class Ring(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
     ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
-        own, out, lse = part.runs[part.rank], None, None
-        for runs, keys, values in _visits(k, v, cp, part):
-            if not sees(own, runs, options["window"]):
-                continue
-            found, its_lse = attention_part(q, keys, values, own, runs, **options)
-            if out is None or lse is None:
-                out, lse = found, its_lse  # of this rank's own part, which each query sees some of
-            else:
-                merge_(out, lse, found, its_lse)
-        assert out is not None and lse is not None
+        own = part.runs[part.rank]
+        out, lse = merged(  # first of this rank's own part, which each query sees some of
+            attention_part(q, keys, values, own, runs, **options)
+            for runs, keys, values in _visits(k, v, cp, part)
+            if sees(own, runs, options["window"])
+        )
         out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
