@@ -26,7 +26,8 @@ def of_operation(operations: Operations, share: Share, index: int, operation: Op
     kernels = sum(operations.forward(step) for step in operation.steps)
     kernels += stream(operations.device, operation.dropped * operations.size) if operation.dropped else 0.0
     kernels += operations.attention_again(share, index) if operation.scores else 0.0
-    return kernels, sum(_wait(operations, share, index, step) for step in operation.steps)
+    wait = operations.dispatch(share, index)[0] if "experts" in operation.names else 0.0
+    return kernels, wait + sum(_wait(operations, share, index, step) for step in operation.steps)
 
 
 def _wait(operations: Operations, share: Share, index: int, step: Step) -> float:

@@ -27,6 +27,8 @@ CHOICES = [
     Choice(dp=8, ep=8),
     Choice(dp=8, ep=2, zero=3, recompute="full"),
     Choice(dp=8, ep=2, zero=2, expert_dispatch="all_gather"),
+    Choice(dp=8, ep=4, recompute="experts"),
+    Choice(dp=8, ep=2, expert_dispatch="all_gather", recompute="experts"),
     Choice(dp=8, ep=2, zero=3, dp_shard=4),
     Choice(tp=2, dp=4, ep=4, sequence_parallel=True, recompute="full"),
     Choice(cp=2, context="gather", dp=4, ep=4, zero=3),
