@@ -4,10 +4,11 @@ what does not fit. Part of the search, which rules out or puts off layouts by th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megalite.config.recomputation import BUDGET, shown
@@ -22,6 +23,7 @@ from megalite.planning.activations import Activations
 from megalite.planning.configuring import configured
 from megalite.planning.domains import Parameters, domains
 from megalite.planning.keeping import Kind, Option, Relaxation
+from megalite.planning.operations import Passes
 from megalite.planning.pacing import schedule_of
 from megalite.planning.recomputing import of_operation
 from megalite.planning.states import Widths
@@ -49,14 +51,12 @@ class _Peak(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A pipeline rank: its number, its parameters, those of its layers, the layers of each of its stages, and the peak of its activations
-    if it recomputes as the choice says (a budget: everything)."""
+    """A pipeline rank: its number, its parameters, those of its layers, and the layers of each of its stages."""
 
     number: int
     parameters: Parameters
     of_layers: Parameters
     stages: tuple[tuple[int, ...], ...]
-    peak: _Peak
 
     @property
     def layers(self) -> int:
@@ -75,12 +75,55 @@ class Bounds:
         self._units: dict[tuple[object, ...], Activations] = {}
         self._options: dict[tuple[object, ...], tuple[tuple[Option, ...], ...] | None] = {}
         self._known: dict[tuple[object, ...], list[_Rank]] = {}
+        self._peaks: dict[tuple[object, ...], float] = {}
         self._kept: dict[tuple[object, ...], tuple[float, Relaxation | None]] = {}
         self._orders = lru_cache(maxsize=None)(_order)
 
     def memory(self, choice: Choice) -> float:
         """Bytes of states and activations; a budget recomputes everything."""
-        return BOUND * max(self._states(choice, rank) + rank.peak.bytes for rank in self._ranks(choice))
+        return BOUND * max(self._states(choice, rank) + self._least_peak(choice, rank) for rank in self._ranks(choice))
+
+    def exceeds(self, choice: Choice, room: float) -> bool:
+        """Whether `memory` is more than `room` bytes, found without activations where the states alone are."""
+        return any(BOUND * self._states(choice, rank) > room for rank in self._ranks(choice)) or self.memory(choice) > room
+
+    def time(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
+        """Seconds of a step: as `Stepper.least`, and of the first, the last and the recomputing pipeline ranks what they at least wait for
+        gradients. again: as there."""
+        passes, sizes = self.stepper.slowed(choice)
+        placed = placement(choice.schedule, choice.pp, choice.asked_stages)
+        ranks = {0, choice.pp - 1, *again} if choice.pp > 1 else ()
+        longest = max((self._span(choice, passes, placed, rank, again) for rank in ranks), default=0.0)
+        least = self.stepper.least(choice, again)
+        return max(least, self.stepper.slow(choice) * longest + self.stepper.optimizer(choice, self.stepper.held(choice, sizes)))
+
+    def _span(self, choice: Choice, passes: Sequence[Passes], placed: Sequence[int], rank: int, again: Mapping[int, float]) -> float:
+        """A lower bound of the pipeline's time, before devices' slowdown, from the order of one rank's passes.
+
+        Its first backward follows the forwards before it in the order and, of one microbatch, all forwards and the backwards of later
+        stages. After its last forward, one microbatch has all later forwards and all backwards ahead. What it computes in between takes
+        its time.
+        """
+        forwards, backwards = [each.forward for each in passes], [each.backward for each in passes]
+        if not choice.splits:
+            backwards = [each.total - each.forward for each in passes]
+        count = self.job.microbatches(choice)
+        order = self._orders(choice.schedule, choice.pp, followed(choice, count), choice.asked_stages, rank)
+        own = [stage for stage, each in enumerate(placed) if each == rank]
+        kinds = [kind for kind, _ in order]
+        first, last = kinds.index(Pass.BACKWARD), len(kinds) - 1 - kinds[::-1].index(Pass.FORWARD)
+        warmup = sum(forwards[own[place]] for _, place in order[:first])
+        work = count * (sum(passes[stage].total for stage in own) + again.get(rank, 0.0))
+        start = sum(forwards[: own[0]])
+        begun = max(start + warmup, sum(forwards) + sum(backwards[own[order[first][1]] + 1 :]))
+        if self.stepper.in_turn(choice):
+            return begun - start + work - warmup
+        if choice.splits:  # weight passes may run after the last backward
+            return begun + work - warmup
+        drained = sum(backwards[own[place]] + again.get(rank, 0.0) for _, place in order[last + 1 :])
+        returned = sum(forwards[own[order[last][1]] + 1 :]) + sum(backwards) + sum(again.values())
+        ended = begun if last > first else start + warmup  # plus what is between: the last forward
+        return max(begun + work - warmup + sum(backwards[: own[order[-1][1]]]), ended + work - warmup - drained + returned)
 
     def recomputation(self, choice: Choice, room: float) -> dict[int, float]:
         """Pipeline rank → seconds per microbatch that it recomputes at least to need at most `room` bytes; infinite if that is not enough.
@@ -110,9 +153,16 @@ class Bounds:
             found += [Kind(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group)) for group in groups]
         return Relaxation(found)
 
-    def _ranks(self, choice: Choice) -> list[_Rank]:
+    def _least_peak(self, choice: Choice, rank: _Rank) -> float:
+        """Bytes of activations at a rank's peak if it recomputes as the choice says (a budget: everything)."""
         recompute = "full" if choice.recompute == BUDGET else choice.recompute
-        key = *self._key(choice), choice.schedule, choice.pp, choice.virtual_stages, self.job.microbatches(choice), recompute
+        key = *self._key(choice), choice.schedule, choice.pp, choice.virtual_stages, self.job.microbatches(choice), recompute, rank.number
+        if key not in self._peaks:
+            self._peaks[key] = self._peak(choice, rank.number, rank.stages, recompute).bytes
+        return self._peaks[key]
+
+    def _ranks(self, choice: Choice) -> list[_Rank]:
+        key = *self._key(choice), choice.schedule, choice.pp, choice.virtual_stages
         if key not in self._known:
             _, sizes, _ = self.stepper.stages(choice)
             split, placed = self.stepper.layers_of_stages(len(sizes)), placement(choice.schedule, choice.pp, choice.asked_stages)
@@ -123,8 +173,7 @@ class Bounds:
                 own = [stage for stage, rank in enumerate(placed) if rank == number]
                 stages = tuple(tuple(self.stepper.own(starts[stage], starts[stage + 1])) for stage in own)
                 layers = self.stepper.parameters(choice, [index for stage in stages for index in stage])
-                peak = self._peak(choice, number, stages, recompute)
-                found.append(_Rank(number, parameters[number], layers, stages, peak))
+                found.append(_Rank(number, parameters[number], layers, stages))
             self._known[key] = found
         return self._known[key]
 

@@ -139,7 +139,7 @@ class Search:
                 if math.inf in again.values():
                     self.rejected = self.rejected or variant
                 else:
-                    yield max(time, self.stepper.least(variant, again)), Level.VARIED, variant, None
+                    yield max(time, self.bounds.time(variant, again)), Level.VARIED, variant, None
         elif level is Level.FITTED:
             self.timed += 1
             step = self.stepper.step(choice)
@@ -147,7 +147,7 @@ class Search:
         elif not self._has_no_room(choice):
             fitted = self._within_budget(choice)
             if fitted.recompute != BUDGET:
-                yield max(time, self.stepper.least(fitted)), Level.FITTED, fitted, None
+                yield max(time, self.bounds.time(fitted)), Level.FITTED, fitted, None
 
     def _within_budget(self, choice: Choice, exact: bool = False) -> Choice:
         """A choice of a budget with what it must recompute to fit: of those that are listed the best, of the others a good solution. As it
@@ -178,7 +178,7 @@ class Search:
         """Whether a choice cannot fit: its memory bound exceeds the room, or a choice that holds less did not fit."""
         key, kept = self._states_of(choice), self._holds(choice)
         smaller = any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in self._too_large.get(key, ()))
-        if not smaller and self.bounds.memory(choice) <= self.room:
+        if not smaller and not self.bounds.exceeds(choice, self.room):
             return False
         self.rejected = self.rejected or choice
         return True

@@ -182,7 +182,7 @@ class Stepper:
         """The time of one step under a choice, which is not validated."""
         passes, sizes, _ = self.stages(choice)
         passes, waits = self._with_data(choice, passes, sizes)
-        slow, message = self._slow(choice), self._message(choice)
+        slow, message = self.slow(choice), self._message(choice)
         blocking = 0.0 if self.job.software.hides_messages and not self.device.cpu else message
         timed = self._pace(
             choice.schedule,
@@ -203,7 +203,7 @@ class Stepper:
         for index, count in self._alike(0, self.job.model.num_hidden_layers):
             layer = self.operations.layer(share, index)
             work += count * (layer.total + again * layer.forward)
-        return self._slow(choice) * self.job.microbatches(choice) * work / choice.pp
+        return self.slow(choice) * self.job.microbatches(choice) * work / choice.pp
 
     def _alike_layers(self, start: int, stop: int) -> list[tuple[int, int]]:
         """(first index, count) of each kind of layer of a stage."""
@@ -220,13 +220,17 @@ class Stepper:
         if again:
             busy = self._by_rank(choice, [each.total for each in passes])
             longest = max(busy[rank] + seconds for rank, seconds in again.items())
-            pipeline = max(pipeline, self._slow(choice) * self.job.microbatches(choice) * longest)
-        return pipeline + self._optimizer(choice, self.held(choice, sizes))
+            pipeline = max(pipeline, self.slow(choice) * self.job.microbatches(choice) * longest)
+        return pipeline + self.optimizer(choice, self.held(choice, sizes))
+
+    def slowed(self, choice: Choice) -> tuple[list[Passes], list[Parameters]]:
+        """The passes of each stage, with the communication of ZeRO-2 and 3 that they wait for, and its parameters on one rank."""
+        passes, sizes, _ = self.stages(choice)
+        return self._with_data(choice, passes, sizes)[0], sizes
 
     def _filled(self, choice: Choice) -> float:
         """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and before their backwards."""
-        passes, sizes, _ = self.stages(choice)
-        passes, _ = self._with_data(choice, passes, sizes)
+        passes, _ = self.slowed(choice)
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         busy = self._by_rank(choice, [each.total for each in passes])
         before = [0.0, *accumulate(each.forward for each in passes)]
@@ -235,11 +239,11 @@ class Stepper:
         count, least = self.job.microbatches(choice), 0.0
         for rank in range(choice.pp):
             first = own.index(rank)
-            start, end = (0.0, 0.0) if self._in_turn(choice) else (before[first], after[first])
+            start, end = (0.0, 0.0) if self.in_turn(choice) else (before[first], after[first])
             least = max(least, start + count * busy[rank] + max(0.0, end - count * put_off[rank]))
-        return self._slow(choice) * least
+        return self.slow(choice) * least
 
-    def _slow(self, choice: Choice) -> float:
+    def slow(self, choice: Choice) -> float:
         """Slowdown of computation on the slowest of many devices."""
         return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
 
@@ -388,7 +392,7 @@ class Stepper:
             reduce, gather = self._reduction(choice, held[rank])
             window, ahead = (backward[rank], forward[rank] + timed.starts[rank]) if hides else (0.0, 0.0)
             left = max(self._beside(window, reduce) - window, reduce * ends[rank])
-            gradients = max(gradients, left - (0.0 if self._in_turn(choice) else timed.ends[rank]))
+            gradients = max(gradients, left - (0.0 if self.in_turn(choice) else timed.ends[rank]))
             weights = max(weights, gather - ahead, gather * ends[rank] - (timed.starts[rank] if hides else 0.0))
         return gradients + self._tied(choice), weights
 
@@ -414,8 +418,8 @@ class Stepper:
         _, sizes, again = self.stages(choice)
         held = self.held(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
-        optimizer = self._optimizer(choice, held)
-        pipeline = timed.longest_span if self._in_turn(choice) else timed.makespan
+        optimizer = self.optimizer(choice, held)
+        pipeline = timed.longest_span if self.in_turn(choice) else timed.makespan
         busiest = max(range(choice.pp), key=lambda rank: timed.busy[rank])
         exchanges = (
             self._exchanges(choice, self.operations.exchange, choice.cp, "attention"),
@@ -453,11 +457,11 @@ class Stepper:
             found.append(sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times))
         return found
 
-    def _in_turn(self, choice: Choice) -> bool:
+    def in_turn(self, choice: Choice) -> bool:
         """Whether ranks end a step, and start the next, one after the other without a barrier (`megalite.training.step_finalizer`)."""
         return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none" and not self._learns
 
-    def _optimizer(self, choice: Choice, held: list[Parameters]) -> float:
+    def optimizer(self, choice: Choice, held: list[Parameters]) -> float:
         """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient norm."""
         device = self.device
         split = [domains(device, choice, size) for size in dict.fromkeys(held)]

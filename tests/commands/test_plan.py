@@ -90,6 +90,7 @@ def test_what_fits_a_run_accepts_and_holds_no_more(everything):
     plans, search = everything
     for plan in plans:
         assert search.bounds.memory(plan.choice) <= plan.memory.total * 1.02, plan.choice
+        assert search.bounds.time(plan.choice) <= plan.step.total * (1 + 1e-9), plan.choice
         if plan.fits:
             check(configured(search.base, plan.choice), GPUS, leave_out=dry_run.ABOUT_FILES)
     for plan in plans[::17]:
@@ -130,7 +131,7 @@ def test_the_search_within_a_budget_finds_what_trying_everything_finds():
             continue
         plan, again = search.plan(replace(variant, recompute=decision.recompute)), search.bounds.recomputation(variant, search.room)
         assert all(seconds <= decision.ranks[rank].seconds * (1 + 1e-9) + 1e-12 for rank, seconds in again.items())
-        assert search.stepper.least(variant, again) <= plan.step.total * (1 + 1e-9)
+        assert search.bounds.time(variant, again) <= plan.step.total * (1 + 1e-9)
         put_off += any(seconds > 0 for seconds in again.values())
         times += [plan.step.total] if plan.fits else []
     assert best.step.total == pytest.approx(min(times)) and put_off > 0

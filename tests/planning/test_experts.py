@@ -70,9 +70,9 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice):
     software = Software(hides_tensor=False, hides_gradients=False)
     step = Stepper(Job(MIXTRAL, device, 4096, 32, software=software)).step(choice)
     (sent,) = traffic(configured(base(), choice), 8)
-    assert step.experts * 100e9 == pytest.approx(sent.ep, rel=0.01)
-    assert step.tensor * 100e9 == pytest.approx(sent.tp, rel=0.01)
-    assert step.context * 100e9 == pytest.approx(sent.cp, rel=0.01)
+    assert step.experts * 100e9 == pytest.approx(sent.ep, rel=0.01, abs=1)
+    assert step.tensor * 100e9 == pytest.approx(sent.tp, rel=0.01, abs=1)
+    assert step.context * 100e9 == pytest.approx(sent.cp, rel=0.01, abs=1)
     assert (step.gradients + step.weights) * 100e9 == pytest.approx(sent.dp, rel=0.01)
 
 
