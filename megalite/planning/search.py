@@ -2,8 +2,8 @@
 
 A heap orders layouts by a lower bound of their step time. The layout at the top is refined and pushed back: first the work divided by the
 ranks; then the busiest rank of the real partition, with the filling and draining of its pipeline; then the same with ZeRO and offload, and
-with what at least must be recomputed for lack of memory (`bounds`); then the simulated step; then memory, estimated for every rank, and
-every rule of a run. Plans therefore come out fastest first, and none is missed.
+with what at least must be recomputed for lack of memory (`bounds`); then the simulated step; then the same with the best of what it may
+recompute; then memory, estimated for every rank, and every rule of a run. Plans therefore come out fastest first, and none is missed.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ class Plan:
 class Level(IntEnum):
     """How far a layout in the heap has been refined; at equal times the most refined comes first."""
 
-    TIMED = 0
-    FITTED = 1
-    VARIED = 2
-    PARTITIONED = 3
-    DIVIDED = 4
+    DECIDED = 0
+    TIMED = 1
+    FITTED = 2
+    VARIED = 3
+    PARTITIONED = 4
+    DIVIDED = 5
 
 
 Entry = tuple[float, Level, int, Choice, StepTime | None]
@@ -115,12 +116,11 @@ class Search:
             time, level, _, choice, step = heapq.heappop(heap)
             if level <= Level.VARIED and found.keys() & _families(choice):
                 continue  # a faster one is among the plans
-            if level is not Level.TIMED:
+            if level is not Level.DECIDED:
                 for new_time, new_level, variant, timed in self._refined(time, level, choice):
                     heapq.heappush(heap, (new_time, new_level, next(number), variant, timed))
                 continue
-            best = self._within_budget(choice, exact=True)
-            plan = self.plan(best, step if best == choice else None)
+            plan = self.plan(choice, step)
             if plan.fits:
                 found[_family(choice)] = plan
             else:
@@ -128,7 +128,7 @@ class Search:
         return list(found.values())
 
     def _refined(self, time: float, level: Level, choice: Choice) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
-        """What takes the place of an entry that is not simulated yet."""
+        """What takes the place of an entry that is not complete yet."""
         if level is Level.DIVIDED:
             yield max(time, self.stepper.filled(choice)), Level.PARTITIONED, choice, None
         elif level is Level.PARTITIONED:
@@ -144,6 +144,10 @@ class Search:
             self.timed += 1
             step = self.stepper.step(choice)
             yield step.total, Level.TIMED, choice, step
+        elif level is Level.TIMED:  # the best of what it may recompute, with messages, may take a little more or less time
+            best = self._within_budget(choice, exact=True)
+            step = self.stepper.step(best)
+            yield step.total, Level.DECIDED, best, step
         elif not self._has_no_room(choice):
             fitted = self._within_budget(choice)
             if fitted.recompute != BUDGET:

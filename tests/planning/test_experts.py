@@ -121,6 +121,13 @@ def test_the_search_finds_what_trying_everything_finds():
         assert found.bounds.memory(plan.choice) <= plan.memory.total * 1.02, plan.choice
 
 
+def test_plans_are_in_order_of_the_time_with_what_they_recompute():
+    """Also where the best recomputation, decided with messages in memory, takes longer than the one with which a layout was first timed."""
+    made, fixed = base(4096, preset("qwen3-235b-a22b")), {"ep": 4, "expert_dispatch": "all_gather", "offload": "none", "zero": 1}
+    plans = Search(Job(made.model, H100, 4096, 4096), made, 1024, {**fixed, "micro_batch_size": 1, "cp": 1}, wanted=2).plans()
+    assert plans[0].step.total <= plans[1].step.total
+
+
 def test_fixed_sizes_stay():
     plans = search(ep=4, expert_dispatch="all_gather").plans()
     assert [(plan.choice.ep, plan.choice.expert_dispatch) for plan in plans] == [(4, "all_gather")]
