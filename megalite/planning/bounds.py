@@ -85,19 +85,19 @@ class Bounds:
 
     def exceeds(self, choice: Choice, room: float) -> bool:
         """Whether `memory` is more than `room` bytes, found without activations where the states alone are."""
-        return any(BOUND * self._states(choice, rank) > room for rank in self._ranks(choice)) or self.memory(choice) > room
+        states = [(rank, self._states(choice, rank)) for rank in self._ranks(choice)]
+        if any(BOUND * held > room for _, held in states):
+            return True
+        return any(BOUND * (held + self._least_peak(choice, rank)) > room for rank, held in states)
 
     def time(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
         """Seconds of a step: as `Stepper.least`, and of the first, the last and the recomputing pipeline ranks what they at least wait for
-        gradients. again: as there."""
-        passes, sizes = self.stepper.slowed(choice)
-        placed = placement(choice.schedule, choice.pp, choice.asked_stages)
-        ranks = {0, choice.pp - 1, *again} if choice.pp > 1 else ()
-        longest = max((self._span(choice, passes, placed, rank, again) for rank in ranks), default=0.0)
-        least = self.stepper.least(choice, again)
-        return max(least, self.stepper.slow(choice) * longest + self.stepper.optimizer(choice, self.stepper.held(choice, sizes)))
+        gradients. again: pipeline rank → seconds per microbatch that it recomputes at least, besides what the choice names."""
+        passes, ranks = self.stepper.slowed(choice), {0, choice.pp - 1, *again}
+        longest = max(self._span(choice, passes, rank, again) for rank in ranks)
+        return self.stepper.least(choice, self.stepper.slow(choice) * longest)
 
-    def _span(self, choice: Choice, passes: Sequence[Passes], placed: Sequence[int], rank: int, again: Mapping[int, float]) -> float:
+    def _span(self, choice: Choice, passes: Sequence[Passes], rank: int, again: Mapping[int, float]) -> float:
         """A lower bound of the pipeline's time, before devices' slowdown, from the order of one rank's passes.
 
         Its first backward follows the forwards before it in the order and, of one microbatch, all forwards and the backwards of later
@@ -107,9 +107,8 @@ class Bounds:
         forwards, backwards = [each.forward for each in passes], [each.backward for each in passes]
         if not choice.splits:
             backwards = [each.total - each.forward for each in passes]
-        count = self.job.microbatches(choice)
-        order = self._orders(choice.schedule, choice.pp, followed(choice, count), choice.asked_stages, rank)
-        own = [stage for stage, each in enumerate(placed) if each == rank]
+        count, placed = self.job.microbatches(choice), placement(choice.schedule, choice.pp, choice.asked_stages)
+        own, order = [stage for stage, each in enumerate(placed) if each == rank], self._orders(*followed(choice, count), rank)
         kinds = [kind for kind, _ in order]
         first, last = kinds.index(Pass.BACKWARD), len(kinds) - 1 - kinds[::-1].index(Pass.FORWARD)
         warmup = sum(forwards[own[place]] for _, place in order[:first])
@@ -179,11 +178,9 @@ class Bounds:
 
     def _peak(self, choice: Choice, number: int, layers: Sequence[tuple[int, ...]], recompute: str) -> _Peak:
         """The largest load along a rank's list of actions, as `memory.Profile` follows it."""
-        microbatches = self.job.microbatches(choice)
-        own = [stage for stage, rank in enumerate(placement(choice.schedule, choice.pp, choice.asked_stages)) if rank == number]
         stages = [self._stage(choice, recompute, indices) for indices in layers]
-        held, now, peak = [0] * len(own), 0.0, _Peak(0.0, ())
-        for kind, place in self._orders(choice.schedule, choice.pp, followed(choice, microbatches), choice.asked_stages, number):
+        held, now, peak = [0] * len(stages), 0.0, _Peak(0.0, ())
+        for kind, place in self._orders(*followed(choice, self.job.microbatches(choice)), number):
             stage = stages[place]
             if kind is Pass.FORWARD:
                 now, held[place] = now + stage.saved, held[place] + 1
@@ -261,6 +258,8 @@ def _order(name: str, ranks: int, microbatches: int, virtual_stages: int | None,
     return [(action.kind, own.index(action.stage)) for action in actions]
 
 
-def followed(choice: Choice, microbatches: int) -> int:
-    """The number of microbatches after which a rank's memory no longer grows."""
-    return microbatches if choice.schedule == "gpipe" else min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
+def followed(choice: Choice, microbatches: int) -> tuple[str, int, int, int | None]:
+    """The schedule whose memory is followed, as name, ranks, microbatches and virtual stages: with more microbatches it does not grow."""
+    if choice.schedule != "gpipe":
+        microbatches = min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
+    return choice.schedule, choice.pp, microbatches, choice.asked_stages

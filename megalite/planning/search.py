@@ -331,7 +331,7 @@ class Search:
     def _carried_out(self, choice: Choice, config: Config, messages: bool = True) -> Schedule:
         """The schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
         units = plan.gathered_units(config)
-        key = choice.schedule, choice.pp, followed(choice, self.job.microbatches(choice)), choice.asked_stages
+        key = followed(choice, self.job.microbatches(choice))
         if units:
             return self._gathering(key, units, config.parallel.zero3_reshard == "step", messages)
         return self._schedule(choice) if messages else schedule_of(*key)
@@ -342,7 +342,7 @@ class Search:
         return with_gathering(self._communicating(*key) if messages else schedule_of(*key), units, keep)
 
     def _schedule(self, choice: Choice) -> Schedule:
-        return self._communicating(choice.schedule, choice.pp, followed(choice, self.job.microbatches(choice)), choice.asked_stages)
+        return self._communicating(*followed(choice, self.job.microbatches(choice)))
 
 
 def _communicating(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Schedule:

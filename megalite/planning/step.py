@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from types import MappingProxyType
 
 from megalite.config.dims import equal_part
 from megalite.config.optimizers import MuonConfig
@@ -211,26 +210,21 @@ class Stepper:
         kinds = [self.kinds[index] for index in own]
         return [(own[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
-    def least(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
-        """A lower bound of the step time: the pipeline's bound (`filled`), then the optimizer. again: pipeline rank → seconds per
-        microbatch that it recomputes at least, besides what the choice names."""
-        passes, sizes, _ = self.stages(choice)
+    def least(self, choice: Choice, pipeline: float = 0.0) -> float:
+        """A lower bound of the step time: that of the pipeline (`filled`, or `pipeline` if that is larger), then the optimizer."""
+        _, sizes, _ = self.stages(choice)
         plain = replace(choice, offload="none")
-        pipeline = self.filled(plain if choice.zero >= 2 else replace(plain, zero=0, dp_shard=None))
-        if again:
-            busy = self._by_rank(choice, [each.total for each in passes])
-            longest = max(busy[rank] + seconds for rank, seconds in again.items())
-            pipeline = max(pipeline, self.slow(choice) * self.job.microbatches(choice) * longest)
-        return pipeline + self.optimizer(choice, self.held(choice, sizes))
+        filled = self.filled(plain if choice.zero >= 2 else replace(plain, zero=0, dp_shard=None))
+        return max(filled, pipeline) + self._optimizer(choice, self.held(choice, sizes))
 
-    def slowed(self, choice: Choice) -> tuple[list[Passes], list[Parameters]]:
-        """The passes of each stage, with the communication of ZeRO-2 and 3 that they wait for, and its parameters on one rank."""
+    def slowed(self, choice: Choice) -> list[Passes]:
+        """The passes of each stage, with the communication of ZeRO-2 and 3 that they wait for."""
         passes, sizes, _ = self.stages(choice)
-        return self._with_data(choice, passes, sizes)[0], sizes
+        return self._with_data(choice, passes, sizes)[0]
 
     def _filled(self, choice: Choice) -> float:
         """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and before their backwards."""
-        passes, _ = self.slowed(choice)
+        passes = self.slowed(choice)
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         busy = self._by_rank(choice, [each.total for each in passes])
         before = [0.0, *accumulate(each.forward for each in passes)]
@@ -418,7 +412,7 @@ class Stepper:
         _, sizes, again = self.stages(choice)
         held = self.held(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
-        optimizer = self.optimizer(choice, held)
+        optimizer = self._optimizer(choice, held)
         pipeline = timed.longest_span if self.in_turn(choice) else timed.makespan
         busiest = max(range(choice.pp), key=lambda rank: timed.busy[rank])
         exchanges = (
@@ -461,7 +455,7 @@ class Stepper:
         """Whether ranks end a step, and start the next, one after the other without a barrier (`megalite.training.step_finalizer`)."""
         return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none" and not self._learns
 
-    def optimizer(self, choice: Choice, held: list[Parameters]) -> float:
+    def _optimizer(self, choice: Choice, held: list[Parameters]) -> float:
         """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient norm."""
         device = self.device
         split = [domains(device, choice, size) for size in dict.fromkeys(held)]
