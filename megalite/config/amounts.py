@@ -6,11 +6,11 @@ no torch; reads the index of the training data, and only for train.epochs.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from megalite.config.rampup import position, steps_for
@@ -186,5 +186,5 @@ def _can_be_counted(config: Config) -> bool:
     data = config.data
     weights = data.train.values() if isinstance(data.train, dict) else ()
     held_out = data.validation if isinstance(data.validation, float | int) else 0.0
-    files = [Path(f"{prefix}{end}") for prefix in prefixes(data.train) for end in (".idx", ".bin")]
-    return bool(files) and all(file.is_file() for file in files) and all(0 < each < math.inf for each in weights) and 0 <= held_out < 1
+    files = [f"{prefix}{end}" for prefix in prefixes(data.train) for end in (".idx", ".bin")]
+    return bool(files) and all(map(os.path.isfile, files)) and all(0 < each < math.inf for each in weights) and 0 <= held_out < 1

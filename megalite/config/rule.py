@@ -68,9 +68,9 @@ CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpo
 def is_checkpoint(path: str) -> bool:
     """Whether a directory is a published checkpoint, which has a manifest, or that of a run that has saved one; or a file, `best` or
     `latest`, that names one."""
-    if Path(path).name in ("best", "latest") and Path(path).is_file():
+    if Path(path).name in ("best", "latest") and os.path.isfile(path):
         return True
-    return any((Path(path) / name).is_file() for name in ("manifest.json", "latest", "checkpoints/latest"))
+    return any(os.path.isfile(Path(path) / name) for name in ("manifest.json", "latest", "checkpoints/latest"))
 
 
 def can_be_written(directory: Path) -> bool:

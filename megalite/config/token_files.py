@@ -1,6 +1,7 @@
 """Metadata of the token files that a configuration names."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def metadata(prefix: str | Path) -> dict[str, Any]:
     Raises ConfigError if it is not a JSON object.
     """
     path = Path(f"{prefix}.json")
-    if not path.is_file():
+    if not os.path.isfile(path):  # False also for a name that is too long
         return {}
     try:
         content, problem = json.loads(path.read_text(encoding="utf-8")), "it is something else"

@@ -1,7 +1,8 @@
 """The best validation loss of a run: the checkpoint that is kept for it, and the end of a run whose loss no longer falls.
 
-What is known is part of the checkpoints (`Trainer.loop_state`): a resumed run counts on, and a rollback forgets what came after. All ranks
-have the same losses, so each decides alike without communication.
+What is known is part of the checkpoints (`Trainer.loop_state`): a resumed run counts on, and a rollback forgets what came after. A run that
+resumes with another validation starts anew: its losses can not be compared with the earlier ones. All ranks have the same losses, so each
+decides alike without communication.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from megalite.training.validation import Losses
 
 KEY = "best"
+FOLLOWED = "followed"  # what the losses are of
 
 
 def note(trainer: Trainer, losses: Losses) -> bool:
@@ -37,6 +39,38 @@ def note(trainer: Trainer, losses: Losses) -> bool:
 
 def _number(value: float | None) -> float:
     return inf if value is None else value
+
+
+def state_to_save(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint keeps of the loop's state."""
+    state, followed = trainer.loop_state, _followed(trainer)
+    return {**state, FOLLOWED: followed} if state and followed is not None else dict(state)
+
+
+def resume_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Take over a checkpoint's state of the loop, without losses that those of this run can not be compared with."""
+    now = _followed(trainer)
+    trainer.loop_state = dict(state)
+    if KEY in state and now is not None and state.get(FOLLOWED, now) != now:
+        trainer.loop_state = {}
+        trainer.notes.append("the validation has changed since the checkpoint: its best loss does not count any longer")
+
+
+def _followed(trainer: Trainer) -> dict[str, Any] | None:
+    """What the loss that is followed is of, as plain data; None: there is no validation. Names and places of files do not count."""
+    data, config = trainer.validation_data, trainer.config
+    if data is None:
+        return None
+    monitor, batches = config.validation.monitor, config.validation.batches
+    sets = list(data.sets.values()) if monitor is None else [data.sets[monitor]]
+    most = inf if batches is None else batches * config.train.global_batch_size
+    return {
+        "sets": [each.fingerprint for each in sets],
+        "samples": [min(each.samples_per_epoch, most) for each in sets],
+        "ema": config.validation.ema,
+        "eod_mask_loss": config.data.eod_mask_loss,
+        "reset_positions": config.data.reset_positions,
+    }
 
 
 def stopped_early(config: Config, loop_state: dict[str, Any]) -> str | None:

@@ -21,6 +21,7 @@ from megalite.launch.environment import software
 from megalite.model.adapters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
+from megalite.training.best import resume_state, state_to_save
 
 if TYPE_CHECKING:
     from megalite.optimizer.averaging import Averaged
@@ -165,7 +166,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
     trainer.step_done, trainer.samples, trainer.finalizer.skipped = state["step"], state["samples"], state["skipped"]
     trainer.loss_scale.load(state["loss_scale"])
     trainer.guard.load(state["guard"])
-    trainer.loop_state = dict(state.get("loop", {}))
+    resume_state(trainer, state.get("loop", {}))
     trainer.saver.newest = directory
 
 
@@ -184,7 +185,7 @@ def begin_save(trainer: Trainer, best: bool = False) -> Save:
         "tokenizer": trainer.train_data.tokenizer.record(),
         "config": to_dict(trainer.config),
         "software": software(),
-        **({"loop": dict(trainer.loop_state)} if trainer.loop_state else {}),
+        **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
     }
     trainer.store.gatherer.finish()
     with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: optimizer state that a disk has lost must not replace a good checkpoint

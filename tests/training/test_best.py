@@ -44,9 +44,13 @@ def options(prefix: str, directory: Path, **changes: dict[str, Any]) -> dict[str
 
 def run(config: dict[str, Any], losses: list[float], monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """Train; the validation after step n gives the n-th loss."""
+    monkeypatch.setattr(validation, "losses", lambda of: Losses(losses[of.step_done - 1], {"one": losses[of.step_done - 1], "two": 1.0}))
+    return train(config)
+
+
+def train(config: dict[str, Any]) -> Trainer:
     made = from_dict(config)
     trainer = Trainer(made, build.make_mesh(made))
-    monkeypatch.setattr(validation, "losses", lambda of: Losses(losses[of.step_done - 1], {"one": losses[of.step_done - 1], "two": 1.0}))
     try:
         fit(trainer)
     finally:
@@ -128,6 +132,44 @@ def test_one_set_can_be_followed_and_one_that_is_not_there_is_refused(prefix, tm
     assert [line for line in lines if "val_loss" in line][0] == {"step": 1, "val_loss": 5.0, "val_loss/one": 5.0, "val_loss/two": 1.0}
     with pytest.raises(ConfigError, match=r"validation\.monitor = tow is not the name of a set of data\.validation\. .*Nearest: two"):
         check(from_dict(options(prefix, tmp_path, data=named, validation={"monitor": "tow"})), 1)
+
+
+VALIDATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # which checkpoint is the best in the end: after step 1 the loss is the lowest
+    "the same": ("1", {}),
+    "the same files, moved": ("1", {"data": {"validation": {"one": "other", "two": "moved"}}}),
+    "another set": ("4", {"validation": {"monitor": "one"}}),
+    "all sets": ("4", {"validation": {"monitor": None}}),
+    "other files": ("4", {"data": {"validation": {"one": "same", "two": "other"}}}),
+    "fewer samples": ("4", {"validation": {"batches": 2}}),
+    "the average": ("4", {"train": {"ema_decay": 0.9}, "validation": {"ema": True}}),
+}
+
+
+@pytest.mark.parametrize("changed", VALIDATIONS)
+def test_losses_of_another_validation_are_not_compared(changed, prefix, tmp_path, monkeypatch):
+    """The run resumes with a validation whose losses are all higher."""
+    best_step, changes = VALIDATIONS[changed]
+    files = {"same": prefix, "other": write_tokens(tmp_path, 96, 400, seed=1), "moved": str(tmp_path / "moved")}
+    for end in (".bin", ".idx", ".json"):
+        Path(files["moved"] + end).write_bytes(Path(prefix + end).read_bytes())
+    first: dict[str, Any] = {"data": {"validation": {"one": "other", "two": "same"}}, "validation": {"monitor": "two", "batches": 1}}
+    first |= {"checkpoint": {"keep_best": True, "keep": 1}, "train": {"early_stopping_patience": 9}}
+
+    def config(steps: int, **changes: dict[str, Any]) -> dict[str, Any]:
+        merged = {section: {**first.get(section, {}), **changes.get(section, {})} for section in {**first, **changes}}
+        merged["train"]["steps"] = steps
+        merged["data"]["validation"] = {name: files[file] for name, file in merged["data"]["validation"].items()}
+        return options(prefix, tmp_path, **merged)
+
+    told = [1.0, 2.0, 4.0, 3.0, 3.5, 3.6]
+    monkeypatch.setattr(
+        validation, "losses", lambda of: Losses(told[of.step_done - 1], dict.fromkeys(("one", "two"), told[of.step_done - 1]))
+    )
+    train(config(2))
+    assert kept(tmp_path) == {"1": "best", "2": "latest"}
+    state = train(config(6, **changes)).loop_state["best"]
+    assert {name for name, what in kept(tmp_path).items() if "best" in what} == {best_step}
+    assert state["waited"] == (5 if best_step == "1" else 2)
 
 
 def test_a_run_that_goes_back_forgets_the_best_of_what_came_after(prefix, tmp_path, monkeypatch):

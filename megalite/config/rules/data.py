@@ -1,6 +1,7 @@
 """Rules for token files: they exist, share one vocabulary, and fit the options that use them."""
 
 import math
+import os
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ def _all_prefixes(c: Config) -> list[str]:
 
 
 def _missing(source: Any) -> list[str]:
-    return [f"{p}{end}" for p in prefixes(source) for end in (".bin", ".idx") if not Path(f"{p}{end}").is_file()]
+    """The files that are not there; os.path, unlike pathlib, takes a name that is too long for one of these."""
+    return [f"{p}{end}" for p in prefixes(source) for end in (".bin", ".idx") if not os.path.isfile(f"{p}{end}")]
 
 
 def _nearest_prefix(source: Any) -> str:
