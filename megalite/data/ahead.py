@@ -54,7 +54,7 @@ def count_valid(microbatches: Sequence[Microbatch], axis: MeshAxis) -> int:
         further = (microbatch.ahead.targets != IGNORE_INDEX).sum((1, 2))  # [modules]
         rows.append(torch.cat([(microbatch.targets != IGNORE_INDEX).sum().view(1), further]))
     valid, *ahead = all_reduce(torch.stack(rows).sum(0), axis).wait().tolist()
-    factors = tuple(valid / max(count, 1) for count in ahead)
+    factors = tuple(max(valid, 1) / max(count, 1) for count in ahead)  # never 0: the losses in metrics are divided by them
     for microbatch in microbatches:
         assert microbatch.ahead is not None
         microbatch.ahead = microbatch.ahead._replace(factors=factors)

@@ -163,10 +163,12 @@ class Activations:
         )
 
     def _joined(self, lookup: UnitCost, joining: UnitCost) -> Held:
-        """The first part of a module of multi-token prediction."""
+        """The first part of a module of multi-token prediction. The output of a norm that it reads is kept for it alone where the loss is
+        computed in chunks, which keep a gradient in its place."""
+        before = self.own if self.loss_chunk else 0
         stash = sum(self._size(each.stashed) for each in joining.products) if self.splits else 0
         return Held(
-            self._size((*lookup.kept, *joining.kept)),
+            before + self._size((*lookup.kept, *joining.kept)),
             stash=stash,
             workspace=self.own + sum(self._size(block.workspace) for block in joining.blocks),
         )

@@ -19,6 +19,7 @@ from megalite.config.presets import preset
 from megalite.config.schema import Config, ModelConfig
 from megalite.data.ahead import shifted
 from megalite.data.indexed import IndexedTokens
+from megalite.data.preparation.writer import IndexedWriter
 from megalite.model.parameters import active_parameters, model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.training.trainer import Trainer
@@ -157,6 +158,20 @@ def test_validation_is_of_the_next_token_alone(prefix, tmp_path):
         losses.append(trainer.evaluate())
         trainer.close()
     assert losses[0] == losses[1] > 1
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_a_step_whose_targets_are_all_ignored_has_a_loss_of_zero(modules, tmp_path):
+    """As a batch of a chat may be, which has only prompts: here each token is a document."""
+    with IndexedWriter(tmp_path / "ends", VOCAB) as writer:
+        writer.add(np.full(200, EOS), [1] * 200)
+        writer.finish({"vocab_size": VOCAB, "eos": EOS})
+    config = config_of(str(tmp_path / "ends"), tmp_path, {"mtp_layers": modules}, documents=True)
+    trainer = Trainer(config, make_mesh(config))
+    result = trainer.step()
+    trainer.close()
+    assert (result.loss, result.grad_norm, result.routing["mtp_loss"]) == (0.0, 0.0, 0.0)
+    assert result.routing.get("mtp_losses", [0.0]) == [0.0] * modules
 
 
 def test_modules_read_and_predict_what_a_loop_finds():

@@ -102,6 +102,18 @@ def test_activations_are_what_autograd_keeps_on_two_ranks(case, ranks):
     assert planned == ranks.run(2, jobs_memory.most_kept, config)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_module_keeps_the_output_of_the_norm_that_a_loss_in_chunks_does_not_keep(recompute):
+    """By what a module adds: a chunk's own temporaries, which the plan does not name one by one, are the same without it."""
+    added = []
+    for modules in (0, 1):
+        config = tree(model={"mtp_layers": modules}, train={"loss_chunk": 16, "recompute": recompute})
+        (planned,) = estimate(from_dict(config), 1, "cpu")
+        added.append((planned.activations + planned.logits, sum(jobs_memory.most_kept(SimpleNamespace(cache={}), config))))
+    (before, found_before), (after, found_after) = added
+    assert after - before == found_after - found_before
+
+
 def test_activations_of_ulysses_within_a_ring_are_what_autograd_keeps(ranks):
     config = tree(cp=4, context="ring", context_inner=2, model={"num_key_value_heads": 1})
     planned = [(each.activations, each.logits) for each in estimate(from_dict(config), 4, "cpu") for _ in each.ranks]

@@ -1,6 +1,7 @@
 """The description of the modules of multi-token prediction (`model.multi_token`). Imports no torch.
 
-A module looks up tokens as the embedding does, joins them with the output of a norm, which the head keeps, and has a layer and logits.
+A module looks up tokens as the embedding does, joins them with the output of a norm, and has a layer and logits. The head keeps that
+output as well, unless it computes its loss in chunks (`planning.activations` counts it then).
 """
 
 from __future__ import annotations
