@@ -437,6 +437,7 @@ ROWS = [
         {"data.train": ["tokens"]},
         ("no token.bin and no token.idx", "Nearest: tokens."),
     ),
+    Row("a validation set has a name", {"data.validation": {"": "tokens"}}, {"data.validation": {"a": "tokens"}}, ("{NAME: PREFIX}",)),
     Row("data.validation weights are positive", {"data.validation": {"tokens": -1.0}}, {"data.validation": {"tokens": 1.0}}),
     Row("data.validation exists", {"data.validation": "elsewhere/x"}, {"data.validation": "tokens"}, ("--output elsewhere/x",)),
     Row("held-out share", {"data.validation": 1.0}, {"data.validation": 0.05}, ("above 0 and below 1",)),

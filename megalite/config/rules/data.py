@@ -117,6 +117,13 @@ RULES: tuple[Rule, ...] = (
         legal="Give a token file PREFIX, several as {NAME: PREFIX}, a held-out fraction such as 0.05, or null for no validation.",
     ),
     Rule(
+        "a validation set has a name",
+        "data.validation",
+        lambda c: isinstance(c.data.validation, dict) and "" in c.data.validation,
+        message="has a set without a name, by which its loss is written",
+        legal="Write {NAME: PREFIX}, with a name before each colon.",
+    ),
+    Rule(
         "held-out share",
         "data.validation",
         lambda c: isinstance(c.data.validation, float) and not 0 < c.data.validation < 1,
