@@ -181,14 +181,17 @@ class Runtime:
                 assert self.gatherer is not None and action.bucket is not None, f"{action} in a schedule for weights that are whole"
                 (self.gatherer.gather if action.kind is Kind.GATHER else self.gatherer.reshard)(action.bucket, action.unit)
 
-    @staticmethod
-    def _await_input(run: _Run, action: Action) -> None:
-        """Wait for an action's input if another rank produces it; it then goes where a stage of this rank would have put it."""
+    @classmethod
+    def _await_input(cls, run: _Run, action: Action) -> None:
+        """Wait for an action's input if another rank produces it; it then goes where a stage of this rank would have put it. The wait for
+        what it makes superfluous is here as well, so that the time of a pass has none."""
         receive, step = INPUTS.get(action.kind, (action.kind, 0))
         if arrived := run.arriving.pop((receive, action[1:3]), None):
             work, buffer = arrived
             work.wait()
             run.products[action.stage + step, action.microbatch] = buffer
+        if action.kind is Kind.BACKWARD:
+            cls._release_output(run, action[1:3])
 
     def _throw_away(self, run: _Run) -> None:
         """Complete every message of the prefixes: a message left over would be received in place of its successor from the second try.
@@ -229,7 +232,6 @@ class Runtime:
         key = (action.stage, action.microbatch)
         if action.stage < run.schedule.stages - 1:
             run.gradients.pop(key).value = run.products.pop((action.stage + 1, action.microbatch))
-            self._release_output(run, key)
         self.weight_grads.begin_backward(*key)  # before backward: products are queued under this key, for the W action
         # From the loss, or from the received gradient (`_Handoff.backward`), down through the backwards of the head, the layers and, in the
         # first stage, the embedding: the autograd functions of parallel/tensor. Each hands weight gradients to its `Weight`.
