@@ -86,9 +86,8 @@ class Bounds:
     def exceeds(self, choice: Choice, room: float) -> bool:
         """Whether `memory` is more than `room` bytes, found without activations where the states alone are."""
         states = [(rank, self._states(choice, rank)) for rank in self._ranks(choice)]
-        if any(BOUND * held > room for _, held in states):
-            return True
-        return any(BOUND * (held + self._least_peak(choice, rank)) > room for rank, held in states)
+        alone = any(BOUND * held > room for _, held in states)
+        return alone or any(BOUND * (held + self._least_peak(choice, rank)) > room for rank, held in states)
 
     def time(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
         """Seconds of a step: as `Stepper.least`, and of the first, the last and the recomputing pipeline ranks what they at least wait for

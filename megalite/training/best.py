@@ -42,9 +42,9 @@ def _number(value: float | None) -> float:
 
 
 def state_to_save(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint keeps of the loop's state."""
-    state, followed = trainer.loop_state, _followed(trainer)
-    return {**state, FOLLOWED: followed} if state and followed is not None else dict(state)
+    """What a checkpoint keeps of the loop's state. Without a validation, what it is of stays as it was."""
+    followed = _followed(trainer)
+    return dict(trainer.loop_state) if followed is None else {**trainer.loop_state, FOLLOWED: followed}
 
 
 def resume_state(trainer: Trainer, state: dict[str, Any]) -> None:
