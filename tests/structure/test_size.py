@@ -9,7 +9,7 @@ import pytest
 
 from tests.structure.sources import PROGRAM, relative
 
-LONGEST_FILE, LONGEST_FUNCTION = 500, 80
+LONGEST_FILE, LONGEST_FUNCTION = 700, 80
 
 
 @pytest.mark.parametrize("path", PROGRAM, ids=relative)
