@@ -299,7 +299,7 @@ POOL: dict[str, list[Any]] = {
     "zero_optimization.offload_optimizer.nvme_path": ["/nvme", 7],
     "zero_optimization.offload_param.device": ["none", "cpu", "nvme"],
     "zero_optimization.reduce_bucket_size": [5e8, 0, "auto"],
-    "zero_optimization.mics_shard_size": [-1, 2, 3],
+    "zero_optimization.mics_shard_size": [-1, 2, 4],
     "zero_optimization.new_key": [True],
     "fp16.enabled": [True, False, "auto"],
     "fp16.hysteresis": [2, 0],

@@ -74,7 +74,8 @@ def _strategy(value: Any, source: Source) -> Verdict:
 
 def _shards(value: Any, source: Source) -> Verdict:
     """Its shards span cp as well; parallel.dp_shard counts all data ranks."""
-    return honoured({"parallel.dp_shard": value * (source.size(f"{SIZES}cp_size") or 1) if type(value) is int else value})
+    shards = value * (source.size(f"{SIZES}cp_size") or 1) if type(value) is int else value
+    return honoured({"parallel.dp_shard": shards} | ({"parallel.dp": source.dp} if source.dp else {}))
 
 
 def _offload(prefix: str) -> Row:

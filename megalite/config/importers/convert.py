@@ -9,17 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megalite.config import amounts
+from megalite.config import amounts, hub
 from megalite.config.dims import ParallelDims
+from megalite.config.families import hf_shape
 from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
+from megalite.config.importers.reads import SHAPE, left_open, read_by
 from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
 from megalite.config.load import OPTIONS, from_dict, nest, parse_values
 from megalite.config.lora_names import with_own_names
 from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
-from megalite.config.rules import RULES, numbers
+from megalite.config.rules import RULES
 from megalite.config.schema import Config, ConfigError
 
 
@@ -45,24 +48,6 @@ PROJECTS: dict[str, Project] = {
     "deepspeed": deepspeed,
 }
 """The name on the command line → its module, in the order in which they are tried on a file."""
-NEEDS = {
-    "train.global_batch_size": ("train.micro_batch_size", "parallel.dp"),
-    "optimizer.warmup_steps": ("train.steps",),
-    "train.epochs": ("data.train",),
-    "optimizer.wsd_decay_fraction": ("train.steps",),
-    "parallel.tp": ("model.num_attention_heads", "model.intermediate_size"),
-    "parallel.pp": ("model.num_hidden_layers",),
-    "parallel.ep": ("parallel.dp",),
-    "ep splits experts": ("model.hidden_size",),
-    "ep divides the experts": ("model.hidden_size",),
-    "parallel.partition": ("model.num_hidden_layers",),
-    "data.sequence_length": ("model.max_position_embeddings",),
-    "data.packing": ("data.train",),
-    "data.reset_positions": ("data.train",),
-    "data.eod_mask_loss": ("data.train",),
-}
-"""Option, or a single rule of it → other options that are read: if the file leaves one of those open, a violated rule is reported as
-what is still to be set."""
 FILES = ("run.dir", "model.from_hf", "model.init_from", "data.train", "data.validation", "lora.init_from")
 """Options that name files, which may be on another machine: they are kept, and what is missing is reported."""
 
@@ -143,7 +128,7 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
     if linked is not None:
         _judge(found, deepspeed, Source(leaves_of(linked), source.dp), f"{leaves[accelerate.LINKED]}: ")
     _settle_auto(found)
-    _check(found)
+    _check(found, source.dp)
     found.honoured = {key: names for key, names in found.honoured.items() if names}
     found.options = {option: found.options[option] for option in OPTIONS if option in found.options}
     return found
@@ -198,7 +183,7 @@ def _settle_auto(found: Imported) -> None:
             found.remark(key, "open", f"set {option}, or leave it at {show(attrgetter(option)(Config()))}")
 
 
-def _check(found: Imported) -> None:
+def _check(found: Imported, dp: int | None) -> None:
     """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule depends on options that the
     file leaves open, report what is to be set."""
     found.options |= {option: int(value) for option, value in found.options.items() if _is_whole(option, value)}
@@ -212,20 +197,40 @@ def _check(found: Imported) -> None:
             except ConfigError as error:
                 found.drop(option, str(error))
     found.options |= {option: value for option, value in parsed.items() if not isinstance(value, Fraction)}
-    name = found.options.get("model.preset")
-    shape = {f"model.{key}": value for key, value in preset(name).items()} if name else {}
+    known = _shape(found) | ({"parallel.dp": dp} if dp else {})
     for rule in RULES:
         if rule.option in found.options:
-            _check_rule(found, rule, shape)
+            _check_rule(found, rule, known)
+
+
+def _shape(found: Imported) -> dict[str, Any]:
+    """The options of the model that the file names: of a preset, or of a Hugging Face model that is here. A model that this program does
+    not train is marked as lost."""
+    name, directory = found.options.get("model.preset"), found.options.get("model.from_hf")
+    try:
+        shape = preset(name) if name else _hf_shape(directory) if directory else {}
+    except ConfigError as error:
+        for option in ("model.from_hf", "model.init_from"):
+            if option in found.options:
+                found.drop(option, str(error))
+        return {}
+    return {f"model.{key}": value for key, value in shape.items()}
+
+
+def _hf_shape(name: str) -> dict[str, Any]:
+    """The shape of a model's directory, or of a model in the Hub's cache; empty if it is on another machine, or still to be fetched."""
+    directory = hub.cached(name, "shape") if hub.is_id(name) else Path(name).expanduser()
+    return hf_shape(str(directory)) if directory and (directory / "config.json").is_file() else {}
 
 
 def _is_whole(option: str, value: Any) -> bool:
     return isinstance(value, float) and value.is_integer() and "int" in str(OPTIONS[option].type)
 
 
-def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
-    """Drop the rule's option if it is violated, or report what is to be set. shape: the options of the preset that the file chooses."""
-    options = shape | found.options
+def _check_rule(found: Imported, rule: Rule, known: dict[str, Any]) -> None:
+    """Drop the rule's option if it is violated. A rule that reads what the file leaves open does not judge: a run checks it with the model
+    and the data; what else is to be set is reported. known: options that are known besides, of the model that the file names and the ranks."""
+    options = known | found.options
     options |= with_own_names(options)
     config = from_dict(nest({option: amounts.plain(option, value, "in it") for option, value in options.items()}))
     amounts.resolve_steps(config)
@@ -233,18 +238,17 @@ def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
     context = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
     if not rule.broken(context):
         return
-    needs = () if rule in numbers.RULES else NEEDS.get(rule.name, NEEDS.get(rule.option, ()))
-    why, open_options = rule.describe(context), [other for other in needs if other not in options]
+    open_options = left_open(read_by(rule, context), options, has_shape=not SHAPE.isdisjoint(options))
     if rule.option in FILES and not isinstance(options[rule.option], float):
-        found.remark(found.setter(rule.option), "open", why)
+        if not (rule.option in ("model.init_from", "model.from_hf") and hub.is_id(str(options[rule.option]).removeprefix("hf:"))):
+            found.remark(found.setter(rule.option), "open", rule.describe(context))
+    elif open_options:
+        if not any(option.startswith("model.") or option == "data.train" for option in open_options):
+            ranks = f"{rule.option} has to fit parallel.dp, which the file does not have: --dp N checks it"
+            why = ranks if "parallel.dp" in open_options else f"set {' and '.join(open_options)} to fit: {rule.describe(context)}"
+            found.remark(found.setter(rule.option), "open", why)
     elif rule.option == "parallel.cp" and cp > 1:
-        found.drop(rule.option, f"{why} Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts.")
-    elif not open_options:
-        found.drop(rule.option, why)
-    elif not _elsewhere(open_options, found):
-        found.remark(found.setter(rule.option), "open", why)
-
-
-def _elsewhere(options: list[str], found: Imported) -> bool:
-    """Whether options that the file does not set come from files that it names or will name: the model's, or the data."""
-    return any(option == "data.train" or (option.startswith("model.") and "model.from_hf" in found.options) for option in options)
+        without = f"Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts."
+        found.drop(rule.option, f"{rule.describe(context)} {without}")
+    else:
+        found.drop(rule.option, rule.describe(context))
