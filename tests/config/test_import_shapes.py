@@ -87,7 +87,10 @@ def test_a_model_of_the_hubs_cache_is_here(tmp_path):
 
 
 def test_a_named_shape_judges():
-    tree = TITAN | {"model": {"name": "llama3", "flavor": "8B"}, "parallelism": {"tensor_parallel_degree": 3, "pipeline_parallel_degree": 40}}
+    tree = TITAN | {
+        "model": {"name": "llama3", "flavor": "8B"},
+        "parallelism": {"tensor_parallel_degree": 3, "pipeline_parallel_degree": 40},
+    }
     why = lost(convert(tree))
     assert "model.num_attention_heads = 32" in why["parallelism.tensor_parallel_degree"]
     assert "model.num_hidden_layers = 32" in why["parallelism.pipeline_parallel_degree"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.config.importers import accelerate, finetuning
+from megalite.config.importers import accelerate, axolotl_data, data, finetuning
 from megalite.config.importers.batch import Batch
 from megalite.config.importers.verdict import (
     Row,
@@ -14,7 +14,6 @@ from megalite.config.importers.verdict import (
     each,
     harmless,
     honoured,
-    left,
     lost,
     missing,
     never,
@@ -105,12 +104,10 @@ def _minimum(value: Any, source: Source) -> Verdict:
     )
 
 
-def _excess(value: Any, source: Source) -> Verdict:
-    return (
-        left(f"give `megalite prepare` the option --too_long {value}")
-        if word(value) == "TRUNCATE"
-        else harmless("longer ones are dropped, as here")
-    )
+def _packing(value: Any, source: Source) -> Verdict:
+    """Packed texts of pretraining_dataset attend to each other without pretrain_multipack_attn, which is on by default."""
+    apart = source.get("pretrain_multipack_attn") is not False or "pretraining_dataset" not in source.leaves
+    return data.packing(value, source, axolotl_data.is_text(source), apart)
 
 
 WARMUP, LONGEST_WARMUP = 0.03, 100
@@ -130,15 +127,14 @@ TABLE: Table = {
     "is_*": never("config.json says it"),
     "revision_of_model": to_do("fetch that revision, and set model.from_hf to its directory"),
     **each("", "load_in_8bit load_in_4bit gptq bnb_config_kwargs.*", missing(finetuning.QUANTIZED)),
-    **each("", "datasets test_datasets", finetuning.datasets("base_model")),
-    "pretraining_dataset": finetuning.datasets("base_model", text=True),
+    **each("", "datasets pretraining_dataset", Row(axolotl_data.training, "data.train")),
+    "test_datasets": Row(axolotl_data.validation, "data.validation"),
     **each("", "chat_template chat_template_jinja default_system_message", finetuning.TEMPLATE),
     **each("special_tokens.", "pad_token unk_token", never("rows are padded without a token")),
     **each(
         "", "special_tokens.* tokens added_tokens_overrides.* eot_tokens", to_do("the tokenizer of model.from_hf decides: change it there")
     ),
-    "train_on_inputs": Row(lambda value, _: left("give `megalite prepare --loss_on all`") if value else harmless("it is so here")),
-    "excess_length_strategy": Row(_excess),
+    **each("", "train_on_inputs excess_length_strategy", never("the command that prepares the data has it")),
     **each(
         "",
         "dataset_prepared_path dataset_processes dataset_* shuffle_merged_datasets",
@@ -146,7 +142,7 @@ TABLE: Table = {
     ),
     "val_set_size": Row(_validation, "data.validation"),
     "sequence_len": sets("data.sequence_length"),
-    "sample_packing": sets("data.packing"),
+    "sample_packing": Row(_packing, "data.packing"),
     **each("", "sample_packing_* eval_sample_packing multipack_* pretrain_multipack_*", never("packing has no options")),
     "pad_to_sequence_len": never("every row has the full length"),
     "adapter": Row(_adapter, "lora.rank"),

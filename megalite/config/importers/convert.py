@@ -64,7 +64,7 @@ class Remark(NamedTuple):
 @dataclass
 class Imported:
     """The result for a file: our options, section.key → value; the options that each key sets; remarks on keys; the values of keys,
-    including defaults of keys that the file does not have; and the options of keys that are `auto`."""
+    including defaults of keys that the file does not have; the options of keys that are `auto`; and those that keys ask the user to set."""
 
     format: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +72,7 @@ class Imported:
     remarks: list[Remark] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     auto: dict[str, str] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
 
     def set(self, key: str, options: dict[str, Any]) -> None:
         """Set the options of a key. Raises ConfigError if another key has set a different value."""
@@ -169,6 +170,8 @@ def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -
             found.set(prefix + key, verdict.options)
         if kind != "honoured":
             found.remark(prefix + key, kind, why)
+        if kind == "open" and row and row.option:
+            found.asked.add(row.option)
     return source
 
 
@@ -229,7 +232,9 @@ def _is_whole(option: str, value: Any) -> bool:
 
 def _check_rule(found: Imported, rule: Rule, known: dict[str, Any]) -> None:
     """Drop the rule's option if it is violated. A rule that reads what the file leaves open does not judge: a run checks it with the model
-    and the data; what else is to be set is reported. known: options that are known besides, of the model that the file names and the ranks."""
+    and the data; what else is to be set is reported.
+
+    known: further options, of the model that the file names and its ranks."""
     options = known | found.options
     options |= with_own_names(options)
     config = from_dict(nest({option: amounts.plain(option, value, "in it") for option, value in options.items()}))
@@ -238,12 +243,12 @@ def _check_rule(found: Imported, rule: Rule, known: dict[str, Any]) -> None:
     context = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
     if not rule.broken(context):
         return
-    open_options = left_open(read_by(rule, context), options, has_shape=not SHAPE.isdisjoint(options))
+    open_options = left_open(read_by(rule, context), options, found.asked, has_shape=not SHAPE.isdisjoint(options))
     if rule.option in FILES and not isinstance(options[rule.option], float):
         if not (rule.option in ("model.init_from", "model.from_hf") and hub.is_id(str(options[rule.option]).removeprefix("hf:"))):
             found.remark(found.setter(rule.option), "open", rule.describe(context))
     elif open_options:
-        if not any(option.startswith("model.") or option == "data.train" for option in open_options):
+        if not any(option.startswith(("model.", "data.")) for option in open_options):
             ranks = f"{rule.option} has to fit parallel.dp, which the file does not have: --dp N checks it"
             why = ranks if "parallel.dp" in open_options else f"set {' and '.join(open_options)} to fit: {rule.describe(context)}"
             found.remark(found.setter(rule.option), "open", why)

@@ -37,6 +37,7 @@ ADAMS = ("ADAMW", "ADAMW_TORCH", "ADAMW_TORCH_FUSED", "ADAMW_HF", "ADAMW_APEX_FU
 SAVED = {"embed_tokens": "embedding", "wte": "embedding", "lm_head": "head", "output": "head", "norm": "norms"}
 MODELS = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir")
 HELD_OUT = ("val_set_size", "val_size")
+VALIDATED = ("test_datasets", "eval_dataset")
 QUANTIZED = "weights are not quantized: parallel.zero: 3 and parallel.offload save memory"
 ATTENTION = "one fused attention runs"
 KERNELS = "fused operations are train.kernels"
@@ -146,8 +147,8 @@ def steps(option: str, per_epoch: bool = False) -> Row:
 
 
 def _holds_out(source: Source) -> bool:
-    """Whether a share of the data is for validation."""
-    return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT)
+    """Whether there is data for validation: a share of the training data, or other data."""
+    return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT) or any(source.get(key) for key in VALIDATED)
 
 
 def _eval_strategy(value: Any, source: Source) -> Verdict:
@@ -179,22 +180,6 @@ def recompute(value: Any, source: Source) -> Verdict:
     if word(value) in ("FALSE", "NONE"):
         return honoured({"train.recompute": "none"})
     return honoured({"train.recompute": "full"}, "" if word(value) in ("TRUE", "UNSLOTH") else "activations are recomputed, not offloaded")
-
-
-def datasets(tokenizer: str, text: bool = False) -> Row:
-    """The row of the data. tokenizer: the key of the model whose tokenizer it needs; text: it is no conversations."""
-
-    def judge(value: Any, source: Source) -> Verdict:
-        model, chat = source.get(tokenizer, "HF_DIR"), "" if text else "--chat "
-        data = "FILE|hf:NAME"
-        if isinstance(value, list) and value and isinstance(value[0], dict) and "path" in value[0]:
-            data = " ".join(
-                str(each["path"]) if str(each["path"]).endswith((".json", ".jsonl")) else f"hf:{each['path']}" for each in value
-            )
-        command = f"megalite prepare {chat}--input {data} --tokenizer {model} --output PREFIX"
-        return left(f"make token files, `{command}`, and set data.train to PREFIX")
-
-    return Row(judge, "data.train")
 
 
 DORA = sets("lora.dora")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.config.importers import finetuning
+from megalite.config.importers import data, finetuning
 from megalite.config.importers.batch import Batch
+from megalite.config.importers.data import Dataset
 from megalite.config.importers.verdict import (
     Row,
     Source,
@@ -57,8 +58,20 @@ def _stage(value: Any, source: Source) -> Verdict:
     )
 
 
+def _is_text(source: Source) -> bool:
+    return source.word("stage") == "PT"
+
+
 def _datasets(value: Any, source: Source) -> Verdict:
-    return finetuning.datasets("model_name_or_path", text=source.word("stage") == "PT").judge(value, source)
+    """Names of dataset_info.json, which has their files."""
+    names = ", ".join(str(name).strip() for name in (value if isinstance(value, list) else str(value).split(",")))
+    chosen = [["--loss_on", kind] for key, kind in (("train_on_prompt", "all"), ("mask_history", "last")) if source.on(key)]
+    options = [word for part in chosen[:1] for word in part]
+    verdict = data.prepared([Dataset(text=_is_text(source))], source.get("model_name_or_path"), options)
+    where = f"{source.get('dataset_dir', 'data')}/dataset_info.json"
+    return verdict._replace(
+        why=f"{verdict.why}; FILE is the file, or hf:NAME, that {where} gives for {names}, several with a space between"
+    )
 
 
 def _validation(value: Any, source: Source) -> Verdict:
@@ -71,15 +84,18 @@ def _validation(value: Any, source: Source) -> Verdict:
 
 
 def _packing(value: Any, source: Source) -> Verdict:
-    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not."""
-    if word(value) != "TRUE":
-        on = source.on("packing") or source.on("neat_packing")
-        return harmless("the other of packing and neat_packing turns it on") if on else honoured({"data.packing": False})
-    return honoured({"data.packing": True}, "" if source.on("neat_packing") else "packed conversations do not attend to each other")
+    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not. Text is packed by default."""
+    on = source.on("packing") or source.on("neat_packing")
+    if word(value) != "TRUE" and on:
+        return harmless("the other of packing and neat_packing turns it on")
+    if _is_text(source) and source.get("packing") is None:
+        return harmless("text fills every row here, too")
+    return data.packing(value, source, _is_text(source), documents_apart=source.on("neat_packing"))
 
 
 def _length(value: Any, source: Source) -> Verdict:
-    packed = source.on("packing") or source.on("neat_packing")
+    """A packed row of conversations there has cutoff_len tokens, of which the last one is only predicted."""
+    packed = (source.on("packing") or source.on("neat_packing")) and not _is_text(source)
     return honoured({"data.sequence_length": value - 1 if packed and type(value) is int else value})
 
 
@@ -129,13 +145,12 @@ TABLE: Table = {
     "create_new_adapter": missing("one adapter is trained"),
     "pure_bf16": missing("master weights are fp32: train.precision: bf16"),
     "dataset": Row(_datasets, "data.train"),
-    "eval_dataset": to_do("make token files of it in the same way, and set data.validation"),
+    "eval_dataset": Row(lambda *_: left("make token files of it in the same way, and set data.validation"), "data.validation"),
     **each("", "dataset_dir media_dir tokenized_path", never("data.train names token files")),
     "template": finetuning.TEMPLATE,
     **each("", "tool_format default_system enable_thinking", finetuning.TEMPLATE),
     "cutoff_len": Row(_length, "data.sequence_length"),
-    "train_on_prompt": Row(lambda value, _: left("give `megalite prepare --loss_on all`") if value else harmless("it is so here")),
-    "mask_history": Row(lambda value, _: left("give `megalite prepare --loss_on last`") if value else harmless("it is so here")),
+    **each("", "train_on_prompt mask_history", never("the command that prepares the data has it")),
     "streaming": never("token files are mapped into memory"),
     **each("", "mix_strategy interleave_probs", to_do("a blend is data.train: {PREFIX: weight}")),
     **each(

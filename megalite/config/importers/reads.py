@@ -31,14 +31,17 @@ def read_by(rule: Rule, context: RuleContext) -> set[str]:
     return reads
 
 
-def left_open(options: set[str], given: Container[str], has_shape: bool) -> list[str]:
-    """Those of `options` that neither a file nor its model gives. has_shape: whether it has the sizes of a model, with whose other fields
-    at their defaults it is complete."""
+def left_open(options: set[str], given: Container[str], asked: Container[str], has_shape: bool) -> list[str]:
+    """Those of `options` that neither a file nor its model gives.
+
+    asked: options that the file asks the user to set; has_shape: whether there are sizes of a model, which is complete with its other
+    fields at their defaults.
+    """
 
     def is_open(option: str) -> bool:
         if option in given:
             return False
-        return option in SHAPE or not has_shape if option.startswith("model.") else option in OPEN
+        return option in SHAPE or not has_shape if option.startswith("model.") else option in OPEN or option in asked
 
     return sorted(filter(is_open, options))
 

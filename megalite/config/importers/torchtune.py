@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from megalite.config.importers import finetuning
+from megalite.config.importers import data, finetuning, torchtune_data
 from megalite.config.importers.batch import Batch
 from megalite.config.importers.verdict import (
     Row,
@@ -86,6 +86,12 @@ def _schedule(value: Any, source: Source) -> Verdict:
     return honoured({"optimizer.decay": found}) if found else lost("optimizer.decay is cosine, linear, wsd or constant")
 
 
+def _loss(value: Any, source: Source) -> Verdict:
+    if "CrossEntropy" in component(source, "loss"):
+        return harmless("the loss is cross-entropy; train.loss_chunk cuts it")
+    return lost("training is on the next token alone: there is no reward, preference or teacher")
+
+
 def _clip(value: Any, source: Source) -> Verdict:
     return honoured({"train.grad_clip": 0 if value is None else value})
 
@@ -109,15 +115,15 @@ def resolved(source: Source) -> Source:
     return replace(source, leaves={key: value(given) for key, given in source.leaves.items()})
 
 
+def _packing(value: Any, source: Source) -> Verdict:
+    """Packed documents and conversations do not attend to each other there."""
+    return data.packing(value, source, torchtune_data.is_text(source))
+
+
 def _datasets(value: Any, source: Source) -> Verdict:
-    files, name = source.get("dataset.data_files"), source.get("dataset.source")
-    text = component(source, "dataset") == "text_completion_dataset"
-    data = files or (f"hf:{name}" if name and name not in ("json", "text") else "FILE|hf:NAME")
-    model = source.get("checkpointer.checkpoint_dir", "HF_DIR")
-    return left(
-        f"make token files, `megalite prepare {'' if text else '--chat '}--input {data} --tokenizer {model} --output PREFIX`, and set "
-        "data.train to PREFIX"
-    )
+    """Several datasets, which may be packed, too."""
+    verdict, packed = torchtune_data.training(value, source), torchtune_data.packed(source)
+    return verdict if packed is None else verdict._replace(options=_packing(packed, source).options)
 
 
 def _length(value: Any, source: Source) -> Verdict:
@@ -162,7 +168,7 @@ def _decayed(value: Any, source: Source) -> Verdict:
     return honoured({"optimizer.weight_decay": value}, "norms and biases never decay here" if value else "")
 
 
-DATA = "`megalite prepare` makes the data beforehand, with options for it"
+DATA = "the command that prepares the data has it, or says that it has not"
 TABLE: Table = {
     **BATCH.table(),
     f"model.{COMPONENT}": Row(_model),
@@ -180,13 +186,12 @@ TABLE: Table = {
     "tokenizer.max_seq_len": Row(_length, "data.sequence_length"),
     "tokenizer.prompt_template": finetuning.TEMPLATE,
     "tokenizer.*": never("the tokenizer is that of model.from_hf, given to `megalite prepare`"),
-    f"dataset.{COMPONENT}": Row(_datasets, "data.train"),
-    "dataset.packed": sets("data.packing"),
-    "dataset.train_on_input": Row(lambda value, _: left("give `megalite prepare --loss_on all`") if value else harmless("it is so here")),
-    "dataset.new_system_prompt": finetuning.TEMPLATE,
+    f"dataset.{COMPONENT}": Row(torchtune_data.training, "data.train"),
+    "dataset": Row(_datasets, "data.train"),
+    "dataset.packed": Row(_packing, "data.packing"),
     "dataset.*": never(DATA),
-    "dataset": to_do("a blend is data.train: {PREFIX: weight}"),
-    "dataset_val.*": to_do("make token files of it in the same way, and set data.validation"),
+    f"dataset_val.{COMPONENT}": Row(torchtune_data.validation, "data.validation"),
+    "dataset_val.*": never(DATA),
     "seed": sets("run.seed"),
     "shuffle": sets("data.shuffle"),
     "epochs": finetuning.epochs("max_steps_per_epoch"),
@@ -200,7 +205,7 @@ TABLE: Table = {
     f"lr_scheduler.{COMPONENT}": Row(_schedule, "optimizer.decay"),
     "lr_scheduler.num_warmup_steps": sets("optimizer.warmup_steps"),
     "lr_scheduler.num_cycles": only("0.5", "the cosine goes down once"),
-    f"loss.{COMPONENT}": never("the loss is cross-entropy; train.loss_chunk cuts it"),
+    f"loss.{COMPONENT}": Row(_loss),
     "loss.num_output_chunks": never("train.loss_chunk is a number of tokens"),
     "clip_grad_norm": Row(_clip, "train.grad_clip"),
     "compile": sets("train.compile"),
