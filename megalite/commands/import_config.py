@@ -78,7 +78,7 @@ def read(file: str, project: str | None = None) -> Any:
     if script and is_command(file):
         return megatron.parse(file)
     try:
-        text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"FILE = {file} can not be read: {error.strerror}. Give the path of a configuration.") from None
     except UnicodeDecodeError:
@@ -87,7 +87,7 @@ def read(file: str, project: str | None = None) -> Any:
         return megatron.parse(text)
     try:
         if path.suffix == ".json" or text.lstrip().startswith("{"):
-            return json.loads(text, object_pairs_hook=distinct)
+            return parse_json(text)
         if path.suffix == ".toml" or (file == "-" and re.search(r"^\[[\w.]+\]\s*$", text, re.MULTILINE)):
             return tomllib.loads(text)
     except ValueError as error:
@@ -100,6 +100,18 @@ def is_command(text: str) -> bool:
     """Whether a text is a command line or a script, and not a path or a configuration, whose comments may have options."""
     without_comments = re.sub(r"(^|\s)#.*", "", text)
     return text.startswith("#!") or bool(re.search(r"(^|\s)--[A-Za-z][\w-]*(\s|=)", without_comments))
+
+
+def parse_json(text: str) -> Any:
+    """JSON, which may have comments (//, # and /* */) and commas after a last entry, as DeepSpeed reads it. Raises ValueError."""
+    try:
+        return json.loads(text, object_pairs_hook=distinct)
+    except json.JSONDecodeError:
+        without = re.sub(
+            r'("(?:[^"\\]|\\.)*")|(?://|#)[^\n]*|/\*.*?\*/', lambda found: found[1] or "\n" * found[0].count("\n"), text, flags=re.DOTALL
+        )
+        without = re.sub(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])', lambda found: found[1] or "", without)
+        return json.loads(without, object_pairs_hook=distinct)
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

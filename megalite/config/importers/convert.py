@@ -5,19 +5,21 @@ A table for each project has one row per key; a key without a row is unknown. Ev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import NoneType
+from typing import Any, NamedTuple, Protocol, get_args
 
 from megalite.config import amounts, hub
 from megalite.config.dims import ParallelDims
 from megalite.config.families import hf_shape
 from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
 from megalite.config.importers.reads import SHAPE, left_open, read_by
-from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
+from megalite.config.importers.verdict import Kind, Row, Source, Table, Verdict, harmless, left, lost, plain, row_of
 from megalite.config.load import OPTIONS, from_dict, nest, parse_values
 from megalite.config.lora_names import with_own_names
 from megalite.config.presets import preset
@@ -86,6 +88,22 @@ class Imported:
         """The first key that sets an option."""
         return next(key for key, names in self.honoured.items() if option in names)
 
+    def add(self, key: str, verdict: Verdict, option: str | None, *, given: bool) -> None:
+        """Add a verdict. option: the one that corresponds to the key; given: whether the file has the key, or it is a default, which sets
+        only what no key sets."""
+        kind, options, why = verdict
+        if not given:
+            options = {name: size for name, size in options.items() if name not in self.options}
+            if kind == "harmless" or (kind == "honoured" and not options):
+                return
+            kind, why = ("assumed", "it is the default there") if kind == "honoured" else ("approximate", f"by default; {why}")
+        if options:
+            self.set(key, options)
+        if kind != "honoured":
+            self.remark(key, kind, why)
+        if kind == "open" and option:
+            self.asked.add(option)
+
     def remark(self, key: str, kind: Kind, why: str) -> None:
         self.remarks.append(Remark(key, self.values[key], kind, why))
 
@@ -145,34 +163,44 @@ def _project(leaves: dict[str, Any]) -> str:
 
 def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -> Source:
     """Add every leaf of the file, and every default of a key that it does not have, to `found`; return the completed source."""
+    written = source.leaves
+    if module is not megatron:  # whose arguments are typed
+        source = replace(source, leaves={key: plain(value) for key, value in written.items()})
     source = replace(source, dp=module.ranks(source))
     source = replace(source, defaults=module.defaults(source))
     table = module.table(source)
-    for key, value in (source.leaves | {key: value for key, value in source.defaults.items() if key not in source.leaves}).items():
-        given, row = key in source.leaves, row_of(table, key)
-        found.values[prefix + key] = value
-        if value in (None, {}, []):
-            verdict = harmless("it is empty")
-        elif row is None:
-            verdict = lost(f"it is not known as a key of {module.NAME}: look for its meaning in `megalite train --help`")
-        elif value == "auto" and module in (accelerate, deepspeed):
+    rest = {key: value for key, value in source.defaults.items() if key not in source.leaves}
+    for key, value in (source.leaves | rest).items():
+        row = row_of(table, key)
+        found.values[prefix + key] = written.get(key, value)
+        if row and row.option and _takes_text_only(row.option) and type(value) in (int, float):
+            value = str(written.get(key, value))
+        if value == "auto" and row and module in (accelerate, deepspeed):
             found.auto[prefix + key] = row.option or ""
-            continue
         else:
-            verdict = row.judge(value, source)
-        kind, why = verdict.kind, verdict.why
-        if not given:
-            verdict = verdict._replace(options={name: size for name, size in verdict.options.items() if name not in found.options})
-            if kind == "harmless" or (kind == "honoured" and not verdict.options):
-                continue
-            kind, why = ("assumed", "it is the default there") if kind == "honoured" else ("approximate", f"by default; {why}")
-        if verdict.options:
-            found.set(prefix + key, verdict.options)
-        if kind != "honoured":
-            found.remark(prefix + key, kind, why)
-        if kind == "open" and row and row.option:
-            found.asked.add(row.option)
+            verdict = _verdict(value, row, module, source)
+            found.add(prefix + key, verdict, row.option if row else None, given=key in source.leaves)
     return source
+
+
+def _verdict(value: Any, row: Row | None, module: Project, source: Source) -> Verdict:
+    if value in (None, "", {}, []):
+        return harmless("it is empty")
+    if row is None:
+        return lost(f"it is not known as a key of {module.NAME}: look for its meaning in `megalite train --help`")
+    if module not in (megatron, torchtune) and isinstance(value, str) and _is_from_outside(value):
+        return left(f"its value is not in the file{f': set {row.option}' if row.option else ''}")
+    return row.judge(value, source)
+
+
+def _takes_text_only(option: str) -> bool:
+    hint = OPTIONS[option].type
+    return {*(get_args(hint) or (hint,))} <= {str, NoneType}
+
+
+def _is_from_outside(value: str) -> bool:
+    """Whether a value is to be replaced by a variable's, ${NAME} or $NAME. A chat template has braces of its own."""
+    return "{{" not in value and "{%" not in value and bool(re.search(r"\$(?:\{[^}]+\}|[A-Za-z_])", value))
 
 
 def _settle_auto(found: Imported) -> None:

@@ -100,7 +100,7 @@ def _length(value: Any, source: Source) -> Verdict:
 
 
 def _recompute(value: Any, source: Source) -> Verdict:
-    return honoured({"train.recompute": "none" if value is True else "full"})
+    return honoured({"train.recompute": "none" if word(value) == "TRUE" else "full"})
 
 
 TABLE: Table = {

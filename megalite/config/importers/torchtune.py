@@ -98,7 +98,7 @@ def _clip(value: Any, source: Source) -> Verdict:
 
 DEPTH = 10
 """Limit of the references from one to the next, of which a circle has no end."""
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
 
 def resolved(source: Source) -> Source:
