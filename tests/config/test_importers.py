@@ -201,7 +201,8 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
     ),
     "Accelerate, FSDP2 with tensor and context parallel": (
         fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4},
-        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.cp": 2, "parallel.dp": 2, "parallel.dp_shard": 4},
+        FSDP_OPTIONS
+        | {"parallel.zero": 3, "parallel.tp": 2, "parallel.cp": 2, "parallel.context": "gather", "parallel.dp": 2, "parallel.dp_shard": 4},
         {"gradient_accumulation_steps"},
     ),
     "Accelerate, HSDP": (

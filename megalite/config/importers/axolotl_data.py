@@ -49,6 +49,8 @@ def is_text(source: Source) -> bool:
 
 
 def _prepared(value: Any, source: Source, option: str, output: str) -> Verdict:
+    if source.word("rl") not in ("NONE", "FALSE", ""):
+        return lost("it has preferences or prompts for rewards, which are not trained on")
     entries, pretraining = _entries(value), value == source.get("pretraining_dataset")
     unknown = [_type(entry) for entry in entries if not pretraining and not _is_known(entry)]
     if unknown:

@@ -79,7 +79,8 @@ def commands(datasets: Sequence[Dataset], tokenizer: object, chat_options: Seque
         inputs = [shlex.quote(name) for dataset in group for name in dataset.inputs]
         options = [shlex.quote(part) for part in (*group[0].options, *(() if group[0].text else chat_options))]
         prefix = output if len(groups) == 1 else f"{output}-{number}"
-        words = [*options, "--input", *inputs, "--tokenizer", shlex.quote(str(tokenizer or HF_DIR)), "--output", prefix]
+        known = HF_DIR if tokenizer is None or "$" in str(tokenizer) else shlex.quote(str(tokenizer))
+        words = [*options, "--input", *inputs, "--tokenizer", known, "--output", prefix]
         made.append(" ".join(["megalite prepare", *words]))
     return made
 

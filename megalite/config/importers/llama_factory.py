@@ -51,11 +51,7 @@ def _adapter(row: Row) -> Row:
 
 
 def _stage(value: Any, source: Source) -> Verdict:
-    return (
-        harmless("it is so here")
-        if word(value) in ("SFT", "PT")
-        else lost("training is on the next token alone: there is no reward or preference")
-    )
+    return harmless("it is so here") if word(value) in ("SFT", "PT") else lost(finetuning.OBJECTIVE)
 
 
 def _is_text(source: Source) -> bool:
@@ -64,6 +60,8 @@ def _is_text(source: Source) -> bool:
 
 def _datasets(value: Any, source: Source) -> Verdict:
     """Names of dataset_info.json, which has their files."""
+    if source.word("stage", "sft") not in ("SFT", "PT"):
+        return lost("it has preferences or prompts for rewards, which are not trained on")
     names = ", ".join(str(name).strip() for name in (value if isinstance(value, list) else str(value).split(",")))
     chosen = [["--loss_on", kind] for key, kind in (("train_on_prompt", "all"), ("mask_history", "last")) if source.on(key)]
     options = [word for part in chosen[:1] for word in part]
@@ -124,7 +122,7 @@ TABLE: Table = {
     "disable_gradient_checkpointing": Row(_recompute, "train.recompute"),
     "use_reentrant_gc": never("train.recompute has no further choices"),
     **each("", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are computed in fp32")),
-    "train_from_scratch": Row(lambda value, _: lost("set model.init_from: none") if value else harmless("it is off")),
+    "train_from_scratch": never("model.init_from: none is set for it"),
     **each("", "quantization_* double_quantization", missing(finetuning.QUANTIZED)),
     "stage": Row(_stage),
     **each("", "do_train do_eval do_predict predict_with_generate", never("`megalite train` trains, `megalite evaluate` evaluates")),
@@ -166,7 +164,19 @@ TABLE: Table = {
     "fp16": finetuning.switch("train.precision", "fp16"),
     "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
     **each("", "plot_loss print_param_status disable_shuffling use_swanlab swanlab_*", never("`megalite report` draws the loss")),
-    **each("", "pref_* dpo_* ppo_* kto_* simpo_* ref_model* reward_model*", missing("training is on the next token alone")),
+    **each("", "pref_* dpo_* ppo_* kto_* simpo_* ref_model* reward_model*", missing(finetuning.OBJECTIVE)),
+    **each("", "use_dft_loss use_asft_loss asft_* use_eaft_loss eaft_*", missing(finetuning.OBJECTIVE)),
+    **each("", "image_* video_* audio_*", missing("data is text alone")),
+    **each("", "freeze_*", missing("all weights are trained, or adapters")),
+    **each("", "oft_* apollo_* galore_* badam_* use_kt kt_* fp8_*", missing("AdamW trains all weights, or LoRA's")),
+    **each("", "export_* infer_backend ray_* use_mca", never("it changes nothing in a run here")),
+    "tensor_model_parallel_size": sets("parallel.tp"),
+    "pipeline_model_parallel_size": sets("parallel.pp"),
+    "context_parallel_size": sets("parallel.cp"),
+    "expert_model_parallel_size": sets("parallel.ep"),
+    "sequence_parallel": sets("parallel.sequence_parallel"),
+    "use_distributed_optimizer": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, "parallel.zero is 0, 1, 2 or 3"),
+    **each("", "overlap_* bias_activation_fusion apply_rope_fusion moe_grouped_gemm", never(finetuning.KERNELS)),
 }
 
 

@@ -165,6 +165,12 @@ def _pipeline(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.pp": value, "parallel.schedule": found})
 
 
+def _context(value: Any, source: Source) -> Verdict:
+    """Keys and values are gathered by default."""
+    method = {"ALLTOALL": "ring"}.get(source.word(f"{PARALLEL}context_parallel_rotate_method"), "gather")
+    return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
+
+
 def _layers_per_stage(value: Any, source: Source) -> Verdict:
     return left(f"set parallel.partition to stages of {show(value)} layers, or leave it out: stages are balanced by cost")
 
@@ -248,10 +254,8 @@ TABLE: Table = {
     f"{PARALLEL}fsdp_reshard_after_forward": never("parallel.zero3_reshard is set for it"),
     DEGREES["tensor"]: Row(_tensor, "parallel.tp"),
     DEGREES["pipeline"]: Row(_pipeline, "parallel.pp"),
-    DEGREES["context"]: sets("parallel.cp"),
-    f"{PARALLEL}context_parallel_rotate_method": sets(
-        "parallel.context", {"ALLGATHER": "gather", "ALLTOALL": "ring"}, "parallel.context is ulysses, gather or ring"
-    ),
+    DEGREES["context"]: Row(_context, "parallel.cp"),
+    f"{PARALLEL}context_parallel_rotate_method": never("parallel.context is set for it, if there are ranks of a sequence"),
     f"{PARALLEL}context_parallel_*": never("it is how the ranks of one sequence communicate"),
     f"{PARALLEL}pipeline_parallel_schedule": never("parallel.schedule is set for it, if there is a pipeline"),
     **each(

@@ -87,9 +87,9 @@ def _schedule(value: Any, source: Source) -> Verdict:
 
 
 def _loss(value: Any, source: Source) -> Verdict:
-    if "CrossEntropy" in component(source, "loss"):
+    if "CrossEntropy" in component(source, "loss") or component(source, "loss").startswith("CE"):
         return harmless("the loss is cross-entropy; train.loss_chunk cuts it")
-    return lost("training is on the next token alone: there is no reward, preference or teacher")
+    return lost(finetuning.OBJECTIVE)
 
 
 def _clip(value: Any, source: Source) -> Verdict:
@@ -146,7 +146,13 @@ def _steps(value: Any, source: Source) -> Verdict:
 
 
 def _shards(value: Any, source: Source) -> Verdict:
-    return harmless("all ranks that are left, as here") if value == -1 else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value})
+    """Shards span the ranks of a sequence, too."""
+    cp = source.size("context_parallel_dim") or 1
+    return (
+        harmless("all ranks that are left, as here")
+        if value == -1
+        else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value * cp})
+    )
 
 
 def _replicas(value: Any, source: Source) -> Verdict:
@@ -154,8 +160,13 @@ def _replicas(value: Any, source: Source) -> Verdict:
     if value == 1:
         return harmless("it is so here")
     if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
-        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value})
+        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value * (source.size("context_parallel_dim") or 1)})
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
+
+
+def _context(value: Any, source: Source) -> Verdict:
+    method = {"ALLTOALL": "ring"}.get(source.word("context_parallel_rotate_method"), "gather")
+    return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
 
 
 def _offload(value: Any, source: Source) -> Verdict:
@@ -206,6 +217,8 @@ TABLE: Table = {
     "lr_scheduler.num_warmup_steps": sets("optimizer.warmup_steps"),
     "lr_scheduler.num_cycles": only("0.5", "the cosine goes down once"),
     f"loss.{COMPONENT}": Row(_loss),
+    **each("", "loss.* teacher_* kd_* ref_* reward_* value_* policy_*", missing(finetuning.OBJECTIVE)),
+    "quantizer.*": missing(finetuning.QUANTIZED),
     "loss.num_output_chunks": never("train.loss_chunk is a number of tokens"),
     "clip_grad_norm": Row(_clip, "train.grad_clip"),
     "compile": sets("train.compile"),
@@ -218,7 +231,8 @@ TABLE: Table = {
     "fsdp_reshard_after_forward": Row(_sharded, "parallel.zero"),
     "custom_sharded_layers": never("embedding and head are sharded like the layers"),
     "tensor_parallel_dim": sets("parallel.tp"),
-    "context_parallel_dim": sets("parallel.cp"),
+    "context_parallel_dim": Row(_context, "parallel.cp"),
+    "context_parallel_rotate_method": never("parallel.context is set for it"),
     "data_parallel_shard_dim": Row(_shards, "parallel.dp_shard"),
     "data_parallel_replicate_dim": Row(_replicas, "parallel.dp_shard"),
     "tensor_parallel_plan.*": never("the model is split in one way"),
@@ -231,6 +245,10 @@ TABLE: Table = {
     "log_every_n_steps": sets("logging.interval"),
     **each("", "log_peak_memory_stats log_level", never("metrics.jsonl has each step's time and memory")),
     "run_val_every_n_steps": sets("validation.interval"),
+    "batch_size_val": never("validation has the training's batch"),
+    "save_every_n_steps": sets("checkpoint.interval"),
+    "low_cpu_ram": never("weights are read as they are"),
+    "fsdp.cpu_offload": Row(_offload, "parallel.offload"),
     **each("", "resume_from_checkpoint should_load_recipe_state", never("checkpoint.load: auto resumes the run in its directory")),
     **each("", "save_adapter_weights_only save_last_epoch_only", never("`megalite convert adapter-export` writes the adapters alone")),
     "enable_async_checkpointing": sets("checkpoint.async_save"),
