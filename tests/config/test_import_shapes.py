@@ -1,4 +1,4 @@
-"""Imported configurations and the model: a rule that needs its shape judges only where the file, or a model that it names, gives the shape."""
+"""Imported configurations and the model: its shape judges only where the file, or a model that it names, gives it."""
 
 from __future__ import annotations
 

@@ -164,8 +164,10 @@ def _project(leaves: dict[str, Any]) -> str:
 def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -> Source:
     """Add every leaf of the file, and every default of a key that it does not have, to `found`; return the completed source."""
     written = source.leaves
+    given = {key: value for key, value in written.items() if value is not None}  # an empty key has its default
     if module is not megatron:  # whose arguments are typed
-        source = replace(source, leaves={key: plain(value) for key, value in written.items()})
+        given = {key: plain(value) for key, value in given.items()}
+    source = replace(source, leaves=given)
     source = replace(source, dp=module.ranks(source))
     source = replace(source, defaults=module.defaults(source))
     table = module.table(source)
@@ -180,6 +182,10 @@ def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -
         else:
             verdict = _verdict(value, row, module, source)
             found.add(prefix + key, verdict, row.option if row else None, given=key in source.leaves)
+    for key in (prefix + key for key, value in written.items() if value is None):
+        if key not in found.values:
+            found.values[key] = None
+            found.remark(key, "harmless", "it is empty")
     return source
 
 

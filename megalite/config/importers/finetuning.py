@@ -195,11 +195,13 @@ def recompute(value: Any, source: Source) -> Verdict:
 DORA = sets("lora.dora")
 RSLORA = sets("lora.scaling", {"TRUE": "rslora", "FALSE": "standard"}, "lora.scaling is standard or rslora")
 TEMPLATE = to_do("the tokenizer's own template is used; `megalite prepare --chat_template FILE` gives another")
-DEEPSPEED = Row(
-    lambda value, _: left(
-        f"translate that file too, `megalite import-config deepspeed {shlex.quote(str(value))} > deepspeed.yaml`, and give both with --config"
-    )
-)
+
+
+def _deepspeed(value: Any, source: Source) -> Verdict:
+    command = f"megalite import-config deepspeed {shlex.quote(str(value))} > deepspeed.yaml"
+    return left(f"translate that file too, `{command}`, and give both with --config")
+
+
 TRAINER: Table = {
     "learning_rate": sets("optimizer.lr"),
     "weight_decay": sets("optimizer.weight_decay"),
@@ -237,7 +239,7 @@ TRAINER: Table = {
             else (left("set logging.wandb to the project's name") if "wandb" in str(value) else harmless("metrics.jsonl has everything"))
         )
     ),
-    "deepspeed": DEEPSPEED,
+    "deepspeed": Row(_deepspeed),
     "neftune_noise_alpha": missing("embeddings have no noise: model.embedding_dropout is nearest"),
     "label_smoothing_factor": sets("train.label_smoothing"),
     "group_by_length": missing("data.packing fills rows whatever the lengths"),
