@@ -40,6 +40,12 @@ HEADINGS = {
     "harmless": "without meaning here",
 }
 
+_JSON = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*\{", re.DOTALL)
+"""The beginning of a JSON object, comments first."""
+_COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|(?://|#)[^\n]*|/\*.*?\*/', re.DOTALL)
+_LAST_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
+"""Text in quotes, which stays as group 1; or what JSON does not have."""
+
 
 def main(argv: list[str] | None = None) -> None:
     tool = parser()
@@ -86,7 +92,7 @@ def read(file: str, project: str | None = None) -> Any:
     if project == "megatron" or (script and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))):
         return megatron.parse(text)
     try:
-        if path.suffix == ".json" or text.lstrip().startswith("{"):
+        if path.suffix == ".json" or _JSON.match(text):
             return parse_json(text)
         if path.suffix == ".toml" or (file == "-" and re.search(r"^\[[\w.]+\]\s*$", text, re.MULTILINE)):
             return tomllib.loads(text)
@@ -107,11 +113,9 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=distinct)
     except json.JSONDecodeError:
-        without = re.sub(
-            r'("(?:[^"\\]|\\.)*")|(?://|#)[^\n]*|/\*.*?\*/', lambda found: found[1] or "\n" * found[0].count("\n"), text, flags=re.DOTALL
-        )
-        without = re.sub(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])', lambda found: found[1] or "", without)
-        return json.loads(without, object_pairs_hook=distinct)
+        for extra in (_COMMENT, _LAST_COMMA):
+            text = extra.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
+        return json.loads(text, object_pairs_hook=distinct)
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

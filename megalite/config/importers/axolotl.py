@@ -117,6 +117,16 @@ def _shards(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.dp": source.dp, "parallel.dp_shard": value * cp if type(value) is int else value})
 
 
+def _unless(*others: str) -> Row:
+    """A row of the run's name, which these keys replace."""
+
+    def judge(value: Any, source: Source) -> Verdict:
+        first = next((key for key in others if source.get(key)), None)
+        return harmless(f"{first} is it") if first else honoured({"run.name": value})
+
+    return Row(judge, "run.name")
+
+
 def _minimum(value: Any, source: Source) -> Verdict:
     lr = source.number("learning_rate")
     return (
@@ -224,10 +234,8 @@ TABLE: Table = {
     "dp_replicate_size": Row(lambda value, source: honoured({"parallel.dp": source.dp}), "parallel.dp"),
     "wandb_project": sets("logging.wandb"),
     "wandb_name": sets("run.name"),
-    "wandb_run_id": Row(
-        lambda value, source: harmless("wandb_name is it") if source.get("wandb_name") else honoured({"run.name": value}),
-        "run.name",
-    ),
+    "run_name": _unless("wandb_name"),
+    "wandb_run_id": _unless("wandb_name", "run_name"),
     **each("", "use_swanlab swanlab_* use_otel_metrics otel_* accelerator_config.* use_ray ray_*", never("metrics.jsonl has everything")),
     **each("", "wandb_* mlflow_* use_wandb comet_* gc_steps", never("metrics.jsonl has everything")),
     "use_tensorboard": sets("logging.tensorboard"),
