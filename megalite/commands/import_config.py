@@ -10,8 +10,9 @@ Projects are deepspeed (ds_config.json), accelerate (default_config.yaml), torch
 script that has them), axolotl, llama-factory and torchtune (YAML). Without a name, the keys of the file tell which one it is.
 
 stderr lists every key that is not honoured, with the reason and the nearest option; every key that is honoured approximately; keys that the
-file leaves open; and keys without meaning here. A DeepSpeed file that an Accelerate file names is read relative to that file. What the file
-does not have, for example the data, is given to `megalite train`, or in a second --config.
+file leaves open, with the `megalite prepare` command for its data; and keys without meaning here. A DeepSpeed file that an Accelerate file
+names is read relative to that file. What the file does not have, for example the data, is given to `megalite train`, or in a second
+--config.
 """
 
 from __future__ import annotations

@@ -113,3 +113,17 @@ def test_sizes_that_depend_on_the_ranks_are_judged_where_these_are_known():
     assert remark.kind == "open" and "has to fit parallel.dp" in remark.why and "--dp N" in remark.why
     assert "does not divide dp * cp = 4 * 1" in lost(convert(tree, 4))["zero_optimization.mics_shard_size"]
     assert not lost(convert(tree, 16))
+
+
+@pytest.mark.parametrize("project", ["axolotl", "accelerate"])
+def test_one_replica_is_what_a_run_has_anyway(project):
+    tree = {"axolotl": {"base_model": "m", "dp_replicate_size": 1}, "accelerate": accelerate(dp_replicate=1, tp=1)}[project]
+    found = convert(tree)
+    assert not lost(found) and "parallel.dp" not in found.options
+
+
+def test_replicas_of_axolotl_are_sharded_over_the_ranks_that_are_left():
+    tree = {"base_model": "m", "fsdp_config": {"fsdp_version": 2}, "dp_replicate_size": 2, "micro_batch_size": 1}
+    options = convert(tree, 8).options
+    assert (options["parallel.dp"], options["parallel.dp_shard"], options["train.global_batch_size"]) == (8, 4, 8)
+    assert any("parallel.dp / 2" in remark.why for remark in convert(tree).remarks)

@@ -67,6 +67,10 @@ def _processes(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.dp": known}) if known else lost("how many of them are data-parallel is not known: set parallel.dp")
 
 
+def _replicas(value: Any, source: Source) -> Verdict:
+    return harmless("it is so here") if value == 1 and not source.dp else _processes(value, source)
+
+
 def _strategy(value: Any, source: Source) -> Verdict:
     """HYBRID shards within a machine and replicates over machines."""
     name, machines = word(value), source.size("num_machines") or 1
@@ -153,7 +157,7 @@ TABLE: Table = {
     "dynamo_config.*": only("FALSE DEFAULT", "train.compile has no further choices"),
     f"{SIZES}tp_size": sets("parallel.tp"),
     f"{SIZES}dp_shard_size": Row(_shards, "parallel.dp_shard"),
-    f"{SIZES}dp_replicate_size": Row(_processes, "parallel.dp"),
+    f"{SIZES}dp_replicate_size": Row(_replicas, "parallel.dp"),
     f"{SIZES}cp_size": Row(_context, "parallel.cp"),
     f"{SIZES}cp_comm_strategy": never("parallel.context is set for it, if there are ranks of a sequence"),
     f"{MEGATRON}tp_degree": sets("parallel.tp"),

@@ -14,6 +14,7 @@ from megalite.config.importers.verdict import (
     each,
     harmless,
     honoured,
+    left,
     lost,
     missing,
     never,
@@ -32,9 +33,9 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 
 
 def ranks(source: Source) -> int | None:
-    """Shards times replicas times the ranks of experts, which read data of their own, where the file gives them."""
-    shards, replicas = source.size("dp_shard_size"), source.size("dp_replicate_size")
-    return (shards or 1) * (replicas or 1) * (source.size("expert_parallel_size") or 1) if shards or replicas else source.dp
+    """Shards times replicas times the ranks of experts, which read data of their own; without shards, all ranks that are left."""
+    shards, replicas = source.size("dp_shard_size"), source.size("dp_replicate_size") or 1
+    return shards * replicas * (source.size("expert_parallel_size") or 1) if shards else source.dp
 
 
 def _adapter(value: Any, source: Source) -> Verdict:
@@ -117,6 +118,15 @@ def _shards(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.dp": source.dp, "parallel.dp_shard": value * cp if type(value) is int else value})
 
 
+def _replicas(value: Any, source: Source) -> Verdict:
+    """Each replica is sharded over the ranks that are left, if dp_shard_size does not say over how many."""
+    if value == 1 or source.size("dp_shard_size"):
+        return honoured({"parallel.dp": source.dp}) if source.dp else harmless("it is so here")
+    if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
+        return _shards(source.dp // value, source)
+    return left(f"set parallel.dp_shard to parallel.dp / {value}")
+
+
 def _unless(*others: str) -> Row:
     """A row of the run's name, which these keys replace."""
 
@@ -138,8 +148,8 @@ def _minimum(value: Any, source: Source) -> Verdict:
 
 def _packing(value: Any, source: Source) -> Verdict:
     """Packed texts of pretraining_dataset attend to each other without pretrain_multipack_attn, which is on by default."""
-    apart = source.get("pretrain_multipack_attn") is not False or "pretraining_dataset" not in source.leaves
-    return data.packing(value, source, axolotl_data.is_text(source), apart)
+    mask = source.get("pretrain_multipack_attn") is not False or "pretraining_dataset" not in source.leaves
+    return data.packing(value, axolotl_data.is_text(source), mask)
 
 
 WARMUP, LONGEST_WARMUP = 0.03, 100
@@ -168,7 +178,9 @@ TABLE: Table = {
     **each("", "chat_template chat_template_jinja default_system_message", finetuning.TEMPLATE),
     **each("special_tokens.", "pad_token unk_token", never("rows are padded without a token")),
     **each(
-        "", "special_tokens.* tokens added_tokens_overrides.* eot_tokens", to_do("the tokenizer of model.from_hf decides: change it there")
+        "",
+        "special_tokens.* tokens tokens.* added_tokens_overrides.* eot_tokens",
+        to_do("the tokenizer of model.from_hf decides: change it there"),
     ),
     **each("", "train_on_inputs excess_length_strategy", never("the command that prepares the data has it")),
     **each(
@@ -231,7 +243,7 @@ TABLE: Table = {
     "heads_k_stride": never("it is how the ranks of one sequence communicate"),
     "expert_parallel_size": sets("parallel.ep"),
     "dp_shard_size": Row(_shards, "parallel.dp_shard"),
-    "dp_replicate_size": Row(lambda value, source: honoured({"parallel.dp": source.dp}), "parallel.dp"),
+    "dp_replicate_size": Row(_replicas, "parallel.dp_shard"),
     "wandb_project": sets("logging.wandb"),
     "wandb_name": sets("run.name"),
     "run_name": _unless("wandb_name"),

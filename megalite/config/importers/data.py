@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from megalite.config.importers.verdict import Source, Verdict, harmless, honoured, left, lost, word
+from megalite.config.importers.verdict import Verdict, harmless, honoured, left, lost, word
 
 LOADERS = ("json", "csv", "parquet", "text")
 """Names of datasets that mean the format of files which another key names."""
@@ -99,11 +99,11 @@ def prepared(
     return left(f"make token files, {shown}, and set {option} to {prefixes}{remark}")
 
 
-def packing(value: object, source: Source, text: bool, documents_apart: bool = True) -> Verdict:
-    """The verdict on a switch of packing. documents_apart: packed documents do not attend to each other there."""
+def packing(value: object, text: bool, document_mask: bool = True) -> Verdict:
+    """The verdict on a switch of packing. document_mask: packed documents do not attend to each other there."""
     on = word(value) == "TRUE"
     if not text:
-        return honoured({"data.packing": on}, "" if documents_apart or not on else "packed conversations do not attend to each other")
+        return honoured({"data.packing": on}, "" if document_mask or not on else "packed conversations do not attend to each other")
     if not on:
         return Verdict("approximate", {}, "text fills every row here, one document after the other, instead of padding it")
-    return honoured({"data.reset_positions": True}) if documents_apart else harmless("text fills every row here, too")
+    return honoured({"data.reset_positions": True}) if document_mask else harmless("text fills every row here, too")

@@ -88,7 +88,7 @@ def _packing(value: Any, source: Source) -> Verdict:
         return harmless("the other of packing and neat_packing turns it on")
     if _is_text(source) and source.get("packing") is None:
         return harmless("text fills every row here, too")
-    return data.packing(value, source, _is_text(source), documents_apart=source.on("neat_packing"))
+    return data.packing(value, _is_text(source), document_mask=source.on("neat_packing"))
 
 
 def _length(value: Any, source: Source) -> Verdict:

@@ -117,7 +117,7 @@ def resolved(source: Source) -> Source:
 
 def _packing(value: Any, source: Source) -> Verdict:
     """Packed documents and conversations do not attend to each other there."""
-    return data.packing(value, source, torchtune_data.is_text(source))
+    return data.packing(value, torchtune_data.is_text(source))
 
 
 def _datasets(value: Any, source: Source) -> Verdict:
