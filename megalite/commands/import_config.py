@@ -10,8 +10,9 @@ Projects are deepspeed (ds_config.json), accelerate (default_config.yaml), torch
 script that has them), axolotl, llama-factory and torchtune (YAML). Without a name, the keys of the file tell which one it is.
 
 stderr lists every key that is not honoured, with the reason and the nearest option; every key that is honoured approximately; keys that the
-file leaves open; and keys without meaning here. A DeepSpeed file that an Accelerate file names is read relative to that file. What the file
-does not have, for example the data, is given to `megalite train`, or in a second --config.
+file leaves open, with the `megalite prepare` command for its data; and keys without meaning here. A DeepSpeed file that an Accelerate file
+names is read relative to that file. What the file does not have, for example the data, is given to `megalite train`, or in a second
+--config.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ HEADINGS = {
     "open": "left open by the file",
     "harmless": "without meaning here",
 }
+
+_JSON = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*\{", re.DOTALL)
+"""The beginning of a JSON object, comments first."""
+_COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|(?://|#)[^\n]*|/\*.*?\*/', re.DOTALL)
+_LAST_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
+"""Text in quotes, which stays as group 1; or what JSON does not have."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,7 +85,7 @@ def read(file: str, project: str | None = None) -> Any:
     if script and is_command(file):
         return megatron.parse(file)
     try:
-        text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"FILE = {file} can not be read: {error.strerror}. Give the path of a configuration.") from None
     except UnicodeDecodeError:
@@ -86,8 +93,8 @@ def read(file: str, project: str | None = None) -> Any:
     if project == "megatron" or (script and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))):
         return megatron.parse(text)
     try:
-        if path.suffix == ".json" or text.lstrip().startswith("{"):
-            return json.loads(text, object_pairs_hook=distinct)
+        if path.suffix == ".json" or _JSON.match(text):
+            return parse_json(text)
         if path.suffix == ".toml" or (file == "-" and re.search(r"^\[[\w.]+\]\s*$", text, re.MULTILINE)):
             return tomllib.loads(text)
     except ValueError as error:
@@ -100,6 +107,16 @@ def is_command(text: str) -> bool:
     """Whether a text is a command line or a script, and not a path or a configuration, whose comments may have options."""
     without_comments = re.sub(r"(^|\s)#.*", "", text)
     return text.startswith("#!") or bool(re.search(r"(^|\s)--[A-Za-z][\w-]*(\s|=)", without_comments))
+
+
+def parse_json(text: str) -> Any:
+    """JSON, which may have comments (//, # and /* */) and commas after a last entry, as DeepSpeed reads it. Raises ValueError."""
+    try:
+        return json.loads(text, object_pairs_hook=distinct)
+    except json.JSONDecodeError:
+        for extra in (_COMMENT, _LAST_COMMA):
+            text = extra.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
+        return json.loads(text, object_pairs_hook=distinct)
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -296,6 +296,8 @@ def parse_yaml(text: str, path: str, option: str) -> Any:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        if problem.startswith("but "):  # the half of a sentence
+            problem = f"{getattr(error, 'context', '')}, {problem}"
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{option} = {path} is not valid YAML: {problem}{where}. Correct the file there.") from None
 

@@ -28,7 +28,7 @@ def load(path: Path, options: dict[str, Any]) -> Config:
     """What pretrain.py makes of an emitted file, beside data, a model and what else the file leaves open."""
     metadata = {"vocab_size": 256} | ({"chat": {}} if options.get("data.packing") else {})
     write_by_hand(path.parent / "tokens", [[1] * TOKENS], metadata=metadata)
-    dp = options.get("parallel.dp", 1)
+    dp = options.get("parallel.dp", options.get("parallel.dp_shard", 1))
     ours: dict[str, Any] = {"data.train": path.parent / "tokens", "model.vocab_size": 256}
     if "model.preset" not in options and "model.from_hf" not in options and "model.hidden_size" not in options:
         ours |= {"model.preset": "tiny", "model.max_position_embeddings": 131072}

@@ -86,7 +86,7 @@ def test_a_torchtitan_file_trains_the_same(tmp_path, capsys):
     assert (config.optimizer.decay, config.optimizer.min_lr, config.optimizer.warmup_steps) == ("linear", 0, 200)
     assert options["checkpoint.interval"] == 500 and options["checkpoint.async_save"] and "checkpoint.keep" not in options
     assert notes["approximate"].keys() >= {"activation_checkpoint.mode", "model.flavor"}
-    assert notes["open"].keys() == {"training.dataset", "model.hf_assets_path"}
+    assert notes["open"].keys() == {"training.dataset"}
     assert "optimizer.weight_decay" in notes["assumed"]
 
 

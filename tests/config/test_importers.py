@@ -201,7 +201,8 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
     ),
     "Accelerate, FSDP2 with tensor and context parallel": (
         fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4},
-        FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.cp": 2, "parallel.dp": 2, "parallel.dp_shard": 4},
+        FSDP_OPTIONS
+        | {"parallel.zero": 3, "parallel.tp": 2, "parallel.cp": 2, "parallel.context": "gather", "parallel.dp": 2, "parallel.dp_shard": 4},
         {"gradient_accumulation_steps"},
     ),
     "Accelerate, HSDP": (
@@ -299,7 +300,7 @@ POOL: dict[str, list[Any]] = {
     "zero_optimization.offload_optimizer.nvme_path": ["/nvme", 7],
     "zero_optimization.offload_param.device": ["none", "cpu", "nvme"],
     "zero_optimization.reduce_bucket_size": [5e8, 0, "auto"],
-    "zero_optimization.mics_shard_size": [-1, 2, 3],
+    "zero_optimization.mics_shard_size": [-1, 2, 4],
     "zero_optimization.new_key": [True],
     "fp16.enabled": [True, False, "auto"],
     "fp16.hysteresis": [2, 0],
@@ -486,6 +487,16 @@ BAD = {
     "quotes.sh": ("pretrain_gpt.py --lr '1", "can not be read: No closing quotation"),
     "empty.sh": ("echo nothing", "has no command that runs a .py file"),
     "broken.yaml": ("a: [", "is not valid YAML"),
+    "twice.yaml": ("base_model: a/b\nseed: 1\nseed: 2\n", "the key seed appears twice in line 1"),
+    "two.yaml": ("base_model: a/b\n---\nseed: 1\n", "expected a single document in the stream, but found another document in line 2"),
+    "alias.yaml": ("base_model: *missing\n", "found undefined alias 'missing' in line 1"),
+    "tag.yaml": ("base_model: !!python/name:os.system\n", "could not determine a constructor for the tag"),
+    "empty.yaml": ("", "has no keys by which its project is recognized"),
+    "comment.json": (
+        '{"bf16": {"enabled": true}, // no end\n',
+        "is not valid JSON: Expecting property name enclosed in double quotes: line 2",
+    ),
+    "twice_commented.json": ('{"steps_per_print": 1, # one\n"steps_per_print": 2}', "the key steps_per_print appears twice"),
     "ours.yaml": ("optimizer:\n  lr: 1.0e-3\nfp16:\n  hysteresis: 2\n", "Name the project before the file"),
     "both.json": ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "fp16.enabled and bf16.enabled contradict each other"),
     "linked.yaml": ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: 5\n", "5 can not be read: No such file"),
@@ -503,3 +514,78 @@ def test_bad_input_ends_with_one_message(tool, tmp_path, capsys, name):
         tool(tmp_path / name)
     captured = capsys.readouterr()
     assert ended.value.code == 2 and captured.out == "" and captured.err.count("\n") == 1 and message in captured.err
+
+
+COMMENTED = """// sizes of one node
+{ "train_batch_size": 16, /* over
+all ranks */ "wandb": {"enabled": true, "project": "a//b # c"}, # by hand
+  "optimizer": {"type": "AdamW", "params": {"lr": "2e-5", "betas": ["0.9", 0.99,],},}, }
+"""
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff"], ids=["plain", "byte order mark"])
+def test_json_may_have_comments_and_last_commas(tool, tmp_path, start):
+    """As in DeepSpeed, which reads its files as Hjson; text in quotes stays as it is."""
+    (tmp_path / "ds.json").write_text(start + COMMENTED, encoding="utf-8")
+    found = json.loads(tool(tmp_path / "ds.json", "--json")[0])["config"]
+    assert found["train"]["global_batch_size"] == 16 and found["logging"] == {"wandb": "a//b # c"}
+    assert (found["optimizer"]["lr"], found["optimizer"]["betas"]) == (2e-5, [0.9, 0.99])
+
+
+TEXTS = {
+    "axolotl": (
+        {
+            **{"base_model": "m", "micro_batch_size": "2", "learning_rate": "2e-5", "gradient_checkpointing": "True", "num_epochs": "3"},
+            **{"val_set_size": "0.05", "warmup_ratio": "0.1", "seed": "42", "wandb_name": "007", "run_name": 2024, "lr_scheduler": None},
+        },
+        {
+            **{"train.micro_batch_size": 2, "optimizer.lr": 2e-5, "train.recompute": "full", "train.epochs": 3, "data.validation": 0.05},
+            **{"optimizer.warmup_steps": "10%", "run.seed": 42, "optimizer.decay": "cosine", "run.name": "007"},
+        },
+    ),
+    "llama-factory": (
+        {
+            **{"model_name_or_path": "m", "finetuning_type": "full", "per_device_train_batch_size": "2", "bf16": "true"},
+            **{"gradient_accumulation_steps": "8", "max_steps": "-1", "packing": "false", "disable_gradient_checkpointing": "true"},
+            **{"run_name": 2024, "ddp_timeout": "180", "num_train_epochs": None},
+        },
+        {
+            **{"train.global_batch_size": 2 * 8 * 4, "train.precision": "bf16", "data.packing": False, "train.recompute": "none"},
+            **{"run.name": "2024", "run.timeout": "180s", "train.epochs": 3},
+        },
+    ),
+    "torchtune": (
+        {
+            **{"batch_size": "2", "gradient_accumulation_steps": None, "dtype": "bf16", "compile": "False", "clip_grad_norm": None},
+            **{"optimizer": {"_component_": "torch.optim.AdamW", "lr": "3e-4", "weight_decay": None}, "seed": None, "shuffle": "true"},
+        },
+        {
+            **{"train.global_batch_size": 2 * 4, "train.compile": False, "train.grad_clip": 0, "optimizer.lr": 3e-4},
+            **{"optimizer.weight_decay": 0.01, "data.shuffle": True, "run.seed": None},
+        },
+    ),
+    "accelerate": (
+        {
+            **{"distributed_type": "fsdp", "num_processes": "8", "mixed_precision": "bf16"},
+            "fsdp_config": {"fsdp_sharding_strategy": "1", "fsdp_offload_params": "false", "fsdp_activation_checkpointing": "True"},
+        },
+        {"parallel.dp": 8, "parallel.zero": 3, "parallel.offload": "none", "train.recompute": "full"},
+    ),
+}
+
+
+@pytest.mark.parametrize("project", TEXTS)
+def test_quoted_values_and_empty_keys_are_what_their_project_reads(project):
+    """A number or a switch in quotes is its value, a name of digits stays text, and an empty key has its default."""
+    content, expected = TEXTS[project]
+    found = convert(content, 4, project=project)
+    assert {option: found.options.get(option) for option in expected} == expected
+    assert not [remark for remark in found.remarks if remark.kind == "lost"]
+
+
+@pytest.mark.parametrize("value", ["${OUT}/runs", "${oc.env:OUT,/tmp}/runs"])
+@pytest.mark.parametrize("project", ["axolotl", "llama-factory", "torchtune"])
+def test_a_value_from_outside_the_file_is_asked_for(project, value):
+    found = convert({"output_dir": value}, project=project)
+    (remark,) = (remark for remark in found.remarks if remark.key == "output_dir")
+    assert "run.dir" not in found.options and remark.kind == "open"

@@ -1,1 +1,1 @@
-"""Conversion of DeepSpeed and Accelerate configurations to ours; start at convert.py. May import only megalite.config."""
+"""Conversion of other projects' configurations to ours; start at convert.py. May import only megalite.config."""

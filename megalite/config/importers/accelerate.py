@@ -15,6 +15,7 @@ PLUGIN, FSDP, SIZES = "deepspeed_config.", "fsdp_config.fsdp_", "parallelism_con
 DIMS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 MARK = "distributed_type"
 LINKED = f"{PLUGIN}deepspeed_config_file"
+MEGATRON = "megatron_lm_config.megatron_lm_"
 TYPES = ("MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "NO", "FALSE")  # YAML reads an unquoted no as false
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 STRATEGIES |= {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2, "TRUE": 3, "FALSE": 2}  # by number, and FSDP2's reshard_after_forward
@@ -36,6 +37,11 @@ def ranks(source: Source) -> int | None:
     Accelerate refuses too.
     """
     processes = source.size("num_processes")
+    if source.word(MARK) == "MEGATRON_LM":
+        replica = math.prod(source.size(f"{MEGATRON}{name}") or 1 for name in ("tp_degree", "pp_degree"))
+        if processes and processes % replica:
+            raise ConfigError(f"num_processes = {processes} is not a multiple of tp_degree * pp_degree = {replica}. Correct one of them.")
+        return processes // replica if processes else source.dp
     if source.word(MARK) not in TYPES:
         return source.dp
     if not any(key.startswith(SIZES) for key in source.leaves):
@@ -49,6 +55,8 @@ def ranks(source: Source) -> int | None:
 
 
 def _type(value: Any, source: Source) -> Verdict:
+    if word(value) == "MEGATRON_LM":
+        return harmless("its section has the sizes")
     if word(value) not in TYPES:
         return lost("runs use CUDA GPUs or CPUs: set parallel.tp, pp, dp and zero")
     return honoured({"parallel.zero": 0}) if word(value).startswith("MULTI") else harmless("its section, if there is one, determines it")
@@ -57,6 +65,10 @@ def _type(value: Any, source: Source) -> Verdict:
 def _processes(value: Any, source: Source) -> Verdict:
     known = source.dp
     return honoured({"parallel.dp": known}) if known else lost("how many of them are data-parallel is not known: set parallel.dp")
+
+
+def _replicas(value: Any, source: Source) -> Verdict:
+    return harmless("it is so here") if value == 1 and not source.dp else _processes(value, source)
 
 
 def _strategy(value: Any, source: Source) -> Verdict:
@@ -74,7 +86,19 @@ def _strategy(value: Any, source: Source) -> Verdict:
 
 def _shards(value: Any, source: Source) -> Verdict:
     """Its shards span cp as well; parallel.dp_shard counts all data ranks."""
-    return honoured({"parallel.dp_shard": value * (source.size(f"{SIZES}cp_size") or 1) if type(value) is int else value})
+    shards = value * (source.size(f"{SIZES}cp_size") or 1) if type(value) is int else value
+    return honoured({"parallel.dp_shard": shards} | ({"parallel.dp": source.dp} if source.dp else {}))
+
+
+def _context(value: Any, source: Source) -> Verdict:
+    """Keys and values are gathered by default."""
+    method = {"ALLTOALL": "ring"}.get(source.word(f"{SIZES}cp_comm_strategy"), "gather")
+    return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
+
+
+def _microbatches(value: Any, source: Source) -> Verdict:
+    """Microbatches of one rank in a step: accumulation steps, whether or not there is a pipeline."""
+    return deepspeed.BATCH._replace(steps=f"{MEGATRON}num_micro_batches").accumulation(value, source)
 
 
 def _offload(prefix: str) -> Row:
@@ -108,7 +132,6 @@ def fsdp_rows(prefix: str) -> Table:
     }
 
 
-CP_METHODS = "parallel.context is ulysses, gather or ring"
 WITHIN = "it is how the ranks of one sequence communicate"
 LAUNCH = "it is for the launcher: torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
 TABLE: Table = {
@@ -134,9 +157,17 @@ TABLE: Table = {
     "dynamo_config.*": only("FALSE DEFAULT", "train.compile has no further choices"),
     f"{SIZES}tp_size": sets("parallel.tp"),
     f"{SIZES}dp_shard_size": Row(_shards, "parallel.dp_shard"),
-    f"{SIZES}dp_replicate_size": Row(_processes, "parallel.dp"),
-    f"{SIZES}cp_size": sets("parallel.cp"),
-    f"{SIZES}cp_comm_strategy": sets("parallel.context", {"ALLGATHER": "gather", "ALLTOALL": "ring"}, CP_METHODS),
+    f"{SIZES}dp_replicate_size": Row(_replicas, "parallel.dp"),
+    f"{SIZES}cp_size": Row(_context, "parallel.cp"),
+    f"{SIZES}cp_comm_strategy": never("parallel.context is set for it, if there are ranks of a sequence"),
+    f"{MEGATRON}tp_degree": sets("parallel.tp"),
+    f"{MEGATRON}pp_degree": sets("parallel.pp"),
+    f"{MEGATRON}num_micro_batches": Row(_microbatches, "train.global_batch_size"),
+    f"{MEGATRON}sequence_parallelism": sets("parallel.sequence_parallel"),
+    f"{MEGATRON}recompute_activations": sets("train.recompute", {"TRUE": "selective", "FALSE": "none"}, deepspeed.BOOLEAN),
+    f"{MEGATRON}use_distributed_optimizer": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, deepspeed.BOOLEAN),
+    f"{MEGATRON}gradient_clipping": deepspeed.TABLE["gradient_clipping"],
+    "fp8_config.*": never("mixed_precision decides whether it is used; there is no float8 here"),
     f"{SIZES}sp_size": only("1", "the ranks of one sequence are left out, the batch is the same: parallel.sequence_parallel is nearest"),
     **each(SIZES, "cp_backend sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation", never(WITHIN)),
     **each("", "gradient_accumulation_steps fsdp_config.gradient_accumulation_steps", deepspeed.TABLE["gradient_accumulation_steps"]),
@@ -152,7 +183,7 @@ def table(source: Source) -> Table:
     keys of its section."""
     rows = dict(TABLE)
     for key in source.leaves:
-        for section, kind in ((PLUGIN, "DEEPSPEED"), ("fsdp_config.", "FSDP")):
+        for section, kind in ((PLUGIN, "DEEPSPEED"), ("fsdp_config.", "FSDP"), ("megatron_lm_config.", "MEGATRON_LM")):
             if key.startswith(section) and source.word(MARK) != kind:
                 rows[key] = never(f"Accelerate reads it under distributed_type {kind} only")
             elif key.startswith(PLUGIN) and linked_file(source):

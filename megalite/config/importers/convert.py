@@ -5,21 +5,26 @@ A table for each project has one row per key; a key without a row is unknown. Ev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple, Protocol, get_args
 
-from megalite.config import amounts
+from megalite.config import amounts, hub
 from megalite.config.dims import ParallelDims
+from megalite.config.families import hf_shape
 from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
-from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
+from megalite.config.importers.reads import SHAPE, left_open, read_by
+from megalite.config.importers.verdict import Kind, Row, Source, Table, Verdict, harmless, left, lost, plain, row_of
 from megalite.config.load import OPTIONS, from_dict, nest, parse_values
 from megalite.config.lora_names import with_own_names
 from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
-from megalite.config.rules import RULES, numbers
+from megalite.config.rules import RULES
 from megalite.config.schema import Config, ConfigError
 
 
@@ -45,24 +50,6 @@ PROJECTS: dict[str, Project] = {
     "deepspeed": deepspeed,
 }
 """The name on the command line → its module, in the order in which they are tried on a file."""
-NEEDS = {
-    "train.global_batch_size": ("train.micro_batch_size", "parallel.dp"),
-    "optimizer.warmup_steps": ("train.steps",),
-    "train.epochs": ("data.train",),
-    "optimizer.wsd_decay_fraction": ("train.steps",),
-    "parallel.tp": ("model.num_attention_heads", "model.intermediate_size"),
-    "parallel.pp": ("model.num_hidden_layers",),
-    "parallel.ep": ("parallel.dp",),
-    "ep splits experts": ("model.hidden_size",),
-    "ep divides the experts": ("model.hidden_size",),
-    "parallel.partition": ("model.num_hidden_layers",),
-    "data.sequence_length": ("model.max_position_embeddings",),
-    "data.packing": ("data.train",),
-    "data.reset_positions": ("data.train",),
-    "data.eod_mask_loss": ("data.train",),
-}
-"""Option, or a single rule of it → other options that are read: if the file leaves one of those open, a violated rule is reported as
-what is still to be set."""
 FILES = ("run.dir", "model.from_hf", "model.init_from", "data.train", "data.validation", "lora.init_from")
 """Options that name files, which may be on another machine: they are kept, and what is missing is reported."""
 
@@ -79,7 +66,7 @@ class Remark(NamedTuple):
 @dataclass
 class Imported:
     """The result for a file: our options, section.key → value; the options that each key sets; remarks on keys; the values of keys,
-    including defaults of keys that the file does not have; and the options of keys that are `auto`."""
+    including defaults of keys that the file does not have; the options of keys that are `auto`; and those that keys ask the user to set."""
 
     format: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +74,7 @@ class Imported:
     remarks: list[Remark] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     auto: dict[str, str] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
 
     def set(self, key: str, options: dict[str, Any]) -> None:
         """Set the options of a key. Raises ConfigError if another key has set a different value."""
@@ -99,6 +87,22 @@ class Imported:
     def setter(self, option: str) -> str:
         """The first key that sets an option."""
         return next(key for key, names in self.honoured.items() if option in names)
+
+    def add(self, key: str, verdict: Verdict, option: str | None, *, given: bool) -> None:
+        """Add a verdict. option: the one that corresponds to the key; given: whether the file has the key, or it is a default, which sets
+        only what no key sets."""
+        kind, options, why = verdict
+        if not given:
+            options = {name: size for name, size in options.items() if name not in self.options}
+            if kind == "harmless" or (kind == "honoured" and not options):
+                return
+            kind, why = ("assumed", "it is the default there") if kind == "honoured" else ("approximate", f"by default; {why}")
+        if options:
+            self.set(key, options)
+        if kind != "honoured":
+            self.remark(key, kind, why)
+        if kind == "open" and option:
+            self.asked.add(option)
 
     def remark(self, key: str, kind: Kind, why: str) -> None:
         self.remarks.append(Remark(key, self.values[key], kind, why))
@@ -143,7 +147,7 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
     if linked is not None:
         _judge(found, deepspeed, Source(leaves_of(linked), source.dp), f"{leaves[accelerate.LINKED]}: ")
     _settle_auto(found)
-    _check(found)
+    _check(found, source.dp)
     found.honoured = {key: names for key, names in found.honoured.items() if names}
     found.options = {option: found.options[option] for option in OPTIONS if option in found.options}
     return found
@@ -159,32 +163,50 @@ def _project(leaves: dict[str, Any]) -> str:
 
 def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -> Source:
     """Add every leaf of the file, and every default of a key that it does not have, to `found`; return the completed source."""
+    written = source.leaves
+    given = {key: value for key, value in written.items() if value is not None}  # an empty key has its default
+    if module is not megatron:  # whose arguments are typed
+        given = {key: plain(value) for key, value in given.items()}
+    source = replace(source, leaves=given)
     source = replace(source, dp=module.ranks(source))
     source = replace(source, defaults=module.defaults(source))
     table = module.table(source)
-    for key, value in (source.leaves | {key: value for key, value in source.defaults.items() if key not in source.leaves}).items():
-        given, row = key in source.leaves, row_of(table, key)
-        found.values[prefix + key] = value
-        if value in (None, {}, []):
-            verdict = harmless("it is empty")
-        elif row is None:
-            verdict = lost(f"it is not known as a key of {module.NAME}: look for its meaning in `megalite train --help`")
-        elif value == "auto" and module in (accelerate, deepspeed):
+    rest = {key: value for key, value in source.defaults.items() if key not in source.leaves}
+    for key, value in (source.leaves | rest).items():
+        row = row_of(table, key)
+        found.values[prefix + key] = written.get(key, value)
+        if row and row.option and _takes_text_only(row.option) and type(value) in (int, float):
+            value = str(written.get(key, value))
+        if value == "auto" and row and module in (accelerate, deepspeed):
             found.auto[prefix + key] = row.option or ""
-            continue
         else:
-            verdict = row.judge(value, source)
-        kind, why = verdict.kind, verdict.why
-        if not given:
-            verdict = verdict._replace(options={name: size for name, size in verdict.options.items() if name not in found.options})
-            if kind == "harmless" or (kind == "honoured" and not verdict.options):
-                continue
-            kind, why = ("assumed", "it is the default there") if kind == "honoured" else ("approximate", f"by default; {why}")
-        if verdict.options:
-            found.set(prefix + key, verdict.options)
-        if kind != "honoured":
-            found.remark(prefix + key, kind, why)
+            verdict = _verdict(value, row, module, source)
+            found.add(prefix + key, verdict, row.option if row else None, given=key in source.leaves)
+    for key in (prefix + key for key, value in written.items() if value is None):
+        if key not in found.values:
+            found.values[key] = None
+            found.remark(key, "harmless", "it is empty")
     return source
+
+
+def _verdict(value: Any, row: Row | None, module: Project, source: Source) -> Verdict:
+    if value in (None, "", {}, []):
+        return harmless("it is empty")
+    if row is None:
+        return lost(f"it is not known as a key of {module.NAME}: look for its meaning in `megalite train --help`")
+    if module not in (megatron, torchtune) and isinstance(value, str) and _is_from_outside(value):
+        return left(f"its value is not in the file{f': set {row.option}' if row.option else ''}")
+    return row.judge(value, source)
+
+
+def _takes_text_only(option: str) -> bool:
+    hint = OPTIONS[option].type
+    return {*(get_args(hint) or (hint,))} <= {str, NoneType}
+
+
+def _is_from_outside(value: str) -> bool:
+    """Whether a value is to be replaced by a variable's, ${NAME} or $NAME. A chat template has braces of its own."""
+    return "{{" not in value and "{%" not in value and bool(re.search(r"\$(?:\{[^}]+\}|[A-Za-z_])", value))
 
 
 def _settle_auto(found: Imported) -> None:
@@ -198,7 +220,7 @@ def _settle_auto(found: Imported) -> None:
             found.remark(key, "open", f"set {option}, or leave it at {show(attrgetter(option)(Config()))}")
 
 
-def _check(found: Imported) -> None:
+def _check(found: Imported, dp: int | None) -> None:
     """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule depends on options that the
     file leaves open, report what is to be set."""
     found.options |= {option: int(value) for option, value in found.options.items() if _is_whole(option, value)}
@@ -212,20 +234,42 @@ def _check(found: Imported) -> None:
             except ConfigError as error:
                 found.drop(option, str(error))
     found.options |= {option: value for option, value in parsed.items() if not isinstance(value, Fraction)}
-    name = found.options.get("model.preset")
-    shape = {f"model.{key}": value for key, value in preset(name).items()} if name else {}
+    known = _shape(found) | ({"parallel.dp": dp} if dp else {})
     for rule in RULES:
         if rule.option in found.options:
-            _check_rule(found, rule, shape)
+            _check_rule(found, rule, known)
+
+
+def _shape(found: Imported) -> dict[str, Any]:
+    """The options of the model that the file names: of a preset, or of a Hugging Face model that is here. A model that this program does
+    not train is marked as lost."""
+    name, directory = found.options.get("model.preset"), found.options.get("model.from_hf")
+    try:
+        shape = preset(name) if name else _hf_shape(directory) if directory else {}
+    except ConfigError as error:
+        for option in ("model.from_hf", "model.init_from"):
+            if option in found.options:
+                found.drop(option, str(error))
+        return {}
+    return {f"model.{key}": value for key, value in shape.items()}
+
+
+def _hf_shape(name: str) -> dict[str, Any]:
+    """The shape of a model's directory, or of a model in the Hub's cache; empty if it is on another machine, or still to be fetched."""
+    directory = hub.cached(name, "shape") if hub.is_id(name) else Path(name).expanduser()
+    return hf_shape(str(directory)) if directory and (directory / "config.json").is_file() else {}
 
 
 def _is_whole(option: str, value: Any) -> bool:
     return isinstance(value, float) and value.is_integer() and "int" in str(OPTIONS[option].type)
 
 
-def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
-    """Drop the rule's option if it is violated, or report what is to be set. shape: the options of the preset that the file chooses."""
-    options = shape | found.options
+def _check_rule(found: Imported, rule: Rule, known: dict[str, Any]) -> None:
+    """Drop the rule's option if it is violated. A rule that reads what the file leaves open does not judge: a run checks it with the model
+    and the data; what else is to be set is reported.
+
+    known: further options, of the model that the file names and its ranks."""
+    options = known | found.options
     options |= with_own_names(options)
     config = from_dict(nest({option: amounts.plain(option, value, "in it") for option, value in options.items()}))
     amounts.resolve_steps(config)
@@ -233,18 +277,17 @@ def _check_rule(found: Imported, rule: Rule, shape: dict[str, Any]) -> None:
     context = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
     if not rule.broken(context):
         return
-    needs = () if rule in numbers.RULES else NEEDS.get(rule.name, NEEDS.get(rule.option, ()))
-    why, open_options = rule.describe(context), [other for other in needs if other not in options]
+    open_options = left_open(read_by(rule, context), options, found.asked, has_shape=not SHAPE.isdisjoint(options))
     if rule.option in FILES and not isinstance(options[rule.option], float):
-        found.remark(found.setter(rule.option), "open", why)
+        if not (rule.option in ("model.init_from", "model.from_hf") and hub.is_id(str(options[rule.option]).removeprefix("hf:"))):
+            found.remark(found.setter(rule.option), "open", rule.describe(context))
+    elif open_options:
+        if not any(option.startswith(("model.", "data.")) for option in open_options):
+            ranks = f"{rule.option} has to fit parallel.dp, which the file does not have: --dp N checks it"
+            why = ranks if "parallel.dp" in open_options else f"set {' and '.join(open_options)} to fit: {rule.describe(context)}"
+            found.remark(found.setter(rule.option), "open", why)
     elif rule.option == "parallel.cp" and cp > 1:
-        found.drop(rule.option, f"{why} Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts.")
-    elif not open_options:
-        found.drop(rule.option, why)
-    elif not _elsewhere(open_options, found):
-        found.remark(found.setter(rule.option), "open", why)
-
-
-def _elsewhere(options: list[str], found: Imported) -> bool:
-    """Whether options that the file does not set come from files that it names or will name: the model's, or the data."""
-    return any(option == "data.train" or (option.startswith("model.") and "model.from_hf" in found.options) for option in options)
+        without = f"Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts."
+        found.drop(rule.option, f"{rule.describe(context)} {without}")
+    else:
+        found.drop(rule.option, rule.describe(context))

@@ -85,6 +85,7 @@ TRANSFERS = "transfers to and from CPU memory or disk have no options"
 PROFILE = "profiling.timeline shows what ran when; metrics.jsonl has each step's time and memory"
 DIVIDED = "the loss is divided before the backward, so that gradients are only summed"
 BOOLEAN = "it is neither true nor false"
+STEP = only("FALSE", "it changes what a step computes: nothing here does so", "it is off")
 OFFLOAD = sets("parallel.offload", DEVICES, "parallel.offload is none, cpu or disk")
 STAGE = sets("parallel.zero", {str(stage): stage for stage in range(4)}, "the stages of ZeRO are 0, 1, 2 and 3")
 TABLE: Table = {
@@ -107,6 +108,8 @@ TABLE: Table = {
     f"{ZERO}stage3_param_persistence_threshold": only("0", "small tensors are sharded like large ones"),
     **each(ZERO, "overlap_comm contiguous_gradients reduce_scatter round_robin_gradients", never("it is always on, without an option")),
     **each(ZERO, "allgather_partitions allgather_bucket_size sub_group_size", never(GATHERING)),
+    **each(ZERO, "max_live_parameters max_reuse_distance", never(GATHERING)),
+    f"{ZERO}gather_16bit_weights_on_model_save": never(WHOLE),
     **each(f"{ZERO}stage3_", "max_live_parameters max_reuse_distance prefetch_bucket_size model_persistence_threshold", never(GATHERING)),
     **each(f"{ZERO}stage3_gather_", "16bit_weights_on_model_save fp16_weights_on_model_save", never(WHOLE)),
     **each(ZERO, "elastic_checkpoint load_from_fp32_weights", never(WHOLE)),
@@ -151,10 +154,15 @@ TABLE: Table = {
     "wandb.enabled": only("TRUE", BOOLEAN, "wandb.project turns it on"),
     "wandb.project": sets("logging.wandb"),
     **each("", "wall_clock_breakdown memory_breakdown dump_state flops_profiler.* comms_logger.*", only("FALSE", PROFILE, "it is off")),
+    "_comment*": never("it is a comment"),
+    **each("", "progressive_layer_drop.* data_efficiency.* curriculum_learning.* compression_training.* sparse_attention.*", STEP),
+    "autotuning.*": only("FALSE", "`megalite plan` chooses a layout", "it is off"),
+    **each("compile.", "disable backend deepcompile", never("train.compile chooses it")),
     "activation_checkpointing.*": only("FALSE", "train.recompute determines which activations are kept", "it is off"),
     "aio.*": never(TRANSFERS),
     "checkpoint.*": never(WHOLE),
     "elasticity.*": only("FALSE", "restart on another number of ranks: any layout loads a checkpoint"),
+    "seq_parallel_communication_data_type": never("activations are sent as they are"),
     "prescale_gradients": only("FALSE", DIVIDED),
     "gradient_predivide_factor": only("1", DIVIDED),
     "sparse_gradients": only("FALSE", "gradients are dense"),

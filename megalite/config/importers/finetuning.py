@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from megalite.config.importers.verdict import (
@@ -36,16 +37,20 @@ DECAYS |= {"WARMUP_STABLE_DECAY": "wsd"}
 ADAMS = ("ADAMW", "ADAMW_TORCH", "ADAMW_TORCH_FUSED", "ADAMW_HF", "ADAMW_APEX_FUSED", "ADAMW_TORCH_NPU_FUSED", "ADAMW_TORCH_XLA")
 SAVED = {"embed_tokens": "embedding", "wte": "embedding", "lm_head": "head", "output": "head", "norm": "norms"}
 MODELS = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir")
+FROM_SCRATCH = ("reinit_weights", "train_from_scratch")
 HELD_OUT = ("val_set_size", "val_size")
+VALIDATED = ("test_datasets", "eval_dataset")
 QUANTIZED = "weights are not quantized: parallel.zero: 3 and parallel.offload save memory"
 ATTENTION = "one fused attention runs"
 KERNELS = "fused operations are train.kernels"
+OBJECTIVE = "training is on the next token alone: there is no reward, preference or teacher"
 VALIDATION = "there is no validation data yet: set data.validation, and then this"
 
 
 def base_model(value: Any, source: Source) -> Verdict:
-    """Shape and weights of a Hugging Face model."""
-    return honoured({"model.from_hf": value, "model.init_from": f"hf:{value}"})
+    """Shape and weights of a Hugging Face model; the shape alone where the run starts from random weights."""
+    random = any(source.on(key) for key in FROM_SCRATCH)
+    return honoured({"model.from_hf": value, "model.init_from": "none" if random else f"hf:{value}"})
 
 
 def _named(option: str, value: Any, own: dict[str, str], source: Source) -> tuple[list[str], list[str]]:
@@ -99,8 +104,13 @@ def share(value: Any) -> dict[str, Any]:
     return {"optimizer.warmup_steps": f"{100 * value:.6g}%" if type(value) in (int, float) else value}
 
 
+def warmup_steps(value: Any, source: Source) -> Verdict:
+    """A number of steps, or below 1 a share of them."""
+    return honoured(share(value) if type(value) is float and 0 < value < 1 else {"optimizer.warmup_steps": value})
+
+
 def warmup_ratio(value: Any, source: Source) -> Verdict:
-    return harmless("warmup_steps replaces it") if source.size("warmup_steps") else honoured(share(value))
+    return harmless("warmup_steps replaces it") if source.number("warmup_steps") else honoured(share(value))
 
 
 def decay(value: Any, source: Source) -> Verdict:
@@ -121,8 +131,9 @@ def optimizer(value: Any, source: Source) -> Verdict:
 
 def muon(source: Source) -> dict[str, Any]:
     """Muon as axolotl and LLaMA-Factory run it: one rate for all tensors, with updates of matrices as large as AdamW's."""
-    rate = source.number("learning_rate")
-    return {"optimizer.name": "muon", "muon.adjust_lr": "match_rms_adamw"} | ({} if rate is None else {"muon.lr": rate})
+    found = {"muon.lr": source.number("learning_rate"), "muon.weight_decay": source.number("weight_decay") or 0.0}
+    given = {option: value for option, value in found.items() if value is not None}
+    return {"optimizer.name": "muon", "muon.adjust_lr": "match_rms_adamw"} | given
 
 
 def betas(first: str, second: str) -> Row:
@@ -136,7 +147,7 @@ def steps(option: str, per_epoch: bool = False) -> Row:
     """A row for a number of steps; a share of the steps, or a number per epoch, is left open."""
 
     def judge(value: Any, source: Source) -> Verdict:
-        if per_epoch:
+        if per_epoch and value:
             return left(f"set {option} to the steps of an epoch / {value}")
         if type(value) is float and 0 < value < 1:
             return left(f"set {option} to {value} * train.steps")
@@ -146,8 +157,8 @@ def steps(option: str, per_epoch: bool = False) -> Row:
 
 
 def _holds_out(source: Source) -> bool:
-    """Whether a share of the data is for validation."""
-    return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT)
+    """Whether there is data for validation: a share of the training data, or other data."""
+    return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT) or any(source.get(key) for key in VALIDATED)
 
 
 def _eval_strategy(value: Any, source: Source) -> Verdict:
@@ -181,26 +192,16 @@ def recompute(value: Any, source: Source) -> Verdict:
     return honoured({"train.recompute": "full"}, "" if word(value) in ("TRUE", "UNSLOTH") else "activations are recomputed, not offloaded")
 
 
-def datasets(tokenizer: str, text: bool = False) -> Row:
-    """The row of the data. tokenizer: the key of the model whose tokenizer it needs; text: it is no conversations."""
-
-    def judge(value: Any, source: Source) -> Verdict:
-        model, chat = source.get(tokenizer, "HF_DIR"), "" if text else "--chat "
-        data = "FILE|hf:NAME"
-        if isinstance(value, list) and value and isinstance(value[0], dict) and "path" in value[0]:
-            data = " ".join(
-                str(each["path"]) if str(each["path"]).endswith((".json", ".jsonl")) else f"hf:{each['path']}" for each in value
-            )
-        command = f"megalite prepare {chat}--input {data} --tokenizer {model} --output PREFIX"
-        return left(f"make token files, `{command}`, and set data.train to PREFIX")
-
-    return Row(judge, "data.train")
-
-
 DORA = sets("lora.dora")
 RSLORA = sets("lora.scaling", {"TRUE": "rslora", "FALSE": "standard"}, "lora.scaling is standard or rslora")
 TEMPLATE = to_do("the tokenizer's own template is used; `megalite prepare --chat_template FILE` gives another")
-DEEPSPEED = to_do("translate that file too, `megalite import-config deepspeed FILE`, and give both with --config")
+
+
+def _deepspeed(value: Any, source: Source) -> Verdict:
+    command = f"megalite import-config deepspeed {shlex.quote(str(value))} > deepspeed.yaml"
+    return left(f"translate that file too, `{command}`, and give both with --config")
+
+
 TRAINER: Table = {
     "learning_rate": sets("optimizer.lr"),
     "weight_decay": sets("optimizer.weight_decay"),
@@ -208,7 +209,7 @@ TRAINER: Table = {
     "adam_epsilon": sets("optimizer.eps"),
     **each("", "adam_beta1 adam_beta2", betas("adam_beta1", "adam_beta2")),
     "max_steps": steps("train.steps"),
-    "warmup_steps": steps("optimizer.warmup_steps"),
+    "warmup_steps": Row(warmup_steps, "optimizer.warmup_steps"),
     "warmup_ratio": Row(warmup_ratio, "optimizer.warmup_steps"),
     "seed": sets("run.seed"),
     "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
@@ -238,7 +239,7 @@ TRAINER: Table = {
             else (left("set logging.wandb to the project's name") if "wandb" in str(value) else harmless("metrics.jsonl has everything"))
         )
     ),
-    "deepspeed": DEEPSPEED,
+    "deepspeed": Row(_deepspeed),
     "neftune_noise_alpha": missing("embeddings have no noise: model.embedding_dropout is nearest"),
     "label_smoothing_factor": sets("train.label_smoothing"),
     "group_by_length": missing("data.packing fills rows whatever the lengths"),

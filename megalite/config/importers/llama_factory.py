@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.config.importers import finetuning
+from megalite.config.importers import data, finetuning
 from megalite.config.importers.batch import Batch
+from megalite.config.importers.data import Dataset
 from megalite.config.importers.verdict import (
     Row,
     Source,
@@ -50,15 +51,25 @@ def _adapter(row: Row) -> Row:
 
 
 def _stage(value: Any, source: Source) -> Verdict:
-    return (
-        harmless("it is so here")
-        if word(value) in ("SFT", "PT")
-        else lost("training is on the next token alone: there is no reward or preference")
-    )
+    return harmless("it is so here") if word(value) in ("SFT", "PT") else lost(finetuning.OBJECTIVE)
+
+
+def _is_text(source: Source) -> bool:
+    return source.word("stage") == "PT"
 
 
 def _datasets(value: Any, source: Source) -> Verdict:
-    return finetuning.datasets("model_name_or_path", text=source.word("stage") == "PT").judge(value, source)
+    """Names of dataset_info.json, which has their files."""
+    if source.word("stage", "sft") not in ("SFT", "PT"):
+        return lost("it has preferences or prompts for rewards, which are not trained on")
+    names = ", ".join(str(name).strip() for name in (value if isinstance(value, list) else str(value).split(",")))
+    chosen = [["--loss_on", kind] for key, kind in (("train_on_prompt", "all"), ("mask_history", "last")) if source.on(key)]
+    options = [word for part in chosen[:1] for word in part]
+    verdict = data.prepared([Dataset(text=_is_text(source))], source.get("model_name_or_path"), options)
+    where = f"{source.get('dataset_dir', 'data')}/dataset_info.json"
+    return verdict._replace(
+        why=f"{verdict.why}; FILE is the file, or hf:NAME, that {where} gives for {names}, several with a space between"
+    )
 
 
 def _validation(value: Any, source: Source) -> Verdict:
@@ -71,20 +82,23 @@ def _validation(value: Any, source: Source) -> Verdict:
 
 
 def _packing(value: Any, source: Source) -> Verdict:
-    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not."""
-    if word(value) != "TRUE":
-        on = source.on("packing") or source.on("neat_packing")
-        return harmless("the other of packing and neat_packing turns it on") if on else honoured({"data.packing": False})
-    return honoured({"data.packing": True}, "" if source.on("neat_packing") else "packed conversations do not attend to each other")
+    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not. Text is packed by default."""
+    on = source.on("packing") or source.on("neat_packing")
+    if word(value) != "TRUE" and on:
+        return harmless("the other of packing and neat_packing turns it on")
+    if _is_text(source) and source.get("packing") is None:
+        return harmless("text fills every row here, too")
+    return data.packing(value, _is_text(source), document_mask=source.on("neat_packing"))
 
 
 def _length(value: Any, source: Source) -> Verdict:
-    packed = source.on("packing") or source.on("neat_packing")
+    """A packed row of conversations there has cutoff_len tokens, of which the last one is only predicted."""
+    packed = (source.on("packing") or source.on("neat_packing")) and not _is_text(source)
     return honoured({"data.sequence_length": value - 1 if packed and type(value) is int else value})
 
 
 def _recompute(value: Any, source: Source) -> Verdict:
-    return honoured({"train.recompute": "none" if value is True else "full"})
+    return honoured({"train.recompute": "none" if word(value) == "TRUE" else "full"})
 
 
 TABLE: Table = {
@@ -108,7 +122,7 @@ TABLE: Table = {
     "disable_gradient_checkpointing": Row(_recompute, "train.recompute"),
     "use_reentrant_gc": never("train.recompute has no further choices"),
     **each("", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are computed in fp32")),
-    "train_from_scratch": Row(lambda value, _: lost("set model.init_from: none") if value else harmless("it is off")),
+    "train_from_scratch": never("model.init_from: none is set for it"),
     **each("", "quantization_* double_quantization", missing(finetuning.QUANTIZED)),
     "stage": Row(_stage),
     **each("", "do_train do_eval do_predict predict_with_generate", never("`megalite train` trains, `megalite evaluate` evaluates")),
@@ -129,13 +143,12 @@ TABLE: Table = {
     "create_new_adapter": missing("one adapter is trained"),
     "pure_bf16": missing("master weights are fp32: train.precision: bf16"),
     "dataset": Row(_datasets, "data.train"),
-    "eval_dataset": to_do("make token files of it in the same way, and set data.validation"),
+    "eval_dataset": Row(lambda *_: left("make token files of it in the same way, and set data.validation"), "data.validation"),
     **each("", "dataset_dir media_dir tokenized_path", never("data.train names token files")),
     "template": finetuning.TEMPLATE,
     **each("", "tool_format default_system enable_thinking", finetuning.TEMPLATE),
     "cutoff_len": Row(_length, "data.sequence_length"),
-    "train_on_prompt": Row(lambda value, _: left("give `megalite prepare --loss_on all`") if value else harmless("it is so here")),
-    "mask_history": Row(lambda value, _: left("give `megalite prepare --loss_on last`") if value else harmless("it is so here")),
+    **each("", "train_on_prompt mask_history", never("the command that prepares the data has it")),
     "streaming": never("token files are mapped into memory"),
     **each("", "mix_strategy interleave_probs", to_do("a blend is data.train: {PREFIX: weight}")),
     **each(
@@ -151,7 +164,19 @@ TABLE: Table = {
     "fp16": finetuning.switch("train.precision", "fp16"),
     "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
     **each("", "plot_loss print_param_status disable_shuffling use_swanlab swanlab_*", never("`megalite report` draws the loss")),
-    **each("", "pref_* dpo_* ppo_* kto_* simpo_* ref_model* reward_model*", missing("training is on the next token alone")),
+    **each("", "pref_* dpo_* ppo_* kto_* simpo_* ref_model* reward_model*", missing(finetuning.OBJECTIVE)),
+    **each("", "use_dft_loss use_asft_loss asft_* use_eaft_loss eaft_*", missing(finetuning.OBJECTIVE)),
+    **each("", "image_* video_* audio_*", missing("data is text alone")),
+    **each("", "freeze_*", missing("all weights are trained, or adapters")),
+    **each("", "oft_* apollo_* galore_* badam_* use_kt kt_* fp8_*", missing("AdamW trains all weights, or LoRA's")),
+    **each("", "export_* infer_backend ray_* use_mca", never("it changes nothing in a run here")),
+    "tensor_model_parallel_size": sets("parallel.tp"),
+    "pipeline_model_parallel_size": sets("parallel.pp"),
+    "context_parallel_size": sets("parallel.cp"),
+    "expert_model_parallel_size": sets("parallel.ep"),
+    "sequence_parallel": sets("parallel.sequence_parallel"),
+    "use_distributed_optimizer": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, "parallel.zero is 0, 1, 2 or 3"),
+    **each("", "overlap_* bias_activation_fusion apply_rope_fusion moe_grouped_gemm", never(finetuning.KERNELS)),
 }
 
 

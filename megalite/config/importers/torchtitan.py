@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megalite.config.importers import data
+from megalite.config.importers.data import Dataset
 from megalite.config.importers.verdict import (
     Row,
     Source,
@@ -163,6 +165,12 @@ def _pipeline(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.pp": value, "parallel.schedule": found})
 
 
+def _context(value: Any, source: Source) -> Verdict:
+    """Keys and values are gathered by default."""
+    method = {"ALLTOALL": "ring"}.get(source.word(f"{PARALLEL}context_parallel_rotate_method"), "gather")
+    return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
+
+
 def _layers_per_stage(value: Any, source: Source) -> Verdict:
     return left(f"set parallel.partition to stages of {show(value)} layers, or leave it out: stages are balanced by cost")
 
@@ -172,7 +180,27 @@ def _checkpoint_interval(value: Any, source: Source) -> Verdict:
     return honoured({"checkpoint.interval": value}) if on else harmless("checkpoints are off there; here a run always saves at its end")
 
 
-DATA = "make token files with `megalite prepare` and set data.train (and data.validation) to their prefixes"
+DATASETS = {"c4": ("hf:allenai/c4:en", "train"), "c4_validation": ("hf:allenai/c4:en", "validation")}
+"""Dataset → what `megalite prepare` calls it, and its split."""
+
+
+def _data(option: str) -> Row:
+    """The row of a dataset and its path. option: data.train or data.validation."""
+    section = TRAINING if option == "data.train" else "validation."
+
+    def judge(value: Any, source: Source) -> Verdict:
+        name, path = source.get(f"{section}dataset"), source.get(f"{section}dataset_path")
+        hub, split = DATASETS.get(str(name), (f"hf:{name}" if "/" in str(name) else data.FILE, "train"))
+        assets = source.get("model.hf_assets_path")  # tokenizer_path names another kind of file
+        inputs = data.located(path) if path else (hub,)
+        if name == "c4_test" and inputs[0].endswith("/*"):
+            inputs = (f"{inputs[0]}.json",)  # lines of JSON
+        dataset = Dataset(inputs, text=True, split="train" if path else split)
+        return data.prepared([dataset], assets, (), option, "PREFIX" if option == "data.train" else "VALIDATION")
+
+    return Row(judge, option)
+
+
 FLOAT8 = "there is no float8: train.precision: bf16 is nearest"
 TABLE: Table = {
     "job.dump_folder": sets("run.dir"),
@@ -185,7 +213,8 @@ TABLE: Table = {
     "metrics.enable_wandb": Row(lambda value, _: left("set logging.wandb to the project's name") if value else harmless("it is off")),
     "metrics.*": never("metrics are in the run's directory, of all ranks together"),
     **each("model.", "name flavor", Row(_flavor, "model.preset")),
-    **each("model.", "tokenizer_path hf_assets_path", to_do("give it to `megalite prepare --tokenizer`, which makes the token files")),
+    "model.hf_assets_path": never("the command that prepares the data has it"),
+    "model.tokenizer_path": to_do("give the Hugging Face directory of that tokenizer to `megalite prepare --tokenizer`"),
     **each("model.", "converters print_after_conversion", missing(FLOAT8)),
     "optimizer.name": optimizer("ADAMW", "set muon.lr: optimizer.lr is that of the tensors which AdamW updates"),
     **{f"optimizer.{key}": sets(f"optimizer.{key}") for key in ("lr", "eps", "weight_decay")},
@@ -201,7 +230,7 @@ TABLE: Table = {
     f"{TRAINING}seq_len": sets("data.sequence_length"),
     f"{TRAINING}max_norm": sets("train.grad_clip"),
     f"{TRAINING}steps": sets("train.steps"),
-    **each(TRAINING, "dataset dataset_path", to_do(DATA)),
+    **each(TRAINING, "dataset dataset_path", _data("data.train")),
     f"{TRAINING}enable_cpu_offload": Row(
         lambda value, _: honoured(
             {"parallel.offload": "cpu", "parallel.offload_parameters": True} if value else {"parallel.offload": "none"}
@@ -225,10 +254,8 @@ TABLE: Table = {
     f"{PARALLEL}fsdp_reshard_after_forward": never("parallel.zero3_reshard is set for it"),
     DEGREES["tensor"]: Row(_tensor, "parallel.tp"),
     DEGREES["pipeline"]: Row(_pipeline, "parallel.pp"),
-    DEGREES["context"]: sets("parallel.cp"),
-    f"{PARALLEL}context_parallel_rotate_method": sets(
-        "parallel.context", {"ALLGATHER": "gather", "ALLTOALL": "ring"}, "parallel.context is ulysses, gather or ring"
-    ),
+    DEGREES["context"]: Row(_context, "parallel.cp"),
+    f"{PARALLEL}context_parallel_rotate_method": never("parallel.context is set for it, if there are ranks of a sequence"),
     f"{PARALLEL}context_parallel_*": never("it is how the ranks of one sequence communicate"),
     f"{PARALLEL}pipeline_parallel_schedule": never("parallel.schedule is set for it, if there is a pipeline"),
     **each(
@@ -263,7 +290,7 @@ TABLE: Table = {
     "validation.steps": Row(
         lambda value, _: harmless("all of the data, as here") if value == -1 else honoured({"validation.batches": value})
     ),
-    **each("validation.", "dataset dataset_path", to_do(DATA)),
+    **each("validation.", "dataset dataset_path", _data("data.validation")),
     **each("validation.", "enable enabled local_batch_size seq_len", never("validation has the training's batch and sequence length")),
 }
 

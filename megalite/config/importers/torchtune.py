@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from megalite.config.importers import finetuning
+from megalite.config.importers import data, finetuning, torchtune_data
 from megalite.config.importers.batch import Batch
 from megalite.config.importers.verdict import (
     Row,
@@ -86,13 +86,19 @@ def _schedule(value: Any, source: Source) -> Verdict:
     return honoured({"optimizer.decay": found}) if found else lost("optimizer.decay is cosine, linear, wsd or constant")
 
 
+def _loss(value: Any, source: Source) -> Verdict:
+    if "CrossEntropy" in component(source, "loss") or component(source, "loss").startswith("CE"):
+        return harmless("the loss is cross-entropy; train.loss_chunk cuts it")
+    return lost(finetuning.OBJECTIVE)
+
+
 def _clip(value: Any, source: Source) -> Verdict:
     return honoured({"train.grad_clip": 0 if value is None else value})
 
 
 DEPTH = 10
 """Limit of the references from one to the next, of which a circle has no end."""
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
 
 def resolved(source: Source) -> Source:
@@ -109,15 +115,15 @@ def resolved(source: Source) -> Source:
     return replace(source, leaves={key: value(given) for key, given in source.leaves.items()})
 
 
+def _packing(value: Any, source: Source) -> Verdict:
+    """Packed documents and conversations do not attend to each other there."""
+    return data.packing(value, torchtune_data.is_text(source))
+
+
 def _datasets(value: Any, source: Source) -> Verdict:
-    files, name = source.get("dataset.data_files"), source.get("dataset.source")
-    text = component(source, "dataset") == "text_completion_dataset"
-    data = files or (f"hf:{name}" if name and name not in ("json", "text") else "FILE|hf:NAME")
-    model = source.get("checkpointer.checkpoint_dir", "HF_DIR")
-    return left(
-        f"make token files, `megalite prepare {'' if text else '--chat '}--input {data} --tokenizer {model} --output PREFIX`, and set "
-        "data.train to PREFIX"
-    )
+    """Several datasets, which may be packed, too."""
+    verdict, packed = torchtune_data.training(value, source), torchtune_data.packed(source)
+    return verdict if packed is None else verdict._replace(options=_packing(packed, source).options)
 
 
 def _length(value: Any, source: Source) -> Verdict:
@@ -140,7 +146,13 @@ def _steps(value: Any, source: Source) -> Verdict:
 
 
 def _shards(value: Any, source: Source) -> Verdict:
-    return harmless("all ranks that are left, as here") if value == -1 else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value})
+    """Shards span the ranks of a sequence, too."""
+    cp = source.size("context_parallel_dim") or 1
+    return (
+        harmless("all ranks that are left, as here")
+        if value == -1
+        else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value * cp})
+    )
 
 
 def _replicas(value: Any, source: Source) -> Verdict:
@@ -148,8 +160,13 @@ def _replicas(value: Any, source: Source) -> Verdict:
     if value == 1:
         return harmless("it is so here")
     if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
-        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value})
+        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value * (source.size("context_parallel_dim") or 1)})
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
+
+
+def _context(value: Any, source: Source) -> Verdict:
+    method = {"ALLTOALL": "ring"}.get(source.word("context_parallel_rotate_method"), "gather")
+    return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
 
 
 def _offload(value: Any, source: Source) -> Verdict:
@@ -162,7 +179,7 @@ def _decayed(value: Any, source: Source) -> Verdict:
     return honoured({"optimizer.weight_decay": value}, "norms and biases never decay here" if value else "")
 
 
-DATA = "`megalite prepare` makes the data beforehand, with options for it"
+DATA = "the command that prepares the data has it, or says that it has not"
 TABLE: Table = {
     **BATCH.table(),
     f"model.{COMPONENT}": Row(_model),
@@ -180,13 +197,12 @@ TABLE: Table = {
     "tokenizer.max_seq_len": Row(_length, "data.sequence_length"),
     "tokenizer.prompt_template": finetuning.TEMPLATE,
     "tokenizer.*": never("the tokenizer is that of model.from_hf, given to `megalite prepare`"),
-    f"dataset.{COMPONENT}": Row(_datasets, "data.train"),
-    "dataset.packed": sets("data.packing"),
-    "dataset.train_on_input": Row(lambda value, _: left("give `megalite prepare --loss_on all`") if value else harmless("it is so here")),
-    "dataset.new_system_prompt": finetuning.TEMPLATE,
+    f"dataset.{COMPONENT}": Row(torchtune_data.training, "data.train"),
+    "dataset": Row(_datasets, "data.train"),
+    "dataset.packed": Row(_packing, "data.packing"),
     "dataset.*": never(DATA),
-    "dataset": to_do("a blend is data.train: {PREFIX: weight}"),
-    "dataset_val.*": to_do("make token files of it in the same way, and set data.validation"),
+    f"dataset_val.{COMPONENT}": Row(torchtune_data.validation, "data.validation"),
+    "dataset_val.*": never(DATA),
     "seed": sets("run.seed"),
     "shuffle": sets("data.shuffle"),
     "epochs": finetuning.epochs("max_steps_per_epoch"),
@@ -200,7 +216,9 @@ TABLE: Table = {
     f"lr_scheduler.{COMPONENT}": Row(_schedule, "optimizer.decay"),
     "lr_scheduler.num_warmup_steps": sets("optimizer.warmup_steps"),
     "lr_scheduler.num_cycles": only("0.5", "the cosine goes down once"),
-    f"loss.{COMPONENT}": never("the loss is cross-entropy; train.loss_chunk cuts it"),
+    f"loss.{COMPONENT}": Row(_loss),
+    **each("", "loss.* teacher_* kd_* ref_* reward_* value_* policy_*", missing(finetuning.OBJECTIVE)),
+    "quantizer.*": missing(finetuning.QUANTIZED),
     "loss.num_output_chunks": never("train.loss_chunk is a number of tokens"),
     "clip_grad_norm": Row(_clip, "train.grad_clip"),
     "compile": sets("train.compile"),
@@ -213,7 +231,8 @@ TABLE: Table = {
     "fsdp_reshard_after_forward": Row(_sharded, "parallel.zero"),
     "custom_sharded_layers": never("embedding and head are sharded like the layers"),
     "tensor_parallel_dim": sets("parallel.tp"),
-    "context_parallel_dim": sets("parallel.cp"),
+    "context_parallel_dim": Row(_context, "parallel.cp"),
+    "context_parallel_rotate_method": never("parallel.context is set for it"),
     "data_parallel_shard_dim": Row(_shards, "parallel.dp_shard"),
     "data_parallel_replicate_dim": Row(_replicas, "parallel.dp_shard"),
     "tensor_parallel_plan.*": never("the model is split in one way"),
@@ -226,6 +245,10 @@ TABLE: Table = {
     "log_every_n_steps": sets("logging.interval"),
     **each("", "log_peak_memory_stats log_level", never("metrics.jsonl has each step's time and memory")),
     "run_val_every_n_steps": sets("validation.interval"),
+    "batch_size_val": never("validation has the training's batch"),
+    "save_every_n_steps": sets("checkpoint.interval"),
+    "low_cpu_ram": never("weights are read as they are"),
+    "fsdp.cpu_offload": Row(_offload, "parallel.offload"),
     **each("", "resume_from_checkpoint should_load_recipe_state", never("checkpoint.load: auto resumes the run in its directory")),
     **each("", "save_adapter_weights_only save_last_epoch_only", never("`megalite convert adapter-export` writes the adapters alone")),
     "enable_async_checkpointing": sets("checkpoint.async_save"),

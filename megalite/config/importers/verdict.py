@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9]\d{0,17})")
+_NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)\.\d*|\.\d+|(?:0|[1-9]\d*)(?=[eE]))(?:[eE][-+]?\d{1,3})?")
 Kind = Literal["honoured", "approximate", "assumed", "open", "lost", "harmless"]
 """assumed: the file does not have the key, and its default differs from ours; open: the file leaves it to the user."""
 
@@ -65,6 +68,20 @@ class Source:
     def on(self, key: str) -> bool:
         """Whether a switch is on."""
         return self.get(key) is True
+
+
+def plain(value: Any) -> Any:
+    """Text that reads as a number, true or false as that value, in lists too: many projects convert a quoted "2e-5" themselves."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if _NUMBER.fullmatch(text) else value
 
 
 def word(value: Any) -> str:

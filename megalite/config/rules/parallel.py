@@ -171,7 +171,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ulysses divides heads",
         "parallel.cp",
-        lambda c: c.parallel.context == "ulysses" and c.parallel.cp not in legal_ulysses(c),
+        lambda c: c.parallel.context == "ulysses" and c.parallel.cp > 1 and c.parallel.cp not in legal_ulysses(c),
         message=_heads_for_ulysses,
         legal=lambda c: f"{describe_legal(c.parallel.cp, legal_ulysses(c))} Or set parallel.context to gather or ring.",
     ),

@@ -59,7 +59,7 @@ RULES: tuple[Rule, ...] = (
         "whole microbatches",
         "train.global_batch_size",
         lambda c: c.train.global_batch_size % _samples_at_once(c),
-        message=lambda c: f"is not a multiple of train.micro_batch_size * parallel.dp = {c.train.micro_batch_size} * {c.parallel.dp}",
+        message=lambda c: f"is not a multiple of train.micro_batch_size * parallel.dp = {c.train.micro_batch_size} * {c.dims.dp}",
         legal=lambda c: around(c.train.global_batch_size, _samples_at_once(c)),
     ),
     Rule(
