@@ -27,7 +27,7 @@ from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
-from megalite.config.families import families, from_hf_config, hf_config
+from megalite.config.families import families, from_hf_config, hf_config, unread_note
 from megalite.config.family_names import FAMILY_NAMES, Names, names_of
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import RuleContext, show
@@ -243,7 +243,8 @@ def import_model(source: Path, directory: Path, progress: Report = silent, ahead
     except BaseException:
         directories.discard(temporary, directory)
         raise
-    return _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
+    summary = _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
+    return summary | {"notes": unread_note(hf_config(source))}
 
 
 def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTensor]:
