@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from megalite.config import latents
 from megalite.config.rule import show
 from megalite.config.schema import ROPE_SCALING_KEYS, ConfigError, ModelConfig
+from megalite.config.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
 _ROPE_NAMES = {"su": "longrope"}
@@ -108,11 +109,13 @@ def hf_shape(directory: str) -> dict[str, Any]:
 
 def _tensor_names(directory: Path) -> Collection[str]:
     """Names of the tensors in a directory's safetensors files; none if there are no such files, or if they cannot be read."""
-    index = directory / "model.safetensors.index.json"
+    found = weights_file(directory, MODEL[:2])
     with suppress(OSError, ValueError, TypeError, KeyError):
-        if index.is_file():
-            return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        with open(directory / "model.safetensors", "rb") as file:
+        if found is None:
+            return ()
+        if found.name.endswith(INDEX):
+            return list(json.loads(found.read_text(encoding="utf-8"))["weight_map"])
+        with open(found, "rb") as file:
             return list(json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000))))
     return ()
 

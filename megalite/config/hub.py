@@ -22,13 +22,14 @@ from threading import Event, Thread
 from typing import Any, Literal
 
 from megalite.config.schema import ConfigError
+from megalite.config.weight_files import ADAPTER_SETTINGS, MODEL
 
 Part = Literal["shape", "tokenizer", "weights"]
 """What is needed of a model; the weights include the other two."""
 ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
 CONFIG = ("config.json", "generation_config.json")
 TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "spiece.model")
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+WEIGHTS = (*MODEL[:2], "model-*.safetensors", ADAPTER_SETTINGS)
 PATTERNS: dict[Part, tuple[str, ...]] = {
     "shape": (*CONFIG, *TOKENIZER),  # the tokenizer is compared with that of the data
     "tokenizer": (*CONFIG, *TOKENIZER),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
+from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.saver import Save
 from megalite.config.load import to_dict
 from megalite.launch.environment import software
@@ -135,7 +136,10 @@ def load_weights(trainer: Trainer, source: str) -> None:
         trainer.store.initialize(trainer.config.run.seed, drawn)
     started = perf_counter()
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        read([*trainer.store.to_load(without=drawn), *biases])
+        rectangles = [*trainer.store.to_load(without=drawn), *biases]
+        read(rectangles)
+        if not source.startswith("hf:"):  # whose tensors are checked where they are read, under their own names
+            reject(source, {part.name: nonfinite(part.tensor) for part in rectangles})
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"the weights of {source} were read in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
