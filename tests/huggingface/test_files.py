@@ -175,7 +175,7 @@ def test_weights_that_are_not_finite_are_rejected_by_name_and_number(reader: Cal
 
 
 def test_large_finite_weights_come_in(theirs: Path, tmp_path: Path):
-    """Their sum overflows."""
+    """Any sum of them overflows."""
     spoil(theirs, model_norm_weight=(32, 3e38))
     assert import_model(theirs, tmp_path / "ours")["notes"] == []
 
