@@ -45,7 +45,7 @@ from megalite.huggingface.names import Place, copies, places
 from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
-from megalite.huggingface.vocabulary import check_vocabulary, companions
+from megalite.huggingface.vocabulary import check_vocabulary, copy_companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.progress import Report, silent
@@ -270,8 +270,7 @@ def import_model(source: Path, directory: Path, progress: Report = silent, ahead
     try:
         stored = _store(temporary / "rank_00000.bin", theirs, progress)
         (temporary / COMPANIONS).mkdir()
-        for file in (source / "config.json", *companions(source)):
-            shutil.copyfile(file, temporary / COMPANIONS / file.name)
+        copy_companions(source, temporary / COMPANIONS)
         directories.publish(temporary, directory, encode({"step": 0, "config": to_dict(Config(model=theirs.model))}, stored))
     except BaseException:
         directories.discard(temporary, directory)

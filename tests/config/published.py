@@ -148,6 +148,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"attention_chunk_size": 8}, "attention_chunk_size = 8 is not handled by the llama family."),
     ({"per_layer_config": {"0": {"intermediate_size": 40}}}, "per_layer_config = "),
     ({"transformers_weights": "other.safetensors"}, "transformers_weights = 'other.safetensors' is not handled"),
+    ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files = ['config.4.0.0.json'] is not handled"),
     ({"sliding_window": 8}, "sliding_window = 8 is not handled by the llama family. Remove it if a llama model computes the same."),
     (
         {"model_type": "gpt_neox", "num_key_value_heads": 2},

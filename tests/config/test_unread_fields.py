@@ -115,6 +115,7 @@ def test_fields_that_all_families_share_are_read_by_transformers():
         nodes = parsed(TRANSFORMERS / file)
         everywhere |= reads(nodes, is_config) | keywords(nodes)
         everywhere |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+        everywhere |= {node.left.value for node in nodes if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant)}
     assert families().only <= everywhere
 
 
