@@ -29,7 +29,16 @@ Part = Literal["shape", "tokenizer", "weights"]
 ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
 CONFIG = ("config.json", "generation_config.json")
 TEMPLATES = "additional_chat_templates/*.jinja"
-TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "spiece.model", TEMPLATES)
+TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "spiece.model",
+    TEMPLATES,
+)
 WEIGHTS = (*MODEL[:2], "model-*.safetensors", ADAPTER_SETTINGS)
 FOLDERS = tuple(f"{pattern}/*" for pattern in (*TOKENIZER, *WEIGHTS) if "*" in pattern and "/" not in pattern)
 """Files in folders, whose names begin like those of files."""
