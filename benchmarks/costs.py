@@ -92,7 +92,7 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[tuple[str, float]]]] = {
 def write_inputs(scratch: Path, parts: list[str], megabytes: float) -> None:
     report.write_random_tokens(scratch, 257, 100_000)
     if "prepare" in parts:
-        prepare.write_text(scratch, int(megabytes * 1e6), 1, encoding="utf-8")
+        prepare.write_text(scratch, int(megabytes * 1e6), 1)
         prepare.train_tokenizer(scratch / "tokenizer", prepare.VOCABULARY, prepare.TRAINING_TEXTS)
     if "convert" in parts:
         import torch

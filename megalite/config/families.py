@@ -137,6 +137,11 @@ def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any
     return _language_model(content)
 
 
+def stored_dtype(config: dict[str, Any]) -> str | None:
+    """The dtype of the weights that a config.json names, under transformers 5's name or the older one; None if it names none."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def _language_model(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a multimodal model's language model, with the token ids of the whole; another model's as it is."""
     known, inner = families(), config.get("text_config")

@@ -28,7 +28,7 @@ from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import StoredTensor, encode
-from megalite.config.families import families, from_hf_config, hf_config, unread_note
+from megalite.config.families import families, from_hf_config, hf_config, stored_dtype, unread_note
 from megalite.config.family_names import FAMILY_NAMES, Names, names_of
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import RuleContext, show
@@ -365,7 +365,7 @@ def export_model(
 
 def _rounded(config: Config, dtypes: Iterable[torch.dtype], like: Path | None, base: dict[str, Any]) -> list[str]:
     """A line if a run with adapters has rounded the frozen weights that it started from: they are stored in compute precision."""
-    theirs, widest = base.get("dtype") or base.get("torch_dtype"), max(dtypes, key=lambda each: each.itemsize)
+    theirs, widest = stored_dtype(base), max(dtypes, key=lambda each: each.itemsize)
     if not config.lora.rank or theirs != "float32" or widest.itemsize >= torch.float32.itemsize:
         return []
     return [f"the weights are in {name_of(widest)}: the run has rounded those of {like}, in {theirs}; adapter-export changes none"]

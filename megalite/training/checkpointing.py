@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
-from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.saver import Save
 from megalite.config.load import to_dict
 from megalite.launch.environment import software
@@ -119,6 +118,8 @@ def load_weights(trainer: Trainer, source: str) -> None:
 
     What routers add to their scores counts as a weight, where the source has it.
     """
+    from megalite.checkpoint.finite import nonfinite, reject  # which a run without given weights does not need
+
     routers, known = trainer.parts.routers, None
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
         from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed

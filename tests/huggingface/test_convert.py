@@ -381,5 +381,7 @@ def test_check_tells_equal_from_different_position_by_position(whole, tmp_path: 
     assert capsys.readouterr().out.splitlines()[-1] == "NOT the same within 0.0001"
     rounded = tmp_path / "rounded"
     convert_hf.main(["export", str(ours), str(rounded), "--dtype", "bfloat16"])
+    content = json.loads((rounded / "config.json").read_text())
+    (rounded / "config.json").write_text(json.dumps(content | {"dtype": content.pop("torch_dtype")}))  # as transformers 5 writes it
     assert convert_hf.main(["check", str(ours), str(rounded), "--tokens", "20"]) == 1
     assert "an export of the checkpoint with --dtype float32 shows" in capsys.readouterr().out.splitlines()[-1]

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from megalite.checkpoint import CheckpointError
 from megalite.commands import convert as convert_hf
+from megalite.commands.train import ignored_fields
 from megalite.config.families import hf_config, hf_shape
+from megalite.config.load import from_dict
 from megalite.huggingface.convert import Source, import_model, starting_weights
 from megalite.huggingface.files import ConversionError
 from megalite.parallel.spec import Rectangle
@@ -119,6 +121,10 @@ def test_fields_that_are_ignored_are_told(theirs: Path, tmp_path: Path, capsys: 
     assert convert_hf.main(["import", str(theirs), str(tmp_path / "ours")]) == 0
     said = capsys.readouterr().out
     assert "ignored, as transformers does not read them in a llama model: pretraining_tp = 2, unsloth_version = 2026.4\n" in said
+    config = from_dict({"model": hf_shape(str(theirs)) | {"from_hf": str(theirs)}})
+    assert ignored_fields(config) == [said.splitlines()[-1]], "also at the start of a run"
+    shutil.rmtree(theirs)
+    assert ignored_fields(config) == [], "a resumed run needs the directory no more"
 
 
 # ---- an adapter beside the weights
