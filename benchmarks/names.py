@@ -23,9 +23,10 @@ import torch
 from benchmarks import report
 from megalite.commands.parser import Parser
 from megalite.config.schema import ModelConfig
-from megalite.config.weight_files import INDEX, SAFETENSORS, NewFile
+from megalite.config.weight_files import INDEX, SAFETENSORS
 from megalite.huggingface.config_json import to_hf_config
 from megalite.huggingface.convert import Source, export_model, import_model
+from megalite.huggingface.files import NewFile
 from megalite.huggingface.names import places
 
 EXPERTS, LAYERS = 256, (15, 29, 58)
