@@ -275,6 +275,9 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
 
 def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
     """The rotary fields, from transformers 5's rope_parameters or from the older fields."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise _refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
     older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if family.local_rope_theta is None:
         parameters = dict(older or newer or family.defaults.get("rope_parameters") or {})  # in transformers' order

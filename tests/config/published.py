@@ -10,6 +10,7 @@ LATENT |= {"first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": None}
 FALCON = SIZES | {"layer_norm_epsilon": 1e-5, "alibi": False, "bias": False, "multi_query": True, "parallel_attn": True}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 
@@ -44,6 +45,18 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("Llama with the field of Cohere", GROUPED | {"model_type": "llama", "logit_scale": 0.5}, ["logit_scale"]),
     ("Command-R7B, another activation", GROUPED | {"model_type": "cohere2", "use_gated_activation": False}, ["use_gated_activation"]),
     ("linear rope with a mark", GROUPED | {"model_type": "llama", "rope_scaling": LINEAR | {"beta": 3}}, ["rope_scaling.beta"]),
+    (
+        "llama3 rope, the original length twice",
+        GROUPED | {"model_type": "llama", "rope_scaling": LLAMA3, "original_max_position_embeddings": 16},
+        [],
+    ),
+    ("both rope fields", GROUPED | {"model_type": "qwen3", "head_dim": 16, "rope_scaling": LINEAR, "rope_parameters": DEFAULT}, []),
+    (
+        "both rope fields, with windows",
+        GROUPED
+        | {"model_type": "olmo3", "rope_scaling": LINEAR, "rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT}},
+        [],
+    ),
     ("yarn with a mark", GROUPED | {"model_type": "llama", "rope_scaling": YARN | {"finetuned": True}}, ["rope_scaling.finetuned"]),
     ("Qwen2.5-1M", GROUPED | {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, ["dual_chunk_attention_config"]),
     ("Qwen2.5-Coder", GROUPED | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "use_mrope": False}, []),
@@ -160,5 +173,6 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not handled by the mixtral family."),
     ({"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8}, "num_experts = 4 contradicts num_local_experts = 8: both are"),
     ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention = True is not handled by the gemma2"),
+    ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not an object"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor = 0.5"),
 ]
