@@ -97,8 +97,8 @@ def _socket_seconds() -> float:
     total = 0.0
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError, ValueError):
-            if "gloo" in (task / "comm").read_text():
-                total += int((task / "schedstat").read_text().split()[0]) / 1e9
+            if "gloo" in (task / "comm").read_text(encoding="utf-8"):
+                total += int((task / "schedstat").read_text(encoding="utf-8").split()[0]) / 1e9
     return total
 
 

@@ -145,7 +145,7 @@ def scale(options: argparse.Namespace) -> Path:
     first, name = os.environ.get("RANK", "0") == "0", f"scaling-{planned.layout}"
     machine = options.machine or report.default_name(report.gpu() if planned.device == "cuda" else None)
     where = report.path_of(name, options.output, machine)
-    earlier = json.loads(where.read_text()) if where.exists() else None
+    earlier = json.loads(where.read_text(encoding="utf-8")) if where.exists() else None
     content = scaling.compare(planned, earlier, rounds=options.rounds, smoke=options.smoke, progress=say if first else lambda line: None)
     if not first:
         return where
@@ -185,7 +185,7 @@ def measure(options: argparse.Namespace) -> Path:
 
 
 def show(path: Path, as_json: bool) -> None:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     if as_json:
         print(text, end="")
         return

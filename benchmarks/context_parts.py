@@ -90,9 +90,9 @@ def section(content: dict[str, Any]) -> str:
 
 def main() -> None:
     content = measure()
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    DOCUMENT.write_text(before + BEGIN + section(content) + END + rest.partition(END)[2])
+    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+    DOCUMENT.write_text(before + BEGIN + section(content) + END + rest.partition(END)[2], encoding="utf-8")
     print(section(content), end="")
 
 

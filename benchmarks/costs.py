@@ -42,7 +42,9 @@ def spent(tree: Path, *words: str) -> tuple[float, str]:
     """Processor seconds of `python WORDS` and all that it starts and waits for, and what it prints."""
     environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}", "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode:
         sys.exit(f"{' '.join(words)} failed in {tree}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

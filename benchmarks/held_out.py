@@ -165,7 +165,7 @@ def document(content: Mapping[str, Any]) -> str:
 def main() -> None:
     """Write the results and the page."""
     content = run()
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     published.write_between("held_out", document(content))
     print(json.dumps(content["constants"]["all"]), f"interval {content['interval']:.3f}, alike {content['alike']:.3f}")
 

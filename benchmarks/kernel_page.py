@@ -29,7 +29,7 @@ def section(results: Path = report.RESULTS) -> str:
     files = sorted(results.glob("*-kernels.json"))
     if not files:
         return "Not measured yet: no GPU has run these kernels.\n"
-    return "\n".join(_device(json.loads(file.read_text())) for file in files)
+    return "\n".join(_device(json.loads(file.read_text(encoding="utf-8"))) for file in files)
 
 
 def _device(content: dict[str, Any]) -> str:
@@ -68,8 +68,8 @@ def _plain(text: str) -> str:
 
 
 def main() -> None:
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    DOCUMENT.write_text(before + BEGIN + section() + END + rest.partition(END)[2])
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+    DOCUMENT.write_text(before + BEGIN + section() + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -126,4 +126,4 @@ def _figures() -> list[tuple[str, str, str]]:
 
 def earlier(path: Path) -> list[dict[str, Any]]:
     """The rows of a results file, if it exists."""
-    return json.loads(path.read_text())["results"] if path.exists() else []
+    return json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []

@@ -57,7 +57,7 @@ class Memory:
 
     def __init__(self) -> None:
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # reset the peak: imports may have had a higher one
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # reset the peak: imports may have had a higher one
         self._base = _resident("VmRSS")
 
     def peak_above(self) -> int | None:
@@ -68,7 +68,7 @@ class Memory:
 
 def _resident(field: str) -> int | None:
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
@@ -76,14 +76,14 @@ def _resident(field: str) -> int | None:
 
 def read_spec() -> dict[str, Any]:
     """The specification of this process: the JSON file that is its only argument."""
-    spec: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    spec: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     return spec
 
 
 def finish(spec: dict[str, Any], result: dict[str, Any] | None) -> NoReturn:
     """Write the result (None on ranks without one) and exit at once: shutting torch down takes seconds per rank."""
     if result is not None:
-        Path(spec["result"]).write_text(json.dumps(result))
+        Path(spec["result"]).write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

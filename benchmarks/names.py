@@ -23,9 +23,10 @@ import torch
 from benchmarks import report
 from megalite.commands.parser import Parser
 from megalite.config.schema import ModelConfig
+from megalite.config.weight_files import INDEX, SAFETENSORS
 from megalite.huggingface.config_json import to_hf_config
 from megalite.huggingface.convert import Source, export_model, import_model
-from megalite.huggingface.files import INDEX, SAFETENSORS, NewFile
+from megalite.huggingface.files import NewFile
 from megalite.huggingface.names import places
 
 EXPERTS, LAYERS = 256, (15, 29, 58)
@@ -59,7 +60,7 @@ def write_model(directory: Path, model: ModelConfig) -> int:
     """Write a Hugging Face directory with many files and an index; returns the number of its tensors."""
     directory.mkdir()
     config = to_hf_config(model, "qwen3_moe")
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     shapes = {name: shape for place in places(model, "qwen3_moe").values() for name, shape in place.tensors.items()}
     names, index = list(shapes), dict[str, str]()
     for number in range(FILES):
@@ -68,7 +69,7 @@ def write_model(directory: Path, model: ModelConfig) -> int:
             for name in own:
                 written.write(name, torch.randn(prod(shapes[name]), dtype=torch.bfloat16))
         index |= dict.fromkeys(own, file)
-    (directory / f"{SAFETENSORS}{INDEX}").write_text(json.dumps({"weight_map": index}))
+    (directory / f"{SAFETENSORS}{INDEX}").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
     return len(names)
 
 

@@ -70,7 +70,7 @@ class Runner:
             options = [word for option, value in chosen.items() for word in (f"--{option}", str(value))]
             environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
             command = [sys.executable, "-m", "megalite", "train", "--config", str(CONFIG), "--checkpoint.load", "none", *options]
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, encoding="utf-8", errors="replace")
             if run.returncode:
                 raise report.BenchmarkError(f"{label} failed:\n{run.stderr[-2000:]}")
         return read_curve(metrics)
@@ -78,7 +78,7 @@ class Runner:
 
 def read_curve(metrics: Path) -> Curve:
     """The validations of a run, from its metrics.jsonl."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     times = [line["step_time_s"] for line in lines if "step_time_s" in line]
     seconds = list(accumulate(times))
     _, losses = demo.read_losses(metrics)

@@ -220,4 +220,4 @@ FIGURES = {"tensor": tensor, "sequence": sequence, "zero": zero, "context-parts"
 
 if __name__ == "__main__":
     for name, figure in FIGURES.items():
-        Path(sys.argv[1], f"{name}.svg").write_text(svg(figure()))
+        Path(sys.argv[1], f"{name}.svg").write_text(svg(figure()), encoding="utf-8")

@@ -143,4 +143,4 @@ def train_tokenizer(directory: Path, vocabulary: int, texts: int) -> None:
     directory.mkdir()
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

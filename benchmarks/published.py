@@ -193,8 +193,8 @@ def document(tables: list[Table]) -> str:
 def write_between(script: str, text: str) -> None:
     """Replace what a script has written into the page."""
     begin, end = f"<!-- written by python -m benchmarks.{script} -->", f"<!-- end of benchmarks.{script} -->"
-    before, rest = PAGE.read_text().split(begin)
-    PAGE.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}")
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 def main() -> None:

@@ -38,11 +38,11 @@ def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, l
     """Run `python -m module` on `ranks` processes with `threads` threads each, and return the result of rank 0."""
     with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         result = Path(scratch, "result.json")
-        Path(scratch, "spec.json").write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
+        Path(scratch, "spec.json").write_text(json.dumps({**spec, "threads": threads, "result": str(result)}), encoding="utf-8")
         launcher = [*CHILD, "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": search_path(), **marked()}
         command = [sys.executable, *launcher, *CHILD, module, str(Path(scratch, "spec.json"))]
-        with open(Path(scratch, "output"), "w+") as output:
+        with open(Path(scratch, "output"), "w+", encoding="utf-8") as output:
             with blocked([signal.SIGINT]):  # the terminal sends it to them as well; this process ends them
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
             try:
@@ -54,7 +54,7 @@ def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, l
             if process.returncode or not result.exists():
                 output.seek(0)
                 raise BenchmarkError(f"{module} on {ranks} ranks failed:\n{output.read()[-4000:]}")
-        found: dict[str, Any] = json.loads(result.read_text())
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return found
 
 
@@ -62,11 +62,23 @@ def stream(
     module: str, spec: dict[str, Any], hear: Callable[[dict[str, Any]], None], *, environment: Mapping[str, str], limit_s: float
 ) -> str | None:
     """Run `python -m module`, and call `hear` with every row of results as it is printed. Returns the reason of a failure, or None."""
-    with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch, open(Path(scratch, "errors"), "w+") as errors:
-        Path(scratch, "spec.json").write_text(json.dumps(spec))
+    with (
+        tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch,
+        open(Path(scratch, "errors"), "w+", encoding="utf-8") as errors,
+    ):
+        Path(scratch, "spec.json").write_text(json.dumps(spec), encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": search_path(), **environment, **marked()}
         command = [sys.executable, *CHILD, module, str(Path(scratch, "spec.json"))]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            encoding="utf-8",
+            errors="replace",
+        )
 
         def kill() -> None:  # also kills the processes in which torch compiles
             with suppress(ProcessLookupError):
@@ -126,7 +138,7 @@ def write_random_tokens(directory: Path, vocab_size: int, count: int, document: 
 def machine() -> dict[str, Any]:
     """The processor, never the host name: figures are compared between machines of one kind."""
     try:
-        info = Path("/proc/cpuinfo").read_text()
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         memory: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         info, memory = "", None
@@ -182,7 +194,7 @@ def commit() -> str | None:
     """The checkout's commit, with + if files differ from it; None outside a checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8", errors="replace").stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -191,7 +203,9 @@ def write(name: str, content: dict[str, Any], directory: Path, machine_name: str
     """Write directory/<machine>-name.json; for the machine's name see `default_name`."""
     directory.mkdir(parents=True, exist_ok=True)
     path = path_of(name, directory, machine_name or default_name(content.get("device", {}).get("name")))
-    path.write_text(json.dumps({"benchmark": name, "machine": machine(), "versions": versions(), **content}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"benchmark": name, "machine": machine(), "versions": versions(), **content}, indent=1) + "\n", encoding="utf-8"
+    )
     return path
 
 

@@ -28,7 +28,7 @@ def share_the_gpu() -> None:
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    spec: dict[str, Any] = json.loads((directory / "spec.json").read_text())
+    spec: dict[str, Any] = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
     if spec["shared"]:
         share_the_gpu()
     from megalite.launch.process import choose_device, configure_process, shutdown, start_process_group
@@ -58,7 +58,7 @@ def probe(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
     if found != (total := size * (size + 1) / 2, total, source):
         raise RuntimeError(f"the sum and the message are {found}, not {(total, total, source)}")
     if rank == 0:
-        (directory / "probe.json").write_text(json.dumps({"ranks": size, "backend": dist.get_backend()}))
+        (directory / "probe.json").write_text(json.dumps({"ranks": size, "backend": dist.get_backend()}), encoding="utf-8")
 
 
 def train_each(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
@@ -102,7 +102,7 @@ def train(number: int, config: Config, steps: int, directory: Path, device: torc
         arrays: dict[str, Any] = {name: tensor.float().numpy() for name, tensor in weights.items()}
         np.savez(directory / f"{number}.npz", **arrays)
         scalars = [{"loss": result.loss, "grad_norm": result.grad_norm} for result in results]
-        (directory / f"{number}.json").write_text(json.dumps({"scalars": scalars, "seconds": seconds}))
+        (directory / f"{number}.json").write_text(json.dumps({"scalars": scalars, "seconds": seconds}), encoding="utf-8")
 
 
 def fit_until_the_end(spec: dict[str, Any], directory: Path, device: torch.device) -> None:

@@ -121,7 +121,7 @@ class Place:
         directory = self.scratch / name
         directory.mkdir()
         spec = {"shared": self.shared and ranks > 1, "timeout": f"{KILL_S:.0f}s", **spec}
-        (directory / "spec.json").write_text(json.dumps(spec))
+        (directory / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
         ends, done = time.monotonic() + seconds, 0
 
         def look() -> None:
@@ -247,7 +247,7 @@ def _last(problem: str) -> str:
 
 def compared(layout: Layout, directory: Path, reference: Path) -> Row:
     """Compare what rank 0 wrote with what one process wrote: each step's loss and norm, and the weights at the end."""
-    got, expected = (json.loads(path.with_suffix(".json").read_text()) for path in (directory, reference))
+    got, expected = (json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in (directory, reference))
     relative, absolute = layout.tolerance
     worst = 0.0
     for step, (own, alone) in enumerate(zip(got["scalars"], expected["scalars"], strict=True), start=1):

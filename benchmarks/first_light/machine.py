@@ -115,7 +115,9 @@ def clocks() -> Row:
 
 def query(arguments: list[str]) -> str:
     """What nvidia-smi prints. Raises OSError or subprocess.SubprocessError."""
-    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
+    return subprocess.run(
+        ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=QUERY_S, check=True, encoding="utf-8", errors="replace"
+    ).stdout
 
 
 def troubles(found: dict[str, str | None], capabilities: list[str], gpus: int) -> list[dict[str, Any]]:
@@ -128,4 +130,4 @@ def troubles(found: dict[str, str | None], capabilities: list[str], gpus: int) -
         here = not trouble.get("capability") or bool(set(trouble["capability"]) & set(capabilities))
         return old and new and here and trouble.get("gpus", gpus) == gpus
 
-    return [trouble for trouble in yaml.safe_load(KNOWN.read_text()) if holds(trouble)]
+    return [trouble for trouble in yaml.safe_load(KNOWN.read_text(encoding="utf-8")) if holds(trouble)]

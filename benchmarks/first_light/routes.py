@@ -38,7 +38,7 @@ def path_of(scene: Scene) -> Path:
 def table_of(scene: Scene) -> dict[str, Any]:
     """The device's table as it is; empty if there is none."""
     path = path_of(scene)
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def rows(scene: Scene) -> Iterator[Row]:

@@ -63,7 +63,7 @@ def _beginning(order: Order) -> dict[str, Any]:
     """The file's content before the first part."""
     kept: dict[str, Any] = {}
     if order.output.exists():
-        found = json.loads(order.output.read_text())
+        found = json.loads(order.output.read_text(encoding="utf-8"))
         kept = {name: part for name, part in found.get("parts", {}).items() if name not in order.parts}
     return {
         "benchmark": "first-light",

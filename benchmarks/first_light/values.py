@@ -225,7 +225,7 @@ def suite(scene: Scene) -> Iterator[Row]:
     options = ["-m", "gpu", "-v", "--color=no", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-o", "addopts="]
     command = [sys.executable, "-m", "pytest", *options, *parallel, *(REHEARSED if scene.rehearse else TESTS)]
     limit = max(scene.left - 5.0, 20.0)
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         try:
             subprocess.run(command, cwd=report.ROOT, stdout=output, stderr=output, timeout=limit, check=False)
             late = False

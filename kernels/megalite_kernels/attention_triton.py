@@ -389,7 +389,7 @@ def _tables() -> dict[str, dict[str, list[list[int]]]]:
     """Architecture → kernel → its tiles for heads of up to 64, 128 and 256 channels, and for 192 with values of 128."""
     import yaml
 
-    return yaml.safe_load(Path(__file__).with_name("attention_tiles.yaml").read_text())
+    return yaml.safe_load(Path(__file__).with_name("attention_tiles.yaml").read_text(encoding="utf-8"))
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:

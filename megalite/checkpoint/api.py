@@ -106,7 +106,7 @@ def find(path: Path) -> Path:
     """The checkpoint at `path`: `path` itself, the one that a file `latest` or `best` names, or the newest one of a run's directory or of
     its checkpoints/ directory."""
     if path.name in (directories.LATEST, directories.BEST) and path.is_file():
-        return path.with_name(path.read_text(errors="replace").strip())
+        return path.with_name(path.read_text(errors="replace", encoding="utf-8").strip())
     for directory in (path, path / "checkpoints"):
         if (directory / "latest").is_file() and (newest := latest(directory)) is not None:
             return newest

@@ -112,7 +112,7 @@ def mark_best(directory: Path) -> None:
 def best(checkpoints: Path) -> Path | None:
     """The checkpoint that `best` names, or None."""
     file = checkpoints / BEST
-    found = checkpoints / (file.read_text(errors="replace").strip() if file.is_file() else BEST)
+    found = checkpoints / (file.read_text(errors="replace", encoding="utf-8").strip() if file.is_file() else BEST)
     return found if step_number(found.name) is not None and found.is_dir() else None
 
 
@@ -134,7 +134,7 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
     if not steps and not file.exists():
         return [], None
     try:
-        name = file.read_text(errors="replace").strip()
+        name = file.read_text(errors="replace", encoding="utf-8").strip()
     except OSError as error:
         name = error.strerror or str(error)
     newest = step_number(name)
@@ -174,7 +174,7 @@ def remove(directory: Path) -> None:
 
 def write_synced(path: Path, text: str) -> None:
     """Write a file and wait until its content is on disk (its name is after `_sync_directory`)."""
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -122,7 +122,7 @@ def show_losses() -> None:
 
 def read_losses(metrics: Path) -> tuple[dict[int, float], dict[int, float]]:
     """Step → training loss and step → validation loss, from a metrics.jsonl."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     training = {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
     return training, {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -168,7 +169,7 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     from megalite.training import recomputation
     from megalite.training.memory_report import report
 
-    notes[:0] = random_weights(trainer)
+    notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config)]
     notes += [*chosen(trainer), *repeated(trainer), *report(trainer)]
     notes += recomputation.describe(trainer.config, trainer.mesh, trainer.device)
     mesh, device = trainer.mesh, trainer.device
@@ -198,6 +199,17 @@ def random_weights(trainer: Trainer) -> list[str]:
         return []
     asked = "as model.init_from = none asks" if model.init_from else f"for its own set model.init_from = hf:{model.from_hf}"
     return [f"the weights are random: model.from_hf = {model.from_hf} gives the shape alone; {asked}"]
+
+
+def ignored_fields(config: Config) -> list[str]:
+    """A line about the fields of model.from_hf's config.json that are ignored."""
+    from megalite.config.families import hf_config, unread_note
+
+    if config.model.from_hf is None:
+        return []
+    with suppress(ConfigError):  # a resumed run does not need the directory any more
+        return unread_note(hf_config(config.model.from_hf))
+    return []
 
 
 def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, job: Job, status: ExitStatus | None) -> NoReturn:

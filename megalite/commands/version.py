@@ -49,7 +49,9 @@ def commit() -> dict[str, Any] | None:
         return None
     command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
     try:
-        words = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
+        words = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_S, check=True, encoding="utf-8", errors="replace"
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
     return {"id": words.removesuffix("-dirty"), "modified": words.endswith("-dirty")}

@@ -1,8 +1,9 @@
 """Hugging Face config.json → ModelConfig, and the tables for the reverse (`megalite.huggingface`). Imports no torch.
 
 families.yaml lists for each family which fields of a config.json map to which fields of ModelConfig, transformers' defaults for missing
-fields, and the values that the family fixes. Any other field is refused by name unless it is null, has no influence on pretraining, or has
-the value that means "off": a model must never be trained as something other than its config.json describes.
+fields, and the values that the family fixes. Any other field that transformers reads is rejected by name unless it has the value that the
+family computes: a model must never be trained as something other than what transformers computes. A field that transformers does not read,
+such as a mark of a tool, is ignored (`unread_fields`).
 """
 
 import functools
@@ -17,8 +18,18 @@ from typing import Any, NamedTuple
 from megalite.config import latents
 from megalite.config.rule import show
 from megalite.config.schema import ROPE_SCALING_KEYS, ConfigError, ModelConfig
+from megalite.config.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
+_ROPE_NAMES = {"su": "longrope"}
+"""First names of types of rotary scaling."""
+_LOCAL_ROPE = ("full_attention", "sliding_attention")
+"""Entries of rope_parameters in families whose layers with a window have a base of their own."""
+_ROPE_ENTRIES = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+_FURTHER_ENTRIES = {"yarn": ("mscale", "mscale_all_dim", "truncate"), "longrope": ("factor",), "su": ("factor",)}
+"""Entries of rope_scaling that transformers reads besides ROPE_SCALING_KEYS."""
+_RESCALED = ("llama3", "yarn", "longrope")
+"""Types for which a field original_max_position_embeddings of the config.json replaces that of rope_scaling."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,10 @@ class Family:
     """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one way."""
     own: str = ""
     """Other fields of its config.json, which `computed` reads or which have no influence on pretraining."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Other name in a config.json → the name in `fields` or `own` (transformers' attribute_map)."""
+    only: str = ""
+    """Other fields that transformers' code of the family reads, and of which one value is supported: null or the one in `neutral`."""
     rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
     """Types of rotary scaling that transformers supports for it."""
     multimodal: str | None = None
@@ -58,6 +73,7 @@ class Families(NamedTuple):
     defaults: dict[str, Any]
     kept: frozenset[str]
     ignored: frozenset[str]
+    only: frozenset[str]
     neutral: dict[str, Any]
     window_fields: dict[str | None, tuple[str, ...]]
 
@@ -66,7 +82,7 @@ class Families(NamedTuple):
 def families() -> Families:
     import yaml
 
-    read = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text())
+    read = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
     rows = {}
     for name, row in read["families"].items():
         words = [word for part in row["fields"].split() for word in (read["fields"][part[1:]].split() if part[0] == "$" else [part])]
@@ -74,9 +90,9 @@ def families() -> Families:
         row["fields"] = {theirs: tuple((ours or theirs).split("+")) for theirs, _, ours in pairs}
         row |= {key: tuple(row[key]) for key in ("computed", "rope_types") if key in row}
         rows[name] = Family(name, **row)
-    kept = frozenset(read["kept"].split())
+    kept, only = frozenset(read["kept"].split()), frozenset(read["only"].split())
     windows = {None: (), **{kind: tuple(text.split()) for kind, text in read["window_fields"].items()}}
-    return Families(rows, read["defaults"], kept, kept | frozenset(read["ignored"].split()), read["neutral"], windows)
+    return Families(rows, read["defaults"], kept, kept | frozenset(read["ignored"].split()), only, read["neutral"], windows)
 
 
 def hf_shape(directory: str) -> dict[str, Any]:
@@ -93,11 +109,13 @@ def hf_shape(directory: str) -> dict[str, Any]:
 
 def _tensor_names(directory: Path) -> Collection[str]:
     """Names of the tensors in a directory's safetensors files; none if there are no such files, or if they cannot be read."""
-    index = directory / "model.safetensors.index.json"
+    found = weights_file(directory, MODEL[:2])
     with suppress(OSError, ValueError, TypeError, KeyError):
-        if index.is_file():
-            return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        with open(directory / "model.safetensors", "rb") as file:
+        if found is None:
+            return ()
+        if found.name.endswith(INDEX):
+            return list(json.loads(found.read_text(encoding="utf-8"))["weight_map"])
+        with open(found, "rb") as file:
             return list(json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000))))
     return ()
 
@@ -117,6 +135,11 @@ def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object: it holds {show(content)[:40]}.")
     return _language_model(content)
+
+
+def stored_dtype(config: dict[str, Any]) -> str | None:
+    """The dtype of the weights that a config.json names, under transformers 5's name or the older one; None if it names none."""
+    return config.get("dtype") or config.get("torch_dtype")
 
 
 def _language_model(config: dict[str, Any]) -> dict[str, Any]:
@@ -210,12 +233,7 @@ def _refuse(name: str, value: Any, why: str) -> ConfigError:
 
 def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field that is not handled."""
-    known, config = families(), _language_model(config)
-    family = known.rows.get(config.get("model_type", ""))
-    if family is None:
-        raise _refuse("model_type", config.get("model_type"), f"is not handled. Legal values: {', '.join(known.rows)}.")
-    if "num_experts" in family.fields and "num_local_experts" in config:  # as transformers 5 writes it
-        config = {"num_experts" if name == "num_local_experts" else name: value for name, value in config.items()}
+    known, family, config = families(), *_of_family(config)
     shape, given = dict(family.constants), known.defaults | family.defaults | config
     for theirs, ours in family.fields.items():
         if theirs not in given:
@@ -235,18 +253,41 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
             shape |= _read_rope(config, family, given, shape)
     except (TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"config.json: a value of it has the wrong type or length: {error}.") from None
-    _refuse_unhandled(config, family)
+    _refuse_unhandled(config, family, shape)
     return shape
+
+
+def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """The family of a config.json, and its fields under the names in `Family.fields`."""
+    known, config = families(), _language_model(config)
+    family = known.rows.get(config.get("model_type", ""))
+    if family is None:
+        raise _refuse("model_type", config.get("model_type"), f"is not handled. Legal values: {', '.join(known.rows)}.")
+    for alias, name in family.aliases.items():
+        if alias in config:
+            config = dict(config)
+            value = config.pop(alias)
+            if name in config and config[name] != value:
+                raise _refuse(alias, value, f"contradicts {name} = {config[name]!r}: both are names of one field. Remove one of them.")
+            config[name] = value
+    return family, config
 
 
 def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
     """The rotary fields, from transformers 5's rope_parameters or from the older fields."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or family.defaults.get("rope_parameters") or {})
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise _refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
+    older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if family.local_rope_theta is None:
+        parameters = dict(older or newer or family.defaults.get("rope_parameters") or {})  # in transformers' order
+        if config.get("original_max_position_embeddings") is not None and parameters.get("rope_type", parameters.get("type")) in _RESCALED:
+            parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
         return _read_frequencies(parameters, family, given, shape)
+    parameters = dict(newer or older)
     local = dict(parameters.pop("sliding_attention", None) or {})
     if "full_attention" in parameters:
-        parameters = dict(parameters["full_attention"] or {})
+        parameters = {**(parameters["full_attention"] or {}), **older}
     elif config.get("rope_parameters") and "rope_theta" in parameters:
         raise _refuse("rope_parameters", parameters, "has no entries full_attention and sliding_attention: transformers would not read it.")
     found = _read_frequencies(parameters, family, given, shape)
@@ -264,7 +305,7 @@ def _read_frequencies(parameters: dict[str, Any], family: Family, given: dict[st
     if "partial_rotary_factor" in shape:
         partial = {"partial_rotary_factor": float(parameters.pop("partial_rotary_factor", None) or shape["partial_rotary_factor"])}
     kind = parameters.pop("rope_type", None) or parameters.get("type", "default")
-    kind = "longrope" if kind == "su" else kind  # longrope's first name
+    kind = _ROPE_NAMES.get(kind, kind)
     parameters.pop("type", None)  # rope_type's name before transformers 4.43
     if kind not in family.rope_types:
         raise _refuse("rope_scaling.rope_type", kind, f"is not handled. Legal values: {', '.join(family.rope_types)}.")
@@ -272,10 +313,10 @@ def _read_frequencies(parameters: dict[str, Any], family: Family, given: dict[st
         parameters = _complete_longrope(parameters, given)
     if kind == "yarn":
         parameters = _complete_yarn(parameters, given["max_position_embeddings"])
-    exact = {"truncate": False} if kind == "yarn" and parameters.pop("truncate", True) is False else {}
-    for name, value in parameters.items():
-        if name not in ROPE_SCALING_KEYS[kind] and families().neutral.get(name) != value:
-            raise _refuse(f"rope_scaling.{name}", value, f"is not handled with rope_type {kind}.")
+    exact = {"truncate": False} if kind == "yarn" and parameters.get("truncate", True) is False else {}
+    rotated = parameters.get("partial_rotary_factor")
+    if rotated not in (None, 1.0):
+        raise _refuse("rope_scaling.partial_rotary_factor", rotated, f"is not handled by the {family.model_type} family. Legal value: 1.0.")
     scaling = {name: parameters[name] for name in ROPE_SCALING_KEYS[kind] if name in parameters} | exact
     return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling}, **partial}
 
@@ -322,22 +363,66 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
     return {}
 
 
-def _refuse_unhandled(config: dict[str, Any], family: Family) -> None:
+def _unhandled(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of a config.json that nothing reads here, without those that say what the family computes in any case."""
     known = families()
-    if config.get("quantization_config") is not None:
-        from megalite.config.quantization import check_quantization  # few files have one
-
-        check_quantization(config["quantization_config"], family.model_type)
     handled = {*family.fields, *known.window_fields[family.window], "layer_types", "quantization_config"}
     handled |= {*known.ignored, *family.own.split()}
     if family.rope:
         handled |= {"rope_theta", "rope_scaling", "rope_parameters"}
-    for name, value in config.items():
-        if name in handled or value is None or (name in known.neutral and value == known.neutral[name]):
-            continue
-        legal = (
-            f"Legal value: {known.neutral[name]!r}."
-            if name in known.neutral
-            else f"Remove it if a {family.model_type} model computes the same."
-        )
-        raise _refuse(name, value, f"is not handled by the {family.model_type} family. {legal}")
+        handled |= {"original_max_position_embeddings"} if family.local_rope_theta is None else set()
+
+    def is_neutral(name: str, value: Any) -> bool:
+        return value is None or (name in known.neutral and value == known.neutral[name])
+
+    return {name: value for name, value in config.items() if name not in handled and not is_neutral(name, value)}
+
+
+def _read_elsewhere(family: Family) -> frozenset[str]:
+    """Fields that transformers reads, and of which one value is supported."""
+    rope = {"partial_rotary_factor"} if family.rope else set()
+    return families().only | rope | {*family.only.split()}
+
+
+def _refuse_unhandled(config: dict[str, Any], family: Family, shape: dict[str, Any]) -> None:
+    """Raise ConfigError naming a field that transformers reads, and whose value is not what the model computes."""
+    if config.get("quantization_config") is not None:
+        from megalite.config.quantization import check_quantization  # few files have one
+
+        check_quantization(config["quantization_config"], family.model_type)
+    read = _read_elsewhere(family)
+    for name, value in _unhandled(config, family).items():
+        stated = {"num_key_value_heads": "kv_heads", "head_dim": "head_size"}.get(name)
+        only = getattr(ModelConfig(**shape), stated) if stated else families().neutral.get(name)
+        if name in read and value != only:
+            legal = f"Legal value: {only!r}." if only is not None else f"Remove it if a {family.model_type} model computes the same."
+            raise _refuse(name, value, f"is not handled by the {family.model_type} family. {legal}")
+
+
+def unread_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a supported config.json that are ignored because transformers does not read them in this family."""
+    family, config = _of_family(config)
+    found = {name: value for name, value in _unhandled(config, family).items() if name not in _read_elsewhere(family)}
+    if family.rope:
+        found |= _unread_rope(config)
+    return found
+
+
+def _unread_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the rotary fields that are not of their rope_type."""
+    found: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        whole = config.get(name) or {}
+        parts = {f"{name}.{part}": whole[part] for part in _LOCAL_ROPE if isinstance(whole.get(part), dict)} or {name: whole}
+        for place, entries in parts.items():
+            kind = entries.get("rope_type") or entries.get("type") or "default"
+            read = {*ROPE_SCALING_KEYS.get(_ROPE_NAMES.get(kind, kind), ()), *_ROPE_ENTRIES, *_FURTHER_ENTRIES.get(kind, ())}
+            found |= {f"{place}.{entry}": value for entry, value in entries.items() if entry not in read}
+    return found
+
+
+def unread_note(config: dict[str, Any]) -> list[str]:
+    """A line for the user about the fields that are ignored; none if there are none."""
+    found = unread_fields(config)
+    listed = ", ".join(f"{name} = {show(value)[:40]}" for name, value in found.items())
+    return [f"config.json: ignored, as transformers does not read them in a {config['model_type']} model: {listed}"] if found else []

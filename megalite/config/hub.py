@@ -22,13 +22,26 @@ from threading import Event, Thread
 from typing import Any, Literal
 
 from megalite.config.schema import ConfigError
+from megalite.config.weight_files import ADAPTER_SETTINGS, MODEL
 
 Part = Literal["shape", "tokenizer", "weights"]
 """What is needed of a model; the weights include the other two."""
 ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
 CONFIG = ("config.json", "generation_config.json")
-TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "spiece.model")
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+TEMPLATES = "additional_chat_templates/*.jinja"
+TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "spiece.model",
+    TEMPLATES,
+)
+WEIGHTS = (*MODEL[:2], "model-*.safetensors", ADAPTER_SETTINGS)
+FOLDERS = tuple(f"{pattern}/*" for pattern in (*TOKENIZER, *WEIGHTS) if "*" in pattern and "/" not in pattern)
+"""Files in folders, whose names begin like those of files."""
 PATTERNS: dict[Part, tuple[str, ...]] = {
     "shape": (*CONFIG, *TOKENIZER),  # the tokenizer is compared with that of the data
     "tokenizer": (*CONFIG, *TOKENIZER),
@@ -165,7 +178,7 @@ def _download(name: str, part: Part, shown: str) -> None:
 
     print(f"fetching {name} from the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
-        snapshot_download(name, allow_patterns=list(PATTERNS[part]), ignore_patterns="*/*")
+        snapshot_download(name, allow_patterns=list(PATTERNS[part]), ignore_patterns=list(FOLDERS))
     except Exception as error:  # the library raises OSError, ValueError and those of its HTTP library
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ConfigError(

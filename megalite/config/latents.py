@@ -28,7 +28,7 @@ def attention_scale(given: dict[str, Any]) -> float | None:
     for name in ("kv_lora_rank", "n_routed_experts"):
         if given[name] is None:
             raise _refuse(name, None, f"is not handled by the {given['model_type']} family. It needs a number.")
-    parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    parameters = given.get("rope_scaling") or given.get("rope_parameters") or {}
     kind, all_dim = parameters.get("rope_type") or parameters.get("type", "default"), parameters.get("mscale_all_dim")
     if kind == "default" or not all_dim:
         return None

@@ -117,7 +117,7 @@ def tell_torchrun(message: str) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": {"message": message.rstrip("\n"), "extraInfo": {"timestamp": str(int(time.time()))}}}
         with suppress(OSError):
-            Path(file).write_text(json.dumps(content))
+            Path(file).write_text(json.dumps(content), encoding="utf-8")
 
 
 def _is_local_rank_0() -> bool:
@@ -150,7 +150,7 @@ def write_config(config: Config, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     if config.train.memory_budget is not None:
         config = replace(config, train=replace(config.train, recompute="budget"))
-    (run_dir / "config.yaml").write_text(to_yaml(config))
+    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
 
 def flatten(tree: Any, source: str) -> dict[str, Any]:

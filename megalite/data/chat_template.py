@@ -43,11 +43,16 @@ class ChatTemplate:
     """The chat template of a tokenizer's model.
 
     source: Jinja source; by default the tokenizer's own template or, if it has none, DEFAULT_TEMPLATE. Attributes: `source`, and `hash`,
-    which identifies it.
+    which identifies it. Raises DataError if the tokenizer has templates and none of them is the default, as transformers does.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None):
         self._tokenizer = tokenizer
+        if source is None and tokenizer.chat_template is None and tokenizer.other_templates:
+            raise DataError(
+                f"--tokenizer {tokenizer.name} has no default chat template, only {', '.join(tokenizer.other_templates)}. "
+                "Give the one to use with --chat_template FILE."
+            )
         self.source = source or tokenizer.chat_template or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
         self.hash = template_hash(self.source)
         self._has_marks = re.search(r"{%[-+]?\s*generation\s*[-+]?%}", self.source) is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megalite.config.schema import ConfigError, DataConfig
 from megalite.data.tokenizer_comparison import of_data
-from megalite.data.tokenizer_identity import TokenizerIdentity, digest_of, tokenizer_files
+from megalite.data.tokenizer_identity import TokenizerIdentity, copy_tokenizer, digest_of, tokenizer_files
 
 NAME = "tokenizer"
 
@@ -31,8 +31,9 @@ def keep(data: DataConfig, run: Path) -> None:
         temporary = run / f".{NAME}.{os.getpid()}"
         try:
             temporary.mkdir()
-            for file in (*tokenizer_files(place), *(each for each in (place / "config.json",) if each.is_file())):  # AutoTokenizer reads it
-                shutil.copyfile(file, temporary / file.name)
+            copy_tokenizer(place, temporary)
+            if (place / "config.json").is_file():  # AutoTokenizer reads it
+                shutil.copyfile(place / "config.json", temporary / "config.json")
             temporary.rename(_free(run))
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -17,6 +17,7 @@ text, where the same files give different ids in different versions of transform
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from megalite.data.tokenizer_structure import TokenizerStructure
     from megalite.data.tokenizers import Tokenizer
 
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers stores the chat templates of a tokenizer that are not the default."""
 FILES = "tokenizer* vocab* merges* special_tokens_map.json added_tokens.json chat_template.* spiece.model"
+FILES += f" {TEMPLATES}/*.jinja"
 """Patterns of the files of a Hugging Face tokenizer."""
 ENTRY = "megalite.json"
 """The file of an export in which its tokenizer is recorded."""
@@ -144,12 +148,25 @@ def tokenizer_files(name: str | Path) -> list[Path]:
     return sorted({file for pattern in FILES.split() for file in path.glob(pattern) if file.is_file()})
 
 
+def copy_tokenizer(name: str | Path, target: Path) -> None:
+    """Copy the files of a tokenizer into a directory."""
+    for file in tokenizer_files(name):
+        copied = target / _place_of(file, name)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copied)
+
+
+def _place_of(file: Path, name: str | Path) -> str:
+    """The name of one of its files in the directory of a tokenizer."""
+    return file.relative_to(name).as_posix() if Path(name).is_dir() else file.name
+
+
 def digest_of(name: str | Path, files: list[Path]) -> str:
     """A hash of a tokenizer's files and, since AutoTokenizer reads it, of the model_type in a config.json next to them."""
     digest = sha256(b"byte" if str(name) == "byte" else b"")
     for path in files:
         content = path.read_bytes()
-        own = path.name if Path(name).is_dir() else ""
+        own = _place_of(path, name) if Path(name).is_dir() else ""
         digest.update(f"{own}:{len(content)}:".encode() + content)
     config = Path(name) / "config.json"
     if config.is_file():

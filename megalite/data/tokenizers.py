@@ -37,7 +37,8 @@ class Tokenizer(Protocol):
     Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included; `eos` ends a document; `bos` begins a
     text, None if the tokenizer has no such token; `adds_bos` is whether its library adds `bos` to every text; `files` are those that it was
     read from. `chat_template` is its own, or None; `special_tokens` maps the names that a template uses to control tokens; `controls` are
-    all texts that `encode_rendered` encodes as control tokens. `decode` leaves control tokens out, and `spell` spells them.
+    all texts that `encode_rendered` encodes as control tokens; `other_templates` are the names of its templates that are not the default.
+    `decode` leaves control tokens out, and `spell` spells them.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Tokenizer(Protocol):
     chat_template: str | None
     special_tokens: dict[str, Any]
     controls: list[str]
+    other_templates: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -65,6 +67,8 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """The token of a byte is its value; EOS is 256."""
+
+    other_templates: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.name, self.vocab_size, self.eos, self.adds_bos = "byte", 257, 256, False
@@ -93,6 +97,8 @@ class ByteTokenizer:
 
 class SentencePieceTokenizer:
     """A sentencepiece model file. The only character that does not survive a round trip is U+2581, sentencepiece's mark for a space."""
+
+    other_templates: tuple[str, ...] = ()
 
     def __init__(self, path: Path):
         import sentencepiece
@@ -161,6 +167,7 @@ class HuggingFaceTokenizer:
         self.files = tokenizer_files(path)
         template = self._tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
+        self.other_templates = tuple(sorted(template.keys() - {"default"})) if isinstance(template, dict) else ()
         self.special_tokens: dict[str, Any] = self._tokenizer.special_tokens_map
         self.controls = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
 

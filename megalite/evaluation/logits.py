@@ -14,7 +14,7 @@ from megalite import checkpoint
 from megalite.batch import Microbatch
 from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError, Manifest
-from megalite.config.families import hf_config
+from megalite.config.families import hf_config, stored_dtype
 from megalite.config.load import from_dict
 from megalite.generation.sources import for_inference
 from megalite.huggingface.convert import WEIGHT, model_of
@@ -63,7 +63,7 @@ def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, row
 
 def rounding(directory: Path, hf: Path) -> str | None:
     """An explanation of a difference, if the directory has a lower precision than the checkpoint; else None."""
-    manifest, dtype = checkpoint.manifest_of(directory), hf_config(hf).get("torch_dtype")
+    manifest, dtype = checkpoint.manifest_of(directory), stored_dtype(hf_config(hf))
     weights = [stored.dtype for name, stored in manifest.tensors.items() if name.startswith(WEIGHT)]
     if dtype not in ("bfloat16", "float16") or not {"float32", "float64"}.intersection(weights):
         return None

@@ -16,13 +16,14 @@ from megalite.checkpoint import directories
 from megalite.checkpoint.chunks import name_of
 from megalite.config.hub import repository
 from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import HF, family_of, head_of, model_of, places_of
 from megalite.huggingface.files import ConversionError, NewFile
 from megalite.huggingface.merging import Adapters, saved
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place
-from megalite.huggingface.peft_modules import EMBEDDING, FILES, PREFIX, SETTINGS, Experts, Module, module_of, modules_of, saved_keys
+from megalite.huggingface.peft_modules import EMBEDDING, PREFIX, Experts, Module, module_of, modules_of, saved_keys
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write_tokenizer
 
 
@@ -49,10 +50,10 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
     parameters, dtypes = sum(value.numel() for value in tensors.values()), {name_of(value.dtype) for value in tensors.values()}
     with converting.new_directory(target) as temporary:
-        with closing(NewFile(temporary / FILES[0], {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})) as file:
+        with closing(NewFile(temporary / ADAPTER[0], {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})) as file:
             for name, value in tensors.items():
                 file.write(name, value)
-        directories.write_synced(temporary / SETTINGS, json.dumps(settings, indent=2) + "\n")
+        directories.write_synced(temporary / ADAPTER_SETTINGS, json.dumps(settings, indent=2) + "\n")
         identity = write_tokenizer(temporary, tokenizer, manifest.state["step"])
         facts = {"adapter": f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}", "parameters": f"{parameters:,}"}
         write_card(temporary, manifest, identity, facts | {"dtype": ", ".join(sorted(dtypes))}, base=base or "")

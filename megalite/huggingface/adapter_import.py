@@ -14,29 +14,29 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.build.parts import DTYPES
+from megalite.checkpoint.finite import nonfinite, reject
 from megalite.config.rule import show
 from megalite.config.schema import Config
+from megalite.config.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import NAMED, WEIGHT, head_of, places_of
 from megalite.huggingface.files import ConversionError, Weights
 from megalite.huggingface.merging import adapted, parts_of
-from megalite.huggingface.peft_modules import EMBEDDING, FILES, SETTINGS, Experts, Module, modules_of, saved_keys
+from megalite.huggingface.peft_modules import EMBEDDING, Experts, Module, modules_of, saved_keys
 from megalite.model.adapters import MAGNITUDE, A, name_of
 from megalite.parallel.spec import Rectangle
 
 Read = Callable[[Sequence[Rectangle]], None]
-_FREE = """peft_type task_type peft_version auto_mapping base_model_name_or_path revision inference_mode r lora_alpha rank_pattern
-    alpha_pattern use_rslora use_dora modules_to_save target_modules exclude_modules layers_to_transform layers_pattern lora_dropout
-    fan_in_fan_out bias init_lora_weights runtime_config ensure_weight_tying megatron_core qalora_group_size eva_config loftq_config
-    corda_config lora_ga_config target_parameters"""
-"""Settings that are read, or that do not change what an adapter computes; any other setting must be off."""
+OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config monteclora_config
+    trainable_token_indices use_bdlora use_qalora velora_config"""
+"""Settings of PEFT's LoraConfig that change what an adapter computes, and must be off; PEFT ignores what is no setting of its own."""
 STARTS_FROM_W = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights unchanged; others (pissa, olora …) change the weights that the adapter adapts."""
 
 
 def starting_weights(config: Config) -> Read:
     """The function that fills a rank's rectangles when a run starts from hf:DIR or from an adapter; it raises CheckpointError."""
-    base = converting.starting_weights(config.model)
+    base = converting.starting_weights(config.model, beside_adapter=config.lora.init_from is not None)
     if config.lora.init_from is not None:
         return partial(_fill, config, base)
     assert base is not None, "a checkpoint alone gives the weights"
@@ -73,7 +73,7 @@ class PeftAdapter:
         self.lora, self.directory, self.base = config.lora, Path(config.lora.init_from or ""), base
         self.dtype = DTYPES[config.train.precision]
         self.settings = _read_settings(self.directory, self.lora.dora)
-        self.tensors = Weights(self.directory, FILES)
+        self.tensors = Weights(self.directory, ADAPTER)
         self.found, self.roles = places_of(config.model, start), adapted(config.model, config.lora)
         self.modules = modules_of(self.found, self.roles)
         self.saved = saved_keys(config.model, config.lora, self.found, head_of(config.model, start))
@@ -98,6 +98,8 @@ class PeftAdapter:
             problems += self._misfits(module)
         for name in () if problems else self.saved:
             problems += self._misfits_of_saved(name)
+        if not problems:
+            reject(f"lora.init_from = {self.directory}", {key: nonfinite(tensor) for key, tensor in self.tensors.items()})
         if problems:
             more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
             raise ConversionError(
@@ -206,11 +208,11 @@ def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> A
 
 def _read_settings(directory: Path, dora: bool) -> dict[str, Any]:
     """adapter_config.json. Raises ConversionError if the adapter is not LoRA, or DoRA as the run's is not."""
-    path = directory / SETTINGS
+    path = directory / ADAPTER_SETTINGS
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         kind, start, bias = settings["peft_type"], settings.get("init_lora_weights", True), settings.get("bias", "none")
-        wrong = [f"{name} = {value}" for name, value in settings.items() if name not in _FREE.split() and value]
+        wrong = [f"{name} = {value}" for name, value in settings.items() if name in OFF.split() and value]
         wrong += [f"{name} = {value}" for name, value, good in (("peft_type", kind, "LORA"), ("bias", bias, "none")) if value != good]
         wrong += [] if start in STARTS_FROM_W else [f"init_lora_weights = {start}"]
         theirs = bool(settings.get("use_dora"))

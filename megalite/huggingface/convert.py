@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -26,23 +26,26 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
+from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import StoredTensor, encode
-from megalite.config.families import families, from_hf_config, hf_config
+from megalite.config.families import families, from_hf_config, hf_config, stored_dtype, unread_note
 from megalite.config.family_names import FAMILY_NAMES, Names, names_of
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import RuleContext, show
 from megalite.config.rules import model as model_rules
 from megalite.config.rules import numbers
 from megalite.config.schema import Config, ConfigError, ModelConfig
+from megalite.config.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS
+from megalite.config.weight_files import unread_note as unread_files
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
-from megalite.huggingface.files import INDEX, SAFETENSORS, ConversionError, NewFile, Weights
+from megalite.huggingface.files import ConversionError, NewFile, Weights
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place, copies, places
 from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
-from megalite.huggingface.vocabulary import check_vocabulary, companions
+from megalite.huggingface.vocabulary import check_vocabulary, copy_companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.progress import Report, silent
@@ -75,6 +78,8 @@ class Source:
     biases: dict[int, str]
     copies: dict[str, list[str]]
     """Our tensor → those that repeat it."""
+    nonfinite: dict[str, int] = field(default_factory=dict)
+    """Tensor that was read → number of its values that are NaN or infinite, if there are any."""
 
     @staticmethod
     def of(directory: Path, ahead: bool = True) -> Source:
@@ -106,7 +111,19 @@ class Source:
         return states(self.model, self.biases, self.weights)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A rectangle of one of our tensors; only its bytes are read, and those of tensors that should repeat it."""
+        """A rectangle of one of our tensors; only its bytes are read, and those of tensors that should repeat it. `check_finite` tells of
+        values that are not finite."""
+        found, tensors = self._read(name, offsets, sizes), self.places[name].tensors
+        if self.nonfinite.keys().isdisjoint(tensors) and nonfinite(found):
+            self.nonfinite.update({theirs: number for theirs in tensors if (number := nonfinite(self.weights[theirs]))})
+        return found
+
+    def check_finite(self) -> None:
+        """Raise CheckpointError naming the tensors read so far that have values which are NaN or infinite."""
+        routers = {theirs: nonfinite(self.weights[theirs]) for theirs in self.biases.values()}
+        reject(str(self.directory), self.nonfinite | routers)
+
+    def _read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         place = self.places[name]
         for theirs in self.copies.get(name, ()):
             own, other = (place.read(self.weights[each], offsets, sizes) for each in (place.theirs, theirs))
@@ -191,14 +208,28 @@ def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
 # ---- start of a run
 
 
-def starting_weights(model: ModelConfig) -> Callable[[Sequence[Rectangle]], None] | None:
-    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not."""
+def starting_weights(model: ModelConfig, beside_adapter: bool = False) -> Callable[[Sequence[Rectangle]], None] | None:
+    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not.
+
+    beside_adapter: the directory may hold an adapter, too, since the run reads one.
+    """
     name = model.initial_weights or ""
-    return partial(_fill, model, Path(name.removeprefix(HF))) if name.startswith(HF) else None
+    return partial(_fill, model, Path(name.removeprefix(HF)), beside_adapter) if name.startswith(HF) else None
 
 
-def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) -> None:
+def _check_no_adapter(directory: Path) -> None:
+    """Raise ConversionError where transformers would add an adapter to the weights of a directory."""
+    if (directory / ADAPTER_SETTINGS).is_file():
+        raise ConversionError(
+            f"{directory} holds an adapter beside the weights ({ADAPTER_SETTINGS}), which transformers would add to them. Move its "
+            "files to a directory of their own, and give that as lora.init_from if the run starts from the adapter."
+        )
+
+
+def _fill(model: ModelConfig, directory: Path, beside_adapter: bool, rectangles: Sequence[Rectangle]) -> None:
     """Fill a rank's rectangles. Raises ConversionError if the directory's model is not the run's, or cannot be read."""
+    if not beside_adapter:
+        _check_no_adapter(directory)
     try:
         source = Source.of(directory)
     except ConfigError as error:
@@ -218,6 +249,7 @@ def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) 
             fill(part.tensor, source.states.get(part.name), part.offsets)
         else:
             part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
+    source.check_finite()
 
 
 # ---- import
@@ -231,19 +263,20 @@ def import_model(source: Path, directory: Path, progress: Report = silent, ahead
     """
     if directory.exists():
         raise ConversionError(f"{directory} exists already. Give another name, or remove it.")
+    _check_no_adapter(source)
     theirs = Source.of(source, ahead)
     check_vocabulary(source, theirs.model.vocabulary)
     temporary = directories.begin(directory)
     try:
         stored = _store(temporary / "rank_00000.bin", theirs, progress)
         (temporary / COMPANIONS).mkdir()
-        for file in (source / "config.json", *companions(source)):
-            shutil.copyfile(file, temporary / COMPANIONS / file.name)
+        copy_companions(source, temporary / COMPANIONS)
         directories.publish(temporary, directory, encode({"step": 0, "config": to_dict(Config(model=theirs.model))}, stored))
     except BaseException:
         directories.discard(temporary, directory)
         raise
-    return _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
+    summary = _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
+    return summary | {"notes": [*unread_note(hf_config(source)), *unread_files(source)]}
 
 
 def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTensor]:
@@ -261,6 +294,7 @@ def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTens
             progress("importing", done, parameters * dtype.itemsize, "B")
         for name, state in source.states.items():
             stored[name] = StoredTensor(name_of(state.dtype), tuple(state.shape), [append(file, (0, 0), state)])
+        source.check_finite()
         progress("writing to disk")
         file.flush()
         os.fsync(file.fileno())
@@ -331,7 +365,7 @@ def export_model(
 
 def _rounded(config: Config, dtypes: Iterable[torch.dtype], like: Path | None, base: dict[str, Any]) -> list[str]:
     """A line if a run with adapters has rounded the frozen weights that it started from: they are stored in compute precision."""
-    theirs, widest = base.get("dtype") or base.get("torch_dtype"), max(dtypes, key=lambda each: each.itemsize)
+    theirs, widest = stored_dtype(base), max(dtypes, key=lambda each: each.itemsize)
     if not config.lora.rank or theirs != "float32" or widest.itemsize >= torch.float32.itemsize:
         return []
     return [f"the weights are in {name_of(widest)}: the run has rounded those of {like}, in {theirs}; adapter-export changes none"]

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import CheckpointError
+from megalite.config.weight_files import INDEX, MODEL, weights_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
 QUANTISED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
 """Types of the parts of quantised tensors (`megalite.huggingface.mxfp4`, `fp8`)."""
 STORED = DTYPES | QUANTISED
-SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
-INDEX = ".index.json"
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
@@ -116,17 +115,19 @@ class PickledFile:
 
 
 class Weights(Mapping[str, Tensor]):
-    """All tensors of a directory, from one file or from those listed in an index. names: file names in order of preference."""
+    """All tensors of a directory, from one file or from those listed in an index, as transformers reads them: a name that several files
+    have is that of the last one. names: files and indices, in order of preference."""
 
-    def __init__(self, directory: Path, names: Sequence[str] = (SAFETENSORS, PICKLED)):
+    def __init__(self, directory: Path, names: Sequence[str] = MODEL):
         self.directory = directory
         self._files: dict[str, SafetensorsFile | PickledFile] = {}
-        for file, listed in _files_of(directory, names).items():
+        listed = _files_of(directory, names)
+        for file in sorted(listed):
             opened = SafetensorsFile(directory / file) if file.endswith(".safetensors") else PickledFile(directory / file)
-            held = dict.fromkeys(opened.names, opened)
-            if missing := [name for name in listed if name not in held]:
-                raise ConversionError(f"{directory / file} lacks {missing[0]}, which the index says it holds")
-            self._files |= dict.fromkeys(listed, opened) if listed else held
+            self._files |= dict.fromkeys(opened.names, opened)
+        if missing := [(file, name) for file, each in listed.items() for name in each if name not in self._files]:
+            file, name = missing[0]
+            raise ConversionError(f"{directory / file} lacks {name}, which the index says it holds")
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._files[name][name]
@@ -157,13 +158,12 @@ def _size_of(path: Path) -> int:
 
 def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """File → its tensors according to the index; an empty list without an index. Raises ConversionError."""
-    for single in names:
-        index = directory / f"{single}{INDEX}"
-        if index.is_file():
-            return _shards(index)
-        if (directory / single).is_file():
-            return {single: []}
-    raise ConversionError(f"{directory} holds no weights: neither {' nor '.join(names)}, nor an index of several files")
+    found = weights_file(directory, names)
+    if found is None:
+        whole = [name for name in names if not name.endswith(INDEX)]
+        parts = ", nor an index of several files" if len(whole) < len(names) else ""
+        raise ConversionError(f"{directory} holds no weights: neither {' nor '.join(whole)}{parts}")
+    return _shards(found) if found.name.endswith(INDEX) else {found.name: []}
 
 
 def _shards(index: Path) -> dict[str, list[str]]:

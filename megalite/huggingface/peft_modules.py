@@ -34,7 +34,6 @@ from megalite.huggingface.merging import saved
 from megalite.huggingface.names import Place
 
 PREFIX = "base_model.model."
-SETTINGS, FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 EMBEDDING = "embedding.weight"
 FUSED_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe")
 """Families with dense layers or shared experts whose modules PEFT can not find by these names."""

@@ -23,7 +23,17 @@ from megalite.config.token_files import metadata, prefixes
 from megalite.data.chat_template import ChatTemplate, template_hash
 from megalite.data.indexed import DataError
 from megalite.data.tokenizer_comparison import Tokenized, compare
-from megalite.data.tokenizer_identity import ENTRY, TokenizerIdentity, digest_of, fingerprint, of_token_file, of_tokenizer, tokenizer_files
+from megalite.data.tokenizer_identity import (
+    ENTRY,
+    TEMPLATES,
+    TokenizerIdentity,
+    copy_tokenizer,
+    digest_of,
+    fingerprint,
+    of_token_file,
+    of_tokenizer,
+    tokenizer_files,
+)
 from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load
 from megalite.huggingface.files import ConversionError
 from megalite.huggingface.recorded import tokenizer_of
@@ -205,8 +215,7 @@ def write_tokenizer(directory: Path, found: ExportedTokenizer, step: int) -> Tok
         if isinstance(found.tokenizer, ByteTokenizer | SentencePieceTokenizer):
             _convert(directory, found)
         else:
-            for file in tokenizer_files(found.name):
-                shutil.copyfile(file, directory / file.name)
+            copy_tokenizer(found.name, directory)
         _write_template(directory, found)
         identity = _checked(directory, found)
     if found.template is not None:
@@ -231,14 +240,30 @@ def _convert(directory: Path, found: ExportedTokenizer) -> None:
 
 
 def _write_template(directory: Path, found: ExportedTokenizer) -> None:
-    """The training data's template, in place of the tokenizer's own."""
-    if found.template is None or (found.tokenizer is not None and found.template == found.tokenizer.chat_template):
-        return
-    write_synced(directory / TEMPLATE, found.template)
+    """The training data's template, in place of the tokenizer's default one; templates with other names stay.
+
+    As transformers writes them, each template is a file, and tokenizer_config.json has none: beside a file it would not be read.
+    """
+    if found.template is not None and (found.tokenizer is None or found.template != found.tokenizer.chat_template):
+        write_synced(directory / TEMPLATE, found.template)
     settings = directory / SETTINGS
     content = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    if content.pop("chat_template", None) is not None:
-        write_synced(settings, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    files = [path for path in (directory / TEMPLATE, directory / TEMPLATES) if path.exists()]
+    if not files or "chat_template" not in content:
+        return  # the tokenizer's own, where it was
+    own = content.pop("chat_template")
+    if found.template is not None and isinstance(own, list) and not (directory / TEMPLATES).is_dir():
+        _write_named(directory / TEMPLATES, own)
+    write_synced(settings, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_named(folder: Path, templates: list[dict[str, str]]) -> None:
+    """The templates of tokenizer_config.json that are not the default, as files."""
+    for each in templates:
+        name, source = each["name"], each["template"]
+        if name != "default" and Path(name).name == name:
+            folder.mkdir(exist_ok=True)
+            write_synced(folder / f"{name}.jinja", source)
 
 
 def _checked(directory: Path, found: ExportedTokenizer) -> TokenizerIdentity:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
-from megalite.data.tokenizer_identity import tokenizer_files
+from megalite.data.tokenizer_identity import copy_tokenizer
 from megalite.huggingface.files import ConversionError
 
 GENERATION = "generation_config.json"
 
 
-def companions(directory: Path) -> list[Path]:
-    """The files of a model that do not depend on its weights."""
-    return sorted([*tokenizer_files(directory), *(path for path in (directory / GENERATION,) if path.is_file())])
+def copy_companions(directory: Path, target: Path) -> None:
+    """Copy the files of a model that do not depend on its weights: config.json, tokenizer and generation settings."""
+    copy_tokenizer(directory, target)
+    for file in (directory / "config.json", directory / GENERATION):
+        if file.is_file():
+            shutil.copyfile(file, target / file.name)
 
 
 def check_vocabulary(directory: Path, vocabulary: int) -> None:

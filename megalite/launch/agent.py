@@ -191,7 +191,7 @@ class _Agent(LocalElasticAgent):
             say("the other nodes have ended")
             return int(ExitStatus.FAILED)
         if not result.is_failed():
-            return int(self.end_file.read_text()) if self.end_file.exists() else int(ExitStatus.DONE)
+            return int(self.end_file.read_text(encoding="utf-8")) if self.end_file.exists() else int(ExitStatus.DONE)
         rank, failure = _first(result)
         if failure.exitcode in REFUSED or (self.received and (failure.exitcode > 0 or -failure.exitcode in self.received)):
             return int(failure.exitcode) if failure.exitcode > 0 else int(training_status(self.received[0]))

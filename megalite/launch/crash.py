@@ -239,7 +239,9 @@ def _own_memory() -> list[str]:
     lines = []
     with suppress(OSError):
         wanted = {"VmHWM": "peak", "VmRSS": "now"}
-        pairs = (line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if line.split(":")[0] in wanted)
+        pairs = (
+            line.split(":") for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.split(":")[0] in wanted
+        )
         lines.append("host memory " + ", ".join(f"{wanted[name]} {int(value.split()[0]) / 2**20:.2f} GiB" for name, value in pairs))
     if torch.cuda.is_initialized():
         figures = {
@@ -255,14 +257,14 @@ def _host_memory(directory: Path) -> list[str]:
     """What this host has: memory, that of its container, and room on its disks."""
     lines = []
     with suppress(OSError):
-        found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         lines += [
             f"{name}: {int(found[name].split()[0]) / 2**20:.1f} GiB" for name in ("MemTotal", "MemAvailable", "SwapFree") if name in found
         ]
     group = Path("/sys/fs/cgroup")
     for name in ("memory.max", "memory.current", "memory.events"):
         with suppress(OSError):
-            lines.append(f"container, {name}: {(group / name).read_text().strip().replace(chr(10), ', ')}")
+            lines.append(f"container, {name}: {(group / name).read_text(encoding='utf-8').strip().replace(chr(10), ', ')}")
     for place in (Path("/dev/shm"), directory):
         with suppress(OSError):
             lines.append(f"{place}: {shutil.disk_usage(place).free / 2**30:.1f} GiB free")

@@ -36,6 +36,6 @@ def process_status(status: ExitStatus) -> int:
     """
     if (file := os.environ.get(END_FILE)) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         with suppress(OSError):  # the launcher then knows only that its processes ended
-            Path(file).write_text(str(int(status)))
+            Path(file).write_text(str(int(status)), encoding="utf-8")
     saved = status in (ExitStatus.STOPPED, ExitStatus.INTERRUPTED)
     return 0 if saved and "TORCHELASTIC_RUN_ID" in os.environ else int(status)

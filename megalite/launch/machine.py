@@ -56,14 +56,14 @@ def _from_driver() -> list[Gpu]:
     names = []
     for path in sorted(DRIVER.glob("gpus/*/information")):
         with suppress(OSError):
-            names += re.findall(r"^Model:\s*(.+?)\s*$", path.read_text(), re.MULTILINE)
+            names += re.findall(r"^Model:\s*(.+?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return [Gpu(name) for name in names]
 
 
 def driver_version() -> str | None:
     """The version of NVIDIA's kernel module."""
     with suppress(OSError):
-        if match := re.search(r"\s(\d+\.[\d.]+)\s", (DRIVER / "version").read_text()):
+        if match := re.search(r"\s(\d+\.[\d.]+)\s", (DRIVER / "version").read_text(encoding="utf-8")):
             return match[1]
     return None
 
@@ -72,7 +72,7 @@ def usable_cores() -> int:
     """The cores that this process may use: its affinity and, in a container, its share of CPU time."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         count = min(count, max(1, -(-int(quota) // int(period))))
     return count
 
@@ -81,7 +81,7 @@ def memory_bytes() -> int:
     """The host's memory, or the container's limit if it is less."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
-        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
     return size
 
 

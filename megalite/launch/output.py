@@ -1,6 +1,7 @@
 """Standard output and error that may go away: a reader such as `head` has seen enough, or Ctrl-C ended `tee` together with the run.
 
 What is written then is dropped. A run must save its last step although nobody listens, and no command prints a traceback for it.
+Nor does one for a character that the terminal's encoding lacks, such as × in ASCII: a question mark takes its place.
 
 The last lines are kept for a crash report. Under the launcher they are in a file, too, where they outlive a rank that is killed.
 """
@@ -80,7 +81,8 @@ class _Descriptor(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From now on a reader of stdout or stderr that ends costs only what it does not read. Streams that were replaced are left alone."""
+    """From now on a reader of stdout or stderr that ends costs only what it does not read, and an encoding only the characters that it
+    lacks. Streams that were replaced are left alone."""
     if LOGS in os.environ and "RANK" in os.environ:
         RECENT.keep_in(_log(Path(os.environ[LOGS]), os.environ["RANK"]))
     for name in ("stdout", "stderr"):
@@ -92,9 +94,9 @@ def outlive_readers() -> None:
 
 
 def _reopened(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The same stream, with the same settings."""
+    """The same stream, with the same settings but for characters that can not be encoded."""
     stream.flush()
     descriptor = _Descriptor(stream.fileno(), "w", closefd=False)
     descriptor.name = stream.name
     buffer, line = io.BufferedWriter(descriptor), stream.line_buffering or stream.write_through
-    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=line, write_through=stream.write_through)
+    return io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=line, write_through=stream.write_through)

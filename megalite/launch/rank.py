@@ -10,8 +10,10 @@ import sys
 
 from megalite import processes
 from megalite.launch import interrupts
+from megalite.launch.output import outlive_readers
 
 if __name__ == "__main__":
+    outlive_readers()
     interrupts.ending(quiet=True)
     processes.watch()
     del sys.argv[0]

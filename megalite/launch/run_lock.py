@@ -68,7 +68,7 @@ class Holder:
 
 def _machine() -> str:
     with suppress(OSError):
-        boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
+        boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(), os.stat("/proc/self/ns/pid").st_ino
         return f"{os.uname().nodename} {boot} {namespace}"
     return os.uname().nodename
 
@@ -142,13 +142,13 @@ class RunLock:
     def _create(self, path: Path) -> bool:
         """Create a file that names this job, unless it exists. A reader never sees a part of it."""
         own = path.with_name(f".{path.name}.{self.holder.token}")
-        own.write_text(json.dumps(asdict(self.holder)) + "\n")
+        own.write_text(json.dumps(asdict(self.holder)) + "\n", encoding="utf-8")
         try:
             os.link(own, path)
         except FileExistsError:
             return own.stat().st_nlink == 2  # a reply of NFS that was lost and asked for again
         except OSError:  # a file system without hard links: still exclusive, but a reader may find it empty for a moment
-            return _create_exclusively(path, own.read_text())
+            return _create_exclusively(path, own.read_text(encoding="utf-8"))
         finally:
             own.unlink()
         return True
@@ -231,7 +231,7 @@ class RunLock:
 
 def _create_exclusively(path: Path, text: str) -> bool:
     try:
-        with path.open("x") as file:
+        with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         return False
@@ -241,7 +241,7 @@ def _create_exclusively(path: Path, text: str) -> bool:
 def read(path: Path) -> Holder | None:
     """The holder named in a lock; None if there is no lock. A damaged one has an unknown holder, and is judged by its age."""
     try:
-        return Holder(**json.loads(path.read_text()))
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):

@@ -149,7 +149,7 @@ def cut_after(file: Path, step: int) -> None:
     """Remove the lines of later steps, and an incomplete last line of a killed run. The file is replaced atomically."""
     if not file.exists():
         return
-    kept = [line for line in file.read_text().splitlines() if (found := _step_of(line)) is not None and found <= step]
+    kept = [line for line in file.read_text(encoding="utf-8").splitlines() if (found := _step_of(line)) is not None and found <= step]
     fresh = file.with_name(f".{file.name}.new")
     write_synced(fresh, "".join(line + "\n" for line in kept))
     fresh.replace(file)
@@ -172,7 +172,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM"):
                 return 1024 * int(line.split()[1])
     import resource

@@ -130,8 +130,8 @@ def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -
 
     def open_at(step: int) -> WeightsAndBiases:
         file = run_dir / "wandb_id"
-        if not file.exists() or (resume_step == 0 and file.read_text() != fresh):
-            file.write_text(fresh)
-        return WeightsAndBiases(project, run_dir, step, config, file.read_text())
+        if not file.exists() or (resume_step == 0 and file.read_text(encoding="utf-8") != fresh):
+            file.write_text(fresh, encoding="utf-8")
+        return WeightsAndBiases(project, run_dir, step, config, file.read_text(encoding="utf-8"))
 
     return open_at

@@ -41,13 +41,13 @@ def compare(run_dir: Path) -> list[str]:
     """
     try:
         config = from_dict(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")))
-        records = [read_record(found) for found in json.loads((run_dir / RECORDS).read_text())]
+        records = [read_record(found) for found in json.loads((run_dir / RECORDS).read_text(encoding="utf-8"))]
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}. A run writes it if profiling.timeline is set.") from None
     layout = build.layout(config)
     schedule = build.schedule(config, layout.microbatches)
     found, path = timeline(schedule, layout, records), run_dir / TIMELINE
-    path.write_text(json.dumps(found, allow_nan=False))
+    path.write_text(json.dumps(found, allow_nan=False), encoding="utf-8")
     return [*describe(found), f"  {path} (ui.perfetto.dev opens it)"]
 
 

@@ -94,7 +94,7 @@ class TimelineRecorder(Observer):
 def host_name() -> str:
     """An identity shared by processes with one monotonic clock: the kernel's boot id, or else the host name."""
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname()
 
 
@@ -112,4 +112,4 @@ def gather(record: Record, world: int) -> list[Record] | None:
 
 def write(records: list[Record], path: Path) -> None:
     """Write the records of all ranks."""
-    path.write_text(json.dumps(list(map(vars, records)), allow_nan=False))
+    path.write_text(json.dumps(list(map(vars, records)), allow_nan=False), encoding="utf-8")

@@ -13,7 +13,7 @@ PEAKS = Path(__file__).with_name("peaks.yaml")
 def _peaks() -> dict[str, float]:
     import yaml
 
-    found: dict[str, float] = yaml.safe_load(PEAKS.read_text())
+    found: dict[str, float] = yaml.safe_load(PEAKS.read_text(encoding="utf-8"))
     return found
 
 

@@ -118,6 +118,8 @@ def load_weights(trainer: Trainer, source: str) -> None:
 
     What routers add to their scores counts as a weight, where the source has it.
     """
+    from megalite.checkpoint.finite import nonfinite, reject  # which a run without given weights does not need
+
     routers, known = trainer.parts.routers, None
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
         from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed
@@ -135,7 +137,10 @@ def load_weights(trainer: Trainer, source: str) -> None:
         trainer.store.initialize(trainer.config.run.seed, drawn)
     started = perf_counter()
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        read([*trainer.store.to_load(without=drawn), *biases])
+        rectangles = [*trainer.store.to_load(without=drawn), *biases]
+        read(rectangles)
+        if not source.startswith("hf:"):  # whose tensors are checked where they are read, under their own names
+            reject(source, {part.name: nonfinite(part.tensor) for part in rectangles})
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"the weights of {source} were read in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather

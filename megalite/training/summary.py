@@ -84,7 +84,7 @@ class SummaryWriter:
     def _write(self) -> None:
         def write(path: Path) -> None:
             self._measure(self.summary)
-            path.write_text(json.dumps(asdict(self.summary), indent=2) + "\n")
+            path.write_text(json.dumps(asdict(self.summary), indent=2) + "\n", encoding="utf-8")
 
         write_or_say(self._directory / FILE, write)
 

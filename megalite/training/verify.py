@@ -68,8 +68,8 @@ def record(config: Config, steps: int, directory: Path) -> None:
     trainer.close()
     placement = _placement(trainer)
     if trainer.mesh.rank == 0:
-        (directory / "scalars.json").write_text(json.dumps(scalars))
-        (directory / "placement.json").write_text(json.dumps(placement))
+        (directory / "scalars.json").write_text(json.dumps(scalars), encoding="utf-8")
+        (directory / "placement.json").write_text(json.dumps(placement), encoding="utf-8")
 
 
 def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False,
         progress(f"training on {count} rank{'s' * (count > 1)}", done, steps, "steps")
 
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(to_dict(config)))
+    (directory / "config.json").write_text(json.dumps(to_dict(config)), encoding="utf-8")
     count = build.layout(config).world
     with tempfile.TemporaryFile() as output:
         variables = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
@@ -129,8 +129,8 @@ def compare(directory: Path, reference: Path, relative: float, absolute: float) 
     """The first difference between two recorded runs beyond the tolerances (relative for scalars, absolute for weights)."""
     from safetensors.torch import load_file
 
-    placement = json.loads((directory / "placement.json").read_text())
-    runs = [json.loads((place / "scalars.json").read_text()) for place in (directory, reference)]
+    placement = json.loads((directory / "placement.json").read_text(encoding="utf-8"))
+    runs = [json.loads((place / "scalars.json").read_text(encoding="utf-8")) for place in (directory, reference)]
     for step, (got, expected) in enumerate(zip(*runs, strict=True), start=1):
         for name in ("loss", "grad_norm"):
             error = abs(got[name] - expected[name]) / max(abs(expected[name]), 1e-30)

@@ -157,7 +157,7 @@ class Watchdog:
         say(line)
         with suppress(OSError):  # a full disk may be the reason for the stall
             self.directory.mkdir(parents=True, exist_ok=True)
-            with open(stacks, "a") as file:
+            with open(stacks, "a", encoding="utf-8") as file:
                 print(line, file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
         self._record(None)
@@ -166,7 +166,7 @@ class Watchdog:
         """Mark this rank's record as past: it would explain a later hang wrongly."""
         self._said, path = False, self.directory / f"rank_{self.rank:05d}.json"
         with suppress(OSError, ValueError):
-            _replace(path, json.dumps({**json.loads(path.read_text()), "past": True}).encode())
+            _replace(path, json.dumps({**json.loads(path.read_text(encoding="utf-8")), "past": True}).encode())
 
     def _waits(self) -> str:
         """The rank's last action, the communication it awaits, and when that times out."""

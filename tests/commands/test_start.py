@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from megalite.commands.start import start
 from megalite.launch.local_ranks import package_path
+from tests.distributed.support.configs import write_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +57,39 @@ def test_a_reader_that_ends_early_costs_no_traceback(words: list[str]) -> None:
         command.stdout.close()
         assert command.stderr.read() == b""
     assert command.returncode == 0
+
+
+ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+"""A terminal and a locale that have no other characters."""
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["nosuch"], ["bubble", "--pp", "2", "--microbatches", "4", "--compare"]], ids=" ".join
+)
+def test_a_character_that_the_terminal_lacks_costs_no_traceback(words: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": package_path(), **ASCII}
+    ended = subprocess.run([sys.executable, "-m", "megalite", *words], capture_output=True, env=environment)
+    assert ended.returncode == (2 if words == ["nosuch"] else 0) and b"Error" not in ended.stderr, ended.stderr
+    assert (ended.stdout + ended.stderr).decode("ascii")
+
+
+def test_a_run_on_such_a_terminal_trains(tmp_path: Path) -> None:
+    """Its ranks print, too; its files are UTF-8."""
+    prefix = write_tokens(tmp_path, 96)
+    shape = [
+        "--model.hidden_size",
+        "16",
+        "--model.intermediate_size",
+        "32",
+        "--model.num_hidden_layers",
+        "1",
+        "--model.num_attention_heads",
+        "2",
+    ]
+    data = ["--data.train", prefix, "--data.sequence_length", "16", "--train.global_batch_size", "4", "--train.steps", "2"]
+    words = ["train", "--nproc", "2", "--tp", "2", "--run.dir", str(tmp_path), "--run.name", "run", *shape, *data]
+    environment = {**os.environ, "PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1", **ASCII}
+    ended = subprocess.run([sys.executable, "-m", "megalite", *words], capture_output=True, env=environment)
+    assert ended.returncode == 0 and b"Traceback" not in ended.stderr, ended.stderr
+    assert "cp 1 ? tp 2" in ended.stdout.decode("ascii"), "the mesh is written with ×"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))["step"] == 2

@@ -114,6 +114,20 @@ def test_a_template_that_refuses_is_quoted(tokenizer):
         ChatTemplate(tokenizer, strict).render(LONG)
 
 
+def test_templates_without_a_default_are_not_replaced_by_ours(tmp_path):
+    """transformers refuses them, too."""
+    place = write_tokenizer(tmp_path / "named")
+    named = [{"name": "rag", "template": CHATML}, {"name": "tool_use", "template": CHATML}]
+    settings = place / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": named}))
+    found = tokenizing.load(place)
+    with pytest.raises(ValueError, match="no default specified"):
+        found._tokenizer.get_chat_template()
+    with pytest.raises(DataError, match=r"has no default chat template, only rag, tool_use. Give the one to use with --chat_template FILE"):
+        ChatTemplate(found)
+    assert ChatTemplate(found, CHATML).source == CHATML
+
+
 def test_other_keys_of_a_message_reach_the_template(tokenizer):
     source = "{{ tools[0] | list | last }}{{ tools[0]['name'] }}"
     source += "{% for message in messages %}{{ message['name'] or message.tool_calls[0]['id'] }}{% endfor %}"

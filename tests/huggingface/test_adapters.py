@@ -23,6 +23,7 @@ from megalite.config.schema import LoraConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface.adapter_export import export_adapter
+from megalite.huggingface.adapter_import import OFF
 from megalite.parallel.spec import parameter_count
 from megalite.training.memory_report import report
 from megalite.training.trainer import Trainer
@@ -333,7 +334,57 @@ def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path
     assert f"{norm} is missing" in refusal(targets=["q", "k"], modules_to_save=["norms"])
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_qalora": True}))
     assert "adapter_config.json has use_qalora = True, which is not handled" in refusal(targets=["q", "k"])
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"unsloth_version": "2026.4"}))
+    trainer_of(directory, prefix, tmp_path / "marked", init_from=str(adapter), targets=["q", "k"]).close()
     made = trainer.config
     made.model.init_from, made.lora = str(saved), LoraConfig()
     with pytest.raises(CheckpointError, match="holds adapters next to its weights. Merge them"):
         Trainer(made, make_mesh(made))
+
+
+def test_every_setting_of_peft_is_judged():
+    """Settings that are read, or do not change what an adapter computes; the others must be off."""
+    from dataclasses import fields
+
+    import peft
+
+    read = """peft_type task_type peft_version auto_mapping base_model_name_or_path revision inference_mode r lora_alpha rank_pattern
+        alpha_pattern use_rslora use_dora modules_to_save target_modules exclude_modules layers_to_transform layers_pattern lora_dropout
+        fan_in_fan_out bias init_lora_weights runtime_config ensure_weight_tying megatron_core qalora_group_size eva_config loftq_config
+        corda_config lora_ga_config target_parameters"""
+    assert {each.name for each in fields(peft.LoraConfig)} == {*read.split(), *OFF.split()}
+
+
+def test_an_adapter_is_the_file_that_peft_loads_and_finite(models, prefix, tmp_path: Path):
+    """adapter_model.safetensors before adapter_model.bin, and no index."""
+    directory = models["phi3"]
+    trainer = trainer_of(directory, prefix, tmp_path)
+    saved = trainer.save()
+    trainer.close()
+    adapter = tmp_path / "adapter"
+    assert convert_hf.main(["adapter-export", str(saved), str(adapter)]) == 0
+    whole = adapter / "adapter_model.safetensors"
+    tensors = load_file(whole)
+    torch.save({key: value + 1 for key, value in tensors.items()}, adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors.index.json").write_text("{}")
+    trained = global_tensors(trainer)
+    again = trainer_of(directory, prefix, tmp_path / "again", init_from=str(adapter))
+    assert all(torch.equal(value, trained[key]) for key, value in global_tensors(again).items())
+    again.close()
+    key = next(key for key in tensors if "down_proj.lora_B" in key)
+    tensors[key].view(-1)[:2] = float("nan")
+    save_file(tensors, whole)
+    with pytest.raises(CheckpointError, match=f"lora.init_from = {adapter} has values that are NaN or infinite(.|\\n)*{key}: 2"):
+        trainer_of(directory, prefix, tmp_path / "other", init_from=str(adapter))
+
+
+def test_a_run_does_not_start_from_a_checkpoint_that_is_not_finite(models, prefix, tmp_path: Path):
+    directory = models["phi3"]
+    trainer = trainer_of(directory, prefix, tmp_path, rank=0)
+    for part in trainer.store.to_load():
+        if part.name == "weight/norm.weight":
+            part.tensor.view(-1)[:3] = float("nan")
+    saved = trainer.save()
+    trainer.close()
+    with pytest.raises(CheckpointError, match=f"{saved} has values that are NaN or infinite(.|\\n)*weight/norm.weight: 3"):
+        trainer_of(directory, prefix, tmp_path / "other", str(saved), rank=0)

@@ -244,7 +244,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "quantised": (lambda d: edit(d / "config.json", quantization_config={"bits": 4}), "quantization_config = {'bits': 4} is not handled"),
     "stored as int8": (lambda d: rewrite(d, to_int8), "model.norm.weight is of type I8. Quantised weights are not handled"),
     "family": (lambda d: edit(d / "config.json", model_type="mamba"), "model_type = 'mamba' is not handled. Legal values: llama"),
-    "unknown field": (lambda d: edit(d / "config.json", residual_multiplier=0.2), "residual_multiplier = 0.2 is not handled"),
+    "unknown field": (lambda d: edit(d / "config.json", is_causal=False), "is_causal = False is not handled"),
     "heads do not divide": (lambda d: edit(d / "config.json", num_key_value_heads=3), "model.num_key_value_heads = 3 does not divide"),
     "tokenizer too large": (
         lambda d: (d / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": VOCAB}]})),
@@ -279,9 +279,9 @@ def test_a_missing_or_unlisted_shard_is_named(tmp_path: Path, capsys):
     theirs = write(SHARDED, tmp_path / "theirs")
     index = theirs / "model.safetensors.index.json"
     listed = json.loads(index.read_text())
-    misplaced = listed["weight_map"] | {"model.norm.weight": listed["weight_map"]["model.embed_tokens.weight"]}
-    index.write_text(json.dumps(listed | {"weight_map": misplaced}))
-    assert "lacks model.norm.weight, which the index says it holds" in refusal(capsys, "import", theirs, tmp_path / "ours")
+    more = listed["weight_map"] | {"model.other.weight": listed["weight_map"]["model.embed_tokens.weight"]}
+    index.write_text(json.dumps(listed | {"weight_map": more}))
+    assert "lacks model.other.weight, which the index says it holds" in refusal(capsys, "import", theirs, tmp_path / "ours")
     index.write_text(json.dumps(listed | {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
     assert "../elsewhere.safetensors is not the name of a file" in refusal(capsys, "import", theirs, tmp_path / "ours")
     index.write_text(json.dumps(listed))
@@ -381,5 +381,7 @@ def test_check_tells_equal_from_different_position_by_position(whole, tmp_path: 
     assert capsys.readouterr().out.splitlines()[-1] == "NOT the same within 0.0001"
     rounded = tmp_path / "rounded"
     convert_hf.main(["export", str(ours), str(rounded), "--dtype", "bfloat16"])
+    content = json.loads((rounded / "config.json").read_text())
+    (rounded / "config.json").write_text(json.dumps(content | {"dtype": content.pop("torch_dtype")}))  # as transformers 5 writes it
     assert convert_hf.main(["check", str(ours), str(rounded), "--tokens", "20"]) == 1
     assert "an export of the checkpoint with --dtype float32 shows" in capsys.readouterr().out.splitlines()[-1]

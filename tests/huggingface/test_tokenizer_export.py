@@ -26,6 +26,7 @@ from megalite.data.tokenizer_identity import of_token_file, of_tokenizer
 from megalite.data.tokenizers import Tokenizer, load
 from megalite.training.trainer import Trainer
 from tests.data.chats import CHATML, INSTRUCT, SHORT, write_lines, write_tokenizer
+from tests.huggingface.hf_models import CASES, write
 
 SOURCE = inspect.getsource(inspect)
 VOCAB = 448
@@ -244,3 +245,50 @@ def test_a_template_that_is_gone_is_missed(tmp_path, capsys):
     out = exported(run, tmp_path / "out")
     assert f"the chat template that the model was trained with (hash {facts['chat']['template_hash']}) is not" in capsys.readouterr().out
     assert not (out / "chat_template.jinja").exists()
+
+
+TOOLS = "{% for tool in tools %}{{ tool }}{% endfor %}"
+
+
+def in_settings(place: Path) -> None:
+    """Named templates as transformers 4 stored them."""
+    settings = content(place / "tokenizer_config.json")
+    named = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": TOOLS}]
+    (place / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
+
+
+def in_files(place: Path) -> None:
+    """As transformers 5 stores them, with a template in the settings that is not read any more."""
+    (place / "additional_chat_templates").mkdir()
+    (place / "additional_chat_templates" / "tool_use.jinja").write_text(TOOLS)
+    (place / "chat_template.jinja").write_text("old")
+    (place / "tokenizer_config.json").write_text(json.dumps(content(place / "tokenizer_config.json") | {"chat_template": "older"}))
+
+
+@pytest.mark.parametrize("store", [in_settings, in_files])
+def test_chat_templates_with_other_names_leave_with_the_tokenizer(store: Callable[[Path], None], tmp_path: Path):
+    """The default one is that of the training data; every reader then finds it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = write_tokenizer(tmp_path / "hf")
+    store(tokenizer)
+    run = trained(tmp_path, conversations(tmp_path, str(tokenizer), CHATML), data={"sequence_length": 64})
+    out = exported(run, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(out).chat_template == {"default": CHATML, "tool_use": TOOLS}
+    assert "chat_template" not in content(out / "tokenizer_config.json")
+
+
+def test_templates_come_in_and_go_out(tmp_path: Path):
+    """Those of an imported model; one in the settings that a file replaces is left out."""
+    from transformers import AutoTokenizer
+
+    model = write(
+        CASES["llama, one key-value head"]._replace(fields=CASES["llama, one key-value head"].fields | {"vocab_size": VOCAB}),
+        tmp_path / "hf",
+    )
+    in_files(write_tokenizer(model))
+    assert convert_hf.main(["import", str(model), str(tmp_path / "ours")]) == 0
+    out = exported(tmp_path / "ours", tmp_path / "out")
+    expected = AutoTokenizer.from_pretrained(model).chat_template
+    assert AutoTokenizer.from_pretrained(out).chat_template == expected == {"default": "old", "tool_use": TOOLS}
+    assert "chat_template" not in content(out / "tokenizer_config.json")

@@ -133,7 +133,7 @@ def flavors() -> dict[str, dict[str, Any]]:
     """name/flavor → options of the section model."""
     import yaml
 
-    table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("torchtitan_flavors.yaml").read_text())
+    table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("torchtitan_flavors.yaml").read_text(encoding="utf-8"))
     return table
 
 

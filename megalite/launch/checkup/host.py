@@ -101,10 +101,10 @@ def compiler() -> Iterator[Finding]:
         return
     with tempfile.TemporaryDirectory(prefix="megalite_doctor_") as scratch:
         source = Path(scratch, "test.c")
-        source.write_text(PROGRAM)
+        source.write_text(PROGRAM, encoding="utf-8")
         command = [*words, str(source), f"-I{sysconfig.get_paths()['include']}", "-o", str(Path(scratch, "test"))]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, encoding="utf-8", errors="replace")
             problem = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed"])[0]
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)

@@ -53,7 +53,7 @@ def read(run: Path) -> MeasuredRun:
     """
     path = run / TIMELINE
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("it is no JSON object")
         schedule = build(found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], _planned_for(run))
@@ -82,7 +82,7 @@ def _planned_for(run: Path) -> Costs | None:
     if not path.is_file():
         return None
     try:
-        costs = yaml.safe_load(path.read_text())["parallel"]["schedule_costs"]
+        costs = yaml.safe_load(path.read_text(encoding="utf-8"))["parallel"]["schedule_costs"]
     except (yaml.YAMLError, TypeError, KeyError):
         raise ScheduleError(f"{path} has no parallel.schedule_costs: it is not a run's configuration") from None
     return Costs(*map(float, costs))
