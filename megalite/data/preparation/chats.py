@@ -22,6 +22,7 @@ class Chats:
     Attributes:
         template: Jinja source to use instead of the tokenizer's own (`megalite.data.chat_template.ChatTemplate`).
         loss_on: the tokens whose loss is counted.
+        require_end: reject a conversation with a turn that counts and that no token ends.
         max_length: maximum number of tokens of a conversation; longer ones are dropped or, with `truncate`, cut. None: no limit.
         reader: how records are read.
         skip_bad: maximum number of bad records of the whole input, which are skipped.
@@ -33,11 +34,12 @@ class Chats:
     truncate: bool = False
     reader: RecordReader = RecordReader()
     skip_bad: int = 0
+    require_end: bool = True
 
     def encode(self, task: Task, tokenizer: Tokenizer) -> Encoded:
         """Encode a task. Raises DataError naming file, line and reason for the first record that is no conversation or that the template
         cannot render, if none may be skipped."""
-        template = ChatTemplate(tokenizer, self.template)
+        template = ChatTemplate(tokenizer, self.template, require_end=self.require_end)
         tokens, mask, sizes = array("i"), bytearray(), array("i")
         bad, done = BadRecords(self.skip_bad > 0), Encoded(input_bytes=task.size)
         for record, where, replaced in records(task, bad):

@@ -138,6 +138,8 @@ def prepare(
     if train_tokenizer is None:
         vocabulary = tokenizing.load(tokenizer)
         identity: list[Any] = [vocabulary.vocab_size, vocabulary.eos, vocabulary.chat_template, *map(digest, vocabulary.files)]
+        if isinstance(encoder, Chats):
+            identity.append(vocabulary.ends)
     else:
         identity = [train_tokenizer, TRAINING_BYTES]
     key = key_of(_beside(tokenizer, prefix), identity, repr(encoder), [(type(source).__name__, source.identity) for source in sources])
