@@ -5,11 +5,14 @@ A record's keys determine its format. `RecordReader` can map other keys to these
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.data.indexed import DataError
+from megalite.data.record_hints import KNOWN_ROLES, ROLES, for_chats
 from megalite.data.tool_calls import BadTools, calls_of, tools_of, without_nulls
 
 FORMS = (
@@ -17,10 +20,6 @@ FORMS = (
     '({"instruction": …, "input": …, "output": …}) or prompt-completion ({"prompt": …, "completion": …}, both texts or both messages)'
 )
 WAY_OUT = f"Give one of {FORMS}, or say with --keys what its keys mean."
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
-ROLES |= dict.fromkeys(("observation", "function_response", "function"), "tool")
-"""Role names of ShareGPT and of OpenAI's earlier format that differ from those of chat templates."""
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS_OF_RECORDS = ("messages", "conversations", "tools", "functions", "prompt", "completion", "system", "instruction", "input", "output")
 KEYS_OF_MESSAGES = ("role", "content", "from", "value", "weight", "tool_calls", "function_call", "name")
 
@@ -110,7 +109,8 @@ class RecordReader:
         for key in ("messages", "conversations"):
             if record.get(key) is not None:
                 self._messages(record[key], key, where)  # says what is wrong with it
-        raise BadRecord(where, f" holds no conversation: its keys are {', '.join(map(str, record)) or 'none'}.", WAY_OUT)
+        keys = ", ".join(map(str, record)) or "none"
+        raise BadRecord(where, f" holds no conversation: its keys are {keys}.", for_chats(record) or WAY_OUT)
 
     def _renamed(self, item: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         mapped = {theirs: ours for ours, theirs in self.keys if ours in names and theirs in item}
@@ -119,6 +119,8 @@ class RecordReader:
 
     def _from_pair(self, record: dict[str, Any], where: object) -> Conversation | Pair:
         """Texts are a Pair; lists of messages are one conversation, of which the completion is learned."""
+        if record.get("label") is False:  # TRL's unpaired preferences
+            raise BadRecord(where, " has label false: its completion is one to avoid.", "Remove such records: every completion is learned.")
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             if not prompt and not completion:
@@ -133,6 +135,9 @@ class RecordReader:
         return Conversation("prompt-completion", messages, _tools(record, where), first, frozenset(unweighted))
 
     def _messages(self, turns: Any, key: str, where: object) -> _Messages:
+        if isinstance(turns, str):  # as in a .csv
+            with suppress(ValueError, RecursionError):
+                turns = json.loads(turns)
         if turns == []:
             raise BadRecord(where, f": {key} is empty.", "Remove the record.")
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):

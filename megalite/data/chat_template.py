@@ -86,11 +86,8 @@ class ChatTemplate:
             _set(counts, [(0, len(read.text))], 1)
             _set(counts, self._spans(read, [i for i in turns if i in without]), 0)
         else:
-            # of all messages: not each mark needs to be attributed to its message
-            spans = read.marks if read.marks is not None and loss_on == "assistant" and chosen == turns else self._spans(read, chosen)
-            if self._require_end:
-                self._check_ends(read, chosen, spans)
-            _set(counts, spans, 1)
+            every = loss_on == "assistant" and chosen == turns
+            _set(counts, self._spans(read, chosen, every=every, require_end=self._require_end), 1)
         return _masked(self._tokenizer.encode_rendered(read.text), counts)
 
     def pair(self, prompt: str, completion: str, *, loss_on: LossOn = "assistant") -> tuple[list[int], list[int]]:
@@ -155,36 +152,39 @@ class ChatTemplate:
         way_out = "Give a --chat_template FILE that writes them, or remove them from the records."
         raise DataError(f"{self._name} ignores {ignored}. {way_out}")
 
-    def _spans(self, read: _Rendered, wanted: list[int]) -> list[Span]:
-        """The spans of the wanted messages, which are the assistant's."""
+    def _spans(self, read: _Rendered, wanted: list[int], *, every: bool = False, require_end: bool = False) -> list[Span]:
+        """The spans of the wanted messages, which are the assistant's; with `every`, they are all of its messages."""
         if read.marks is None:
-            return [span for i in wanted for span in self._turn(read, i).spans]
+            return [span for i in wanted for span in self._turn(read, i, require_end).spans]
+        spans = read.marks if every else self._attributed(read, read.marks, wanted)
+        if require_end and spans and not any(read.text[start:stop].rstrip().endswith(self._layout.added) for start, stop in spans):
+            self._cannot_end(wanted[0])
+        return spans
+
+    def _attributed(self, read: _Rendered, marks: list[Span], wanted: list[int]) -> list[Span]:
+        """The marked spans of the wanted messages."""
         spans = []
         for i in wanted:
             first, last = [len(self._renderer.write(read.messages[:stop], read.tools)[1]) if stop else 0 for stop in (i, i + 1)]
-            if not first <= last <= len(read.marks):
+            if not first <= last <= len(marks):
                 self._cannot_locate(i)
-            spans += read.marks[first:last]
+            spans += marks[first:last]
         return spans
 
-    def _turn(self, read: _Rendered, i: int) -> Turn:
+    def _turn(self, read: _Rendered, i: int, require_end: bool = False) -> Turn:
         try:
-            return read.finder.turn(read.messages, i, read.text)
+            turn = read.finder.turn(read.messages, i, read.text)
         except NotLocated:
             self._cannot_locate(i)
+        if require_end and not turn.ended:
+            self._cannot_end(i)
+        return turn
 
-    def _check_ends(self, read: _Rendered, chosen: list[int], spans: list[Span]) -> None:
-        """Raise DataError if no token ends a chosen turn or, of a template with marks, any turn."""
-        if read.marks is None:
-            without = next((i for i in chosen if not self._turn(read, i).ended), None)
-        else:
-            ended = any(read.text[start:stop].rstrip().endswith(self._layout.added) for start, stop in spans)
-            without = chosen[0] if spans and not ended else None
-        if without is not None:
-            raise DataError(
-                f"{self._name} has no token that ends the assistant's message {without + 1} and counts in the loss: the model would not "
-                "learn to stop. Give a --chat_template FILE that writes eos_token after it, or accept that with --end_of_turn optional."
-            )
+    def _cannot_end(self, i: int) -> NoReturn:
+        raise DataError(
+            f"{self._name} has no token that ends the assistant's message {i + 1} and counts in the loss: the model would not learn to "
+            "stop. Give a --chat_template FILE that writes eos_token after it, or accept that with --end_of_turn optional."
+        )
 
     def _cannot_locate(self, i: int) -> NoReturn:
         raise DataError(

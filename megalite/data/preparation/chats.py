@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,10 @@ class Chats:
         done.sizes, done.mask = np.frombuffer(sizes, "i4"), np.frombuffer(mask, "u1")
         done.bad, done.bad_first = bad.count, bad.first
         return done
+
+    def check(self, record: Any, where: object) -> None:
+        """Raise BadRecord if a record is no conversation."""
+        self.reader.read(record, where)
 
     def _rendered(self, template: ChatTemplate, conversation: Conversation | Pair, where: object) -> tuple[list[int], list[int]]:
         try:
