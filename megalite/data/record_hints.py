@@ -20,10 +20,10 @@ def for_texts(record: Record) -> str:
 
     record: a record, or None for each of its keys if only these are known.
     """
-    if options := _conversation(record):
-        return f"The records look like conversations: add {options}."
     if preferred := _preference(record, "--chat "):
         return preferred
+    if options := _conversation(record):
+        return f"The records look like conversations: add {options}."
     if "text" not in record and (key := _text_key(record)):
         return f"The records look like texts under {key}: add --text_key {key}."
     return ""
@@ -31,10 +31,10 @@ def for_texts(record: Record) -> str:
 
 def for_chats(record: Record) -> str:
     """The way out for a record that is no conversation, likewise."""
-    if options := _conversation(record).removeprefix("--chat").strip():
-        return f"The records look like conversations under other names: add {options}."
     if preferred := _preference(record, ""):
         return preferred
+    if options := _conversation(record).removeprefix("--chat").strip():
+        return f"The records look like conversations under other names: add {options}."
     if key := _text_key(record):
         return f"The records look like texts: leave out --chat{'' if key == 'text' else f', and add --text_key {key}'}."
     return ""

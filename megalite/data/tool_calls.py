@@ -24,8 +24,8 @@ class BadTools(DataError):
 
 def tools_of(record: Fields) -> list[Fields] | None:
     """The `tools` of a record, or its `functions` in OpenAI's earlier format, as objects; None if it has neither. Raises BadTools."""
-    tools = _list(record.get("tools"), "tools", "tool")
-    if tools is None and (functions := _list(record.get("functions"), "functions", "function")) is not None:
+    tools = _list(without_nulls(record.get("tools")), "tools", "tool")
+    if tools is None and (functions := _list(without_nulls(record.get("functions")), "functions", "function")) is not None:
         tools = [{"type": "function", "function": function} for function in functions]
     if tools is None:
         return None
@@ -37,9 +37,9 @@ def calls_of(message: Fields) -> list[Fields] | None:
 
     Raises BadTools.
     """
-    calls = _list(message.get("tool_calls"), "tool_calls", "call")
-    if not calls and message.get("function_call") is not None:
-        calls = [{"type": "function", "function": _decoded(message["function_call"], "function_call", dict)}]
+    calls = _list(without_nulls(message.get("tool_calls")), "tool_calls", "call")
+    if not calls and (function := without_nulls(message.get("function_call"))) is not None:
+        calls = [{"type": "function", "function": _decoded(function, "function_call", dict)}]
     if calls is None:
         return None
     return [_with_object(_with_function(call, f"call {number}"), "arguments", f"call {number}") for number, call in enumerate(calls, 1)]
@@ -82,7 +82,7 @@ def _decoded(value: Any, what: str, kind: type) -> Any:
     if not isinstance(decoded, kind):
         read = "the JSON text is" if decoded is not value else "it is"
         raise BadTools(f"{what}: {read} of type {type(decoded).__name__}, not {wanted}.", way_out)
-    return decoded if decoded is not value else without_nulls(value)
+    return decoded
 
 
 def without_nulls(value: Any) -> Any:
