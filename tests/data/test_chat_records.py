@@ -267,8 +267,8 @@ def test_the_earlier_format_of_calls_is_read():
     """`functions`, `function_call` and the role `function`: templates know only `tools` and `tool_calls`."""
     answer = {"role": "function", "name": "add", "content": "2"}
     called = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
-    found = READER.read({"messages": [SHORT[0], called, answer], "functions": [FUNCTION]}, "here")
-    assert found.tools == [{"type": "function", "function": FUNCTION}]  # type: ignore[union-attr]
+    found = READER.read({"messages": [SHORT[0], called, answer], "functions": [{"name": "add"}]}, "here")
+    assert found.tools == [{"type": "function", "function": {"name": "add"}}]  # type: ignore[union-attr]
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     expected = [SHORT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {**answer, "role": "tool"}]
     assert found.messages == expected  # type: ignore[union-attr]
